@@ -34,6 +34,7 @@ from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate
 from coa_jax.evaluate.metrics import student_t
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
+from coa_jax.intervals import rates
 from coa_jax.learn import sft
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.markdown import table
@@ -274,15 +275,9 @@ def without(record: DistilledRecord, roles: Sequence[str]) -> DistilledRecord:
 
 
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
-    """Returns for each task the share of its graded samples that are right.
-
-    The share is None for a task without graded samples.
-    """
-    grades = []
-    for task in outcome["tasks"]:
-        values = [s["value"] for s in task["samples"] if s["value"] is not None]
-        grades.append(float(np.mean([value == 1.0 for value in values])) if values else None)
-    return grades
+    """Returns the rate of each task, see `rates`; None for a task without graded samples."""
+    found = rates(outcome)
+    return [float(found[task["id"]]) if task["id"] in found else None for task in outcome["tasks"]]
 
 
 # --- statistics ----------------------------------------------------------------------------

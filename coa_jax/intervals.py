@@ -1,8 +1,11 @@
-"""Computes confidence intervals of a proportion that was observed in a number of trials."""
+"""Computes the rates of right answers of an evaluation, and confidence intervals of proportions."""
 
 from __future__ import annotations
 
+import fractions
 import math
+from collections.abc import Mapping
+from typing import Any
 
 _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 
@@ -26,3 +29,18 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     low = centre - half if successes > 0 else 0.0
     high = centre + half if successes < n else 1.0
     return low, high
+
+
+def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
+    """Returns the share of right answers of each task in a result file, by task id.
+
+    The share is an exact fraction of the task's graded samples. Tasks without graded samples are
+    left out.
+    """
+    found = {}
+    for task in outcome["tasks"]:
+        values = [s["value"] for s in task["samples"] if s["value"] is not None]
+        if values:
+            solved = sum(value == 1.0 for value in values)
+            found[task["id"]] = fractions.Fraction(solved, len(values))
+    return found

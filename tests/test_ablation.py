@@ -175,7 +175,7 @@ def test_arms_that_do_the_same_do_not_differ():
 
 def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch):
     written = []
-    outcome = {"tasks": [{"samples": [{"value": 1.0}]}]}
+    outcome = {"tasks": [{"id": "a", "samples": [{"value": 1.0}]}]}
     work = Ablation(config(), tmp_path)
     monkeypatch.setattr(work, "base", lambda seed: None)
     settings = types.SimpleNamespace(rename_share=0.0)

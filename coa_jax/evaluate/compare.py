@@ -25,6 +25,7 @@ from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import FORMAT
 from coa_jax.evaluate.metrics import standard_error
+from coa_jax.intervals import rates
 from coa_jax.storage import local
 
 _RESAMPLES = 10_000
@@ -68,20 +69,6 @@ class Comparison:
     same: int
     p: float
     test: str
-
-
-def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
-    """Returns the share of right answers of each task in a result file, by task id.
-
-    The share is an exact fraction of the task's graded samples.
-    """
-    found = {}
-    for task in outcome["tasks"]:
-        values = [s["value"] for s in task["samples"] if s["value"] is not None]
-        if values:
-            solved = sum(value == 1.0 for value in values)
-            found[task["id"]] = fractions.Fraction(solved, len(values))
-    return found
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from coa_jax import files, reading
 from coa_jax.bounds import Bounded, Natural, NotNegative, Place, Prose, Share, shown
 from coa_jax.errors import UserError
+from coa_jax.intervals import rates
 from coa_jax.storage import local
 from coa_jax.tasks import Task
 
@@ -256,10 +257,10 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
             bounds.
     """
     if config.pass_rates:
-        rates = _read_rates(Path(local(config.pass_rates)))
+        known = _read_rates(Path(local(config.pass_rates)))
         tasks = [
-            dataclasses.replace(task, metadata={**task.metadata, "pass_rate": rates[task.id]})
-            if task.id in rates
+            dataclasses.replace(task, metadata={**task.metadata, "pass_rate": known[task.id]})
+            if task.id in known
             else task
             for task in tasks
         ]
@@ -281,17 +282,9 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
 
 
 def _read_rates(path: Path) -> dict[str, float]:
-    """Reads pass rates from a result file: maps task ids to shares of right samples.
-
-    The share is over the graded samples; a task without graded samples has no pass rate.
-    """
+    """Reads the pass rate of each task that has graded samples from a result file, by task id."""
     try:
-        found = {}
-        for task in files.read_json_object(path)["tasks"]:
-            values = [s["value"] for s in task["samples"] if s["value"] is not None]
-            if values:
-                found[str(task["id"])] = sum(value == 1.0 for value in values) / len(values)
-        return found
+        return {str(id): float(rate) for id, rate in rates(files.read_json_object(path)).items()}
     except reading.MALFORMED as error:
         raise UserError(
             f"pool.pass_rates={path}: not the results.json of an evaluation: "
