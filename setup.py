@@ -196,7 +196,6 @@ setuptools.setup(
             "constraints/*.txt",
             "templates/*.md",
             "templates/*/*",
-            "bench/workloads/*.json",
             "tasks/*.toml",
         ]
     },

@@ -17,7 +17,7 @@ from pathlib import Path
 from coa_jax.installed import first_line
 
 _BENCHES = (
-    *("attention", "decode", "input", "sft", "rl", "rollout", "pipeline", "pipeline-workload"),
+    *("attention", "decode", "input", "sft", "rl", "rollout", "pipeline"),
     *("stalls", "workload"),
 )
 

@@ -5,11 +5,10 @@
 
 The command runs the code of `coa_jax.rl`: agent loop, engine, grading, updates and checkpoints. A
 tiny policy samples real tokens. The workload fixes the number of tokens of each sample, the time
-that its tools sleep, and whether its answer is right. The workloads 5, 20 and 60 are in
-`coa_jax/bench/workloads`. Their tool latency is log-normal, with a median of 0.5 s and a 99th
-percentile of 5, 20 or 60 s. The length of a sample is log-normal too, with a 99th percentile of
-eight times the median. Half of the groups have a signal, which means that the rewards of the group
-differ. `pipeline_workload.py` describes the format of other workload files.
+that its tools sleep, and whether its answer is right. The tool latency is log-normal, with a median
+of 0.5 s and a 99th percentile of ``--workload`` seconds. The length of a sample is log-normal too,
+with a 99th percentile of eight times the median. Half of the groups have a signal, which means that
+the rewards of the group differ.
 
 The first and the last steps are left out of the results. During the first steps programs are
 compiled, and all groups start at once; during the last steps no groups start. The command prints
@@ -70,7 +69,7 @@ from coa_jax.bench.pipeline_samples import (
     WatchedSleep,
     within,
 )
-from coa_jax.bench.pipeline_workload import PipelineWorkload, read_workload
+from coa_jax.bench.pipeline_workload import PipelineWorkload, draw
 from coa_jax.bench.workload import FIRST_ID
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
@@ -338,7 +337,7 @@ def measure(
 
 def define_flags() -> None:
     """Defines the command-line flags of ``python -m coa_jax.bench.pipeline``."""
-    flags.DEFINE_string("workload", "20", "5, 20, 60, or a file, see pipeline_workload")
+    flags.DEFINE_integer("workload", 20, "99th percentile of the tool latency (s)", lower_bound=1)
     flags.DEFINE_string("workdir", None, "new folder for inputs and runs; by default temporary")
     flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
     flags.DEFINE_integer("steps", 16, "steps of the run", lower_bound=2 * EDGE + 1)
@@ -369,7 +368,7 @@ def main(_: list[str]) -> None:
     """Runs ``python -m coa_jax.bench.pipeline``: measures RL runs and prints JSON."""
     values = flags.FLAGS
     out = output_path(values.out)
-    workload, changes = read_workload(values.workload), given_changes(values.set)
+    workload, changes = draw(values.workload), given_changes(values.set)
     with contextlib.ExitStack() as stack:
         folder = values.workdir or stack.enter_context(tempfile.TemporaryDirectory())
         if (Path(folder) / "run").exists():
