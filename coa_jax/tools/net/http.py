@@ -331,62 +331,31 @@ def too_large(limit: int) -> FetchError:
 
 
 async def _read(chunks: AsyncIterator[bytes], headers: Mapping[str, str], limit: int) -> bytes:
-    """Reads and decompresses a body in pieces, so that a decompression bomb stops at the limit."""
+    """Reads and decompresses a body in pieces, so that a decompression bomb stops at the limit.
+
+    Bytes after the end of the compressed data are ignored, such as more members of a gzip file.
+    """
     coding = headers.get("content-encoding", "").strip().lower()
-    decoder = _Inflate(coding) if coding not in ("", "identity") else None
+    if coding not in ("", "identity", "gzip", "x-gzip", "deflate"):
+        raise FetchError("malformed", "the content is compressed in an unknown way")
+    decoder: zlib._Decompress | None = None
     content = bytearray()
     async for chunk in chunks:
-        content += chunk if decoder is None else decoder.feed(chunk, limit + 1 - len(content))
-        if len(content) > limit:
-            raise too_large(limit)
-    if decoder is not None and content and not decoder.ended:
-        raise FetchError("malformed", "the compressed content is cut off")
-    return bytes(content)
-
-
-class _Inflate:
-    """Decompresses gzip with one or more members, and deflate with or without a zlib header."""
-
-    def __init__(self, coding: str):
-        if coding not in ("gzip", "x-gzip", "deflate"):
-            raise FetchError("malformed", "the content is compressed in an unknown way")
-        self._deflate = coding == "deflate"
-        self._decoder: zlib._Decompress | None = None
-        self._pending = b""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the compressed data is complete."""
-        return self._decoder is None or self._decoder.eof
-
-    def feed(self, data: bytes, room: int) -> bytes:
-        """Decompresses the next piece of data, up to ``room`` bytes of output."""
-        data, self._pending = self._pending + data, b""
-        out = bytearray()
-        while data and len(out) < room:
-            if self._decoder is None or self._decoder.eof:
-                if len(data) < 2:  # two bytes are necessary to detect the format
-                    self._pending = data
-                    break
-                another = not self._deflate and data.startswith(b"\x1f\x8b")
-                if self._decoder is not None and not another:
-                    break  # bytes after the end of the compressed data are ignored
-                self._decoder = zlib.decompressobj(self._window(data))
+        if chunk and coding not in ("", "identity"):
+            if decoder is None:
+                # 47 detects a header. Some servers send deflate without its header (0x?8).
+                bare = coding == "deflate" and chunk[0] & 15 != 8
+                decoder = zlib.decompressobj(-15 if bare else 47)
             try:
-                out += self._decoder.decompress(data, room - len(out))
+                chunk = b"" if decoder.eof else decoder.decompress(chunk, limit + 1 - len(content))
             except zlib.error as error:
                 raise FetchError("malformed", "the compressed content is damaged") from error
-            data = self._decoder.unused_data if self._decoder.eof else self._decoder.unconsumed_tail
-        return bytes(out)
-
-    def _window(self, data: bytes) -> int:
-        """Returns the argument ``wbits`` of zlib for the beginning of some data.
-
-        Some servers send deflate without the zlib header.
-        """
-        if not self._deflate:
-            return 31
-        return 15 if data[0] & 15 == 8 and int.from_bytes(data[:2], "big") % 31 == 0 else -15
+        content += chunk
+        if len(content) > limit:
+            raise too_large(limit)
+    if content and decoder is not None and not decoder.eof:
+        raise FetchError("malformed", "the compressed content is cut off")
+    return bytes(content)
 
 
 @functools.cache
