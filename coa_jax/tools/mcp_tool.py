@@ -17,7 +17,6 @@ import copy
 import dataclasses
 import functools
 import json
-import math
 import os
 import threading
 import time
@@ -38,7 +37,6 @@ from coa_jax.tools.net.text import clip_text
 T = TypeVar("T")
 
 _PING_S = 2.0
-_MOST_NESTED = 64
 _STDERR_CHARS = 600
 
 
@@ -383,32 +381,20 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
         Argument -> value; None if the body has another form.
     """
     properties = schema.get("properties") or {}
+    value = None
     try:
-        value = json.loads(without_fence(body))
+        with contextlib.suppress(json.JSONDecodeError):
+            value = reading.parse_json(without_fence(body))
+        # A value that cannot be sent is a mistake of the policy, not a failure of the tool.
+        json.dumps(body if value is None else value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        value = None
-    required = set(schema.get("required") or ())
-    if not _sendable(body if value is None else value):
         return None
+    required = set(schema.get("required") or ())
     if isinstance(value, dict) and required <= set(value):
         return value
     only = next(iter(properties)) if len(properties) == 1 else None
     plain = only is not None and properties[only].get("type") == "string" and body.strip()
     return {str(only): body.strip()} if plain and not isinstance(value, dict) else None
-
-
-def _sendable(value: Any, depth: int = _MOST_NESTED) -> bool:
-    """Returns whether a value can be sent to the server as JSON.
-
-    A value that cannot be sent is a mistake of the policy, not a failure of the tool.
-    """
-    if isinstance(value, dict):
-        return depth > 0 and all(_sendable(k) and _sendable(v, depth - 1) for k, v in value.items())
-    if isinstance(value, list):
-        return depth > 0 and all(_sendable(item, depth - 1) for item in value)
-    if isinstance(value, str):
-        return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _body_hint(schema: Mapping[str, Any]) -> str:
