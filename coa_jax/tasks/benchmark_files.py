@@ -22,10 +22,11 @@ from pathlib import Path
 from coa_jax.errors import UserError
 from coa_jax.extensions import read_options
 from coa_jax.protocol import get_protocol
+from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.checks import checked
-from coa_jax.tasks.rows import Row, add_tasks, draw, find_files, read_rows
+from coa_jax.tasks.rows import Row, add_tasks, draw, read_rows
 
 _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
 

@@ -19,21 +19,13 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 from coa_jax.protocol import Messages, get_protocol
 from coa_jax.records.data_sets import open_hub, open_tfds
+from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
 from coa_jax.tasks.question_file import load_question_file
 from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, load_release_file
-from coa_jax.tasks.rows import (
-    Row,
-    add_tasks,
-    draw,
-    find_files,
-    golds,
-    plain,
-    read_rows,
-    split_source,
-)
+from coa_jax.tasks.rows import Row, add_tasks, draw, golds, plain, read_rows, split_source
 
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
 """Customary column names of the parts of a task."""

@@ -7,9 +7,9 @@ import dataclasses
 import datetime
 import decimal
 import functools
-import glob
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.protocol import get_protocol
-from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 
 Row = Mapping[str, Any]
@@ -50,20 +49,6 @@ def split_source(source: str) -> tuple[str, str]:
     return path + suffix, protocol
 
 
-def find_files(pattern: str) -> list[Path]:
-    """Returns the files of a path or URL, sorted by name. ``*`` in a path matches several files.
-
-    Raises:
-        UserError: no file matches.
-    """
-    pattern = local(pattern)
-    found = [Path(name) for name in sorted(glob.glob(pattern))] if "*" in pattern else []
-    found = found or [Path(pattern)]
-    if not found[0].exists():
-        raise UserError(f"{pattern}: there is no such file; download it or correct the path")
-    return found
-
-
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yields the rows of a file, each as a mapping from field name to value.
 
@@ -76,6 +61,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
     Raises:
         UserError: the file cannot be read, or contains something other than rows.
     """
+    if not os.path.lexists(path):
+        raise UserError(f"{path}: cannot be read: no such file; download it or correct the path")
     number = 0
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
         ".parquet": functools.partial(_parquet, columns=columns),

@@ -336,7 +336,7 @@ def test_rows_that_are_none_are_located(name, rows, message, tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("gaia:absent.jsonl", "absent.jsonl: there is no such file"),
+        ("gaia:absent.jsonl", "absent.jsonl: cannot be read: no such file; download"),
         ("gaia:x.txt", "give gaia:PATH"),
         ("gaia:x.jsonl:level", "'level' is not understood"),
         ("gaiaa:x.txt", "there is no module 'gaiaa'.*did you mean 'gaia'"),
