@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from coa_jax import jsonl, shards
-from coa_jax.protocol import Violation, find_protocols, get_protocol, part_violations
-from coa_jax.protocol import violations as text_violations
+from coa_jax.protocol import Violation, find_protocols, part_violations
 from coa_jax.storage import local
 
 T = TypeVar("T")
@@ -355,15 +354,11 @@ def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
 def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
     """Returns each violation of the protocol by the policy, with its offset in the text.
 
-    The check uses the authors and texts of the spans, but not their roles. If the trajectory has no
-    spans, the check uses its text alone.
+    The check uses the authors and texts of the spans, but not their roles.
 
     Raises:
         UserError: the protocol of the trajectory is unknown.
     """
-    rules = get_protocol(trajectory.protocol)
-    if not trajectory.segments and rules.format is None:
-        return text_violations(rules, trajectory.text)
     parts = [
         ("policy" if span.author == Author.POLICY else "environment", span.text)
         for span in trajectory.segments

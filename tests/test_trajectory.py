@@ -357,13 +357,6 @@ def test_violations_point_into_the_text_of_the_trajectory():
     assert [(v.kind, broken.text[v.position :][:5]) for v in found] == [("stray_text", "stray")]
 
 
-def test_a_trajectory_without_spans_is_judged_by_its_text():
-    whole = trajectory(*EPISODE)
-    assert trajectory_violations(dataclasses.replace(whole, segments=())) == []
-    cut = dataclasses.replace(whole, segments=(), text=whole.text[:-1])
-    assert [v.kind for v in trajectory_violations(cut)] == ["unclosed", "missing_answer"]
-
-
 def test_parts_of_a_record_are_judged_like_spans():
     parts = [("policy" if a == Author.POLICY else "environment", text) for _, a, text in EPISODE]
     assert part_violations("mhqa", parts) == []

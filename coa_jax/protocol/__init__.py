@@ -8,7 +8,6 @@ from coa_jax.protocol.automaton import State as State
 from coa_jax.protocol.automaton import advance as advance
 from coa_jax.protocol.automaton import allowed_after as allowed_after
 from coa_jax.protocol.automaton import check as check
-from coa_jax.protocol.automaton import violations as violations
 from coa_jax.protocol.bodies import CRITERIA as CRITERIA
 from coa_jax.protocol.bodies import format_code as format_code
 from coa_jax.protocol.bodies import format_double_check as format_double_check

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from coa_jax.protocol import bodies
-from coa_jax.protocol.parser import Segment, Violation, parse
+from coa_jax.protocol.parser import Segment, Violation
 from coa_jax.protocol.spec import START, THINK, BodyForm, Protocol
 
 AuthorName = Literal["policy", "environment"]
@@ -124,10 +124,7 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
 
 
 def check(
-    protocol: Protocol,
-    segments: Sequence[Segment],
-    authors: Sequence[AuthorName] | None = None,
-    complete: bool = True,
+    protocol: Protocol, segments: Sequence[Segment], authors: Sequence[AuthorName] | None = None
 ) -> list[Violation]:
     """Returns all violations of the rules about the order and the bodies of segments.
 
@@ -139,7 +136,6 @@ def check(
         authors: author of each segment. With None, the environment is the author of all
             observations, and the policy of all other segments. Segments of the environment that are
             not observations are ignored.
-        complete: whether the text is finished, so that a missing answer is a violation.
 
     Returns:
         The violations in the order of their positions.
@@ -167,7 +163,7 @@ def check(
             found.extend(body_violations(protocol, segment))
             answered = answered or role == protocol.answer
         state = advance(protocol, state, role, segment.body)
-    if complete and not answered:
+    if not answered:
         found.append(Violation("missing_answer", end, f"no closed <{protocol.answer}>"))
     return found
 
@@ -213,24 +209,3 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
         return []
     message = f"the body of <{segment.role}> does not have the form '{form}'"
     return [Violation("bad_body", segment.start, message)]
-
-
-def violations(protocol: Protocol, text: str, complete: bool = True) -> list[Violation]:
-    """Returns all violations of a protocol in a text, in the order of their positions.
-
-    The violations that the parser finds, such as nested tags, are included. The function assumes
-    that the environment wrote all observations, so it does not detect an observation that the
-    policy wrote. If the authors are known, use ``coa_jax.trajectory.trajectory_violations``.
-
-    Args:
-        protocol: the protocol.
-        text: the trajectory as text.
-        complete: whether the text is finished, so that a missing answer is a violation.
-    """
-    if not protocol.roles:
-        return []
-    parsed = parse(protocol, text)
-    if protocol.format is not None:
-        return list(parsed.violations)
-    found = [*parsed.violations, *check(protocol, parsed.segments, complete=complete)]
-    return sorted(found, key=lambda violation: violation.position)

@@ -22,8 +22,8 @@ from coa_jax.protocol import (
     parse_solution,
     protocol_names,
     protocol_with_tools,
-    violations,
 )
+from tests.protocol.rules import violations
 
 GOOD = format_reflection(dict.fromkeys(CRITERIA, "good"))
 POOR = format_reflection({**dict.fromkeys(CRITERIA, "good"), "tool_effectiveness": "poor"})

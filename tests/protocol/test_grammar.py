@@ -18,9 +18,9 @@ from coa_jax.protocol import (
     get_protocol,
     protocol_names,
     split_level,
-    violations,
 )
 from coa_jax.protocol.grammar import DEAD, OBSERVED, compile_protocol
+from tests.protocol.rules import violations
 
 NAMES = (*protocol_names(), "generalist:paper", "mhqa:paper", "code:paper")
 OBSERVATION = "\n<observation>\n</think> what a tool wrote\n</observation>\n\n"

@@ -19,8 +19,8 @@ from coa_jax.protocol import (
     protocol_names,
     protocol_with_tools,
     split_level,
-    violations,
 )
+from tests.protocol.rules import violations
 from tests.protocol.test_automaton import BODIES, CHECKED, bodies_of, kinds, write
 
 NAMES = tuple(f"{name}:paper" for name in protocol_names())

@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import (
-    Parser,
-    Segment,
-    get_protocol,
-    parse,
-    protocol_names,
-    quote_tool_text,
-    violations,
-)
+from coa_jax.protocol import Parser, Segment, get_protocol, parse, protocol_names, quote_tool_text
+from tests.protocol.rules import violations
 
 GENERALIST = get_protocol("generalist")
 TAGS = [f"<{slash}{role}>" for role in GENERALIST.roles for slash in ("", "/")]
