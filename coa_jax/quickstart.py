@@ -20,13 +20,14 @@ from typing import Any
 import ml_collections
 from absl import flags
 
-from coa_jax.bounds import MAX_INT, Bounded, Name, Natural, Place, Seed
+from coa_jax.bounds import MAX_INT, Bounded, Name, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.economy import policy_economy
 from coa_jax.distill.filters import TeacherRun
 from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
+from coa_jax.distill.tasks import Tasks
 from coa_jax.economy import read_phase, token_counter
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate, table
@@ -39,7 +40,7 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import describe_model, load_model, save_model
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.progress import progress
-from coa_jax.protocol import TAGS, FormatName, Level
+from coa_jax.protocol import TAGS, FormatName
 from coa_jax.records import read_records
 from coa_jax.release import release
 from coa_jax.report import build_report
@@ -48,44 +49,9 @@ from coa_jax.settings import build, merged
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import run_folder
-from coa_jax.tasks import Task, disjoint, load_splits
 from coa_jax.tasks.base import with_level
-from coa_jax.tasks.mixture import load_shares
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.make import ToolsConfig, make_tools, with_names
-
-
-@dataclasses.dataclass(frozen=True)
-class Tasks(Bounded):
-    """The tasks that the teacher solves.
-
-    Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
-        train: number of tasks that are taken from the training split.
-        validation: number of tasks that are taken from the validation split.
-        seed: seed of the random choice of tasks.
-        level: how strict the rules of the protocol are for all tasks, ``lenient`` or ``paper``; ""
-            keeps the level of each task.
-        task_options: options of the task source ``tasks``.
-        mixture: maps names to task sources, see `tasks.mixture.Part`. The number of tasks from each
-            source is in proportion to its weight.
-    """
-
-    tasks: Place
-    train: Natural
-    validation: Natural
-    seed: Seed = 0
-    level: Level = ""
-    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def load(self) -> dict[str, list[Task]]:
-        """Loads the tasks; returns a list for each split, keyed by the name of the split."""
-        sizes = {"train": self.train, "validation": self.validation}
-        if not self.mixture and not self.task_options:
-            return load_splits(self.tasks, sizes, self.seed)
-        shares = {name: load_shares(self, name, size, self.seed) for name, size in sizes.items()}
-        return disjoint(shares, "config.distill")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,10 +197,8 @@ class Pipeline:
 
     def distill(self) -> None:
         """Lets the teacher solve the training tasks and the validation tasks."""
-        source = self.config.distill
-        for split, tasks in source.load().items():
+        for split, tasks in self.config.distill.load().items():
             with progress(f"distil {split}", total=len(tasks)) as bar:
-                tasks = with_level(tasks, source.level)
                 settings = self.teacher, self.data, self.told_tools
                 distill_split(split, tasks, self.named, *settings, bar.reach)
 

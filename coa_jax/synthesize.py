@@ -2,7 +2,7 @@ r"""Synthesises questions with verified answers from a corpus.
 
     python -m coa_jax.synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
     python -m coa_jax.distill --workdir=runs/distill \
-        --config.tasks.source=runs/questions/questions.jsonl
+        --config.tasks.tasks=runs/questions/questions.jsonl
 
 The command writes ``questions.jsonl``, which is a task source, ``dropped.jsonl`` with every dropped
 draft and the reason, and ``summary.json`` with the counts of every stage. To check a draft, solvers

@@ -13,9 +13,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from coa_jax.cli import load_config
+from coa_jax.distill.tasks import Tasks
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
-from coa_jax.quickstart import Pipeline, Tasks, left_minutes, run_pipeline
+from coa_jax.quickstart import Pipeline, left_minutes, run_pipeline
 from coa_jax.records import read_records
 from coa_jax.release import release as write_release
 from coa_jax.report import build_report

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from coa_jax.cli import load_config
+from coa_jax.distill.tasks import Tasks
 from coa_jax.errors import UserError
-from coa_jax.quickstart import Tasks, run_pipeline
+from coa_jax.quickstart import run_pipeline
 
 SMALL = {
     "distill.train": 30,

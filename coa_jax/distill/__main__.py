@@ -24,43 +24,23 @@ from typing import Any
 import ml_collections
 from absl import flags
 
-from coa_jax.bounds import Bounded, Natural, Place, Seed
+from coa_jax.bounds import Bounded, Place
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.economy import CountTokens, economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
 from coa_jax.distill.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
+from coa_jax.distill.tasks import Tasks
 from coa_jax.distill.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import progress
-from coa_jax.protocol import Level
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.storage import run_folder
-from coa_jax.tasks import Task, load_splits
-from coa_jax.tasks.base import with_level
+from coa_jax.tasks import Task
 from coa_jax.tools.make import ToolsConfig, make_tools
-
-
-@dataclasses.dataclass(frozen=True)
-class Tasks(Bounded):
-    """The tasks that the teacher solves.
-
-    Attributes:
-        source: source of the tasks, see `tasks.load_tasks`.
-        train, validation: number of tasks to take from the split of this name.
-        seed: seed of the random choice of tasks.
-        level: strictness of the protocols' rules, ``lenient`` or ``paper``, for all tasks; "" keeps
-            the level that each task has.
-    """
-
-    source: Place
-    train: Natural
-    validation: Natural
-    seed: Seed = 0
-    level: Level = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,13 +80,6 @@ class Command(Bounded):
 
 
 SPLITS = ("train", "validation")
-
-
-def _splits(wanted: Tasks) -> dict[str, list[Task]]:
-    """Returns the tasks of each split, with the level that the config sets."""
-    sizes = {name: getattr(wanted, name) for name in SPLITS}
-    splits = load_splits(wanted.source, sizes, wanted.seed)
-    return {name: with_level(tasks, wanted.level) for name, tasks in splits.items()}
 
 
 def _others(folder: Path, name: str) -> list[Path]:
@@ -179,7 +152,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     }
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name, tasks in _splits(command.tasks).items():
+        for name, tasks in command.tasks.load().items():
             folder = workdir / "smolagents"
             file, others = folder / f"{name}.jsonl", _others(folder, name)
             with progress(f"run {name}", total=len(tasks)) as bar:
@@ -209,7 +182,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name, tasks in _splits(command.tasks).items():
+        for name, tasks in command.tasks.load().items():
             start, endpoint = time.monotonic(), None
             if command.endpoint:
                 file, others = calls / f"{name}.jsonl", _others(calls, name)

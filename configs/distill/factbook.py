@@ -23,6 +23,7 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.distill.tasks import Tasks
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -31,12 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     config = ml_collections.ConfigDict()
-    config.tasks = ml_collections.ConfigDict()
-    config.tasks.source = quickstart.distill.tasks
-    config.tasks.train = quickstart.distill.train
-    config.tasks.validation = quickstart.distill.validation
-    config.tasks.seed = quickstart.distill.seed
-    config.tasks.level = quickstart.distill.level  # level of the protocols' rules: lenient or paper
+    config.tasks = complete(Tasks, quickstart.distill)
     config.teacher = complete(DistillConfig, quickstart.teacher)
     config.tools = complete(ToolsConfig, quickstart.tools)
     config.tokenizer = ""  # folder of a tokenizer, to count tokens

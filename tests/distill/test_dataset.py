@@ -14,7 +14,7 @@ from coa_jax.records import read_records
 from coa_jax.tasks import load_tasks
 from tests.killing import kill_when
 
-TASKS = load_config("configs/distill/factbook.py").tasks.source
+TASKS = load_config("configs/distill/factbook.py").tasks.tasks
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = DistillConfig(mistake_rate=0.3, unrecovered_rate=0.1)
 
