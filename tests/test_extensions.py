@@ -181,7 +181,7 @@ def test_a_reader_makes_traces_of_records(folder):
     path = folder / "log.jsonl"
     traces, report = read_traces(path, "my_reader:read", {"key": "ask"})
     assert [(t.log.question, t.log.answer, t.gold) for t in traces] == [("1+1?", "2", ("2",))]
-    assert [(p.line, p.reason) for p in report.problems] == [
+    assert [(p["line"], p["reason"]) for p in report["problems"]] == [
         (2, "KeyError: the field 'a' is missing")
     ]
 

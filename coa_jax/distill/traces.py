@@ -113,9 +113,8 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
     made, names = Converted(), set[str]()
     for path in filter(None, config.files):
         traces, report = read_traces(path, config.format, config.options)
-        counts = {k: getattr(report, k) for k in ("path", "records", "used", "ignored", "traces")}
-        made.reading.append({**counts, "problems": len(report.problems)})
-        made.refusals.extend(map(dataclasses.asdict, report.problems))
+        made.reading.append({**report, "problems": len(report["problems"])})
+        made.refusals.extend(report["problems"])
         for trace in traces:
             name, known = trace.log.episode, None
             if tasks is not None:

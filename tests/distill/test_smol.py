@@ -100,7 +100,7 @@ def test_the_memory_of_smolagents_becomes_trajectories_with_the_tools_own_words(
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(dump) + "\n" for _, _, dump, _ in dumps))
     traces, report = read_traces(path, "smolagents")
-    assert report.problems == ()
+    assert report["problems"] == []
     assert len(traces) == len(dumps) == 6
     for trace, (task, log, _, calls) in zip(traces, dumps, strict=True):
         assert [(name, body) for name, body, _ in calls] == list(log.calls)
@@ -158,7 +158,7 @@ def test_many_runs_stop_at_the_budget_and_go_on_without_doing_one_twice(tmp_path
     spent = run_smolagents(tasks, tools, model_of, path, config, limits)
     assert len(begun) == len(set(begun)) == 2 * len(tasks)
     traces, report = read_traces(path, "smolagents")
-    assert (len(traces), report.problems) == (len(tasks), ())
+    assert (len(traces), report["problems"]) == (len(tasks), [])
     assert spent.prompt == sum(trace.usage["prompt"] for trace in traces)
     assert spent.money == pytest.approx(spent.prompt / 1e6)
     asked = sum(len(log.calls) for log in logs.values())
@@ -258,7 +258,7 @@ def test_a_refused_request_ends_the_run_of_its_task_and_no_other(tmp_path, tools
     assert [row["task_id"] for row in rows] == [task.id for task in tasks]
     assert [row["state"] for row in rows] == ["success", "request_refused", "success"]
     traces, report = read_traces(path, "smolagents")
-    assert report.problems == ()
+    assert report["problems"] == []
     assert (traces[1].log.answer, len(traces[1].log.calls)) == (None, 1)
     assert "status 400" in traces[1].log.error
 

@@ -19,8 +19,6 @@ from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
 from coa_jax.distill.readers.base import (
     Line,
     Malformed,
-    Problem,
-    ReadReport,
     Trace,
     decode_line,
     decode_lines,
@@ -58,7 +56,7 @@ damaged. A function with a parameter ``lines`` reads all lines of a file, see
 
 def read_traces(
     path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
-) -> tuple[list[Trace], ReadReport]:
+) -> tuple[list[Trace], dict[str, Any]]:
     """Reads a file of logs of another system.
 
     Damaged records raise no error; they are listed in the report.
@@ -70,8 +68,11 @@ def read_traces(
         options: options of the function that reads the format; None if no options are set.
 
     Returns:
-        The traces in the order of the file, each with a unique name, and a report on all records of
-        the file.
+        The traces in the order of the file, each with a unique name, and a report on the records of
+        the file. Each record, that is, each nonblank line, is used for a trace, ignored because it
+        has no content for a trace, or a problem. The report has the key ``path``, the number of
+        ``records``, of ``used`` and ``ignored`` records and of ``traces``, and under ``problems``
+        the ``path``, ``line`` (from 1) and ``reason`` of each problem in the order of the lines.
 
     Raises:
         UserError: the file cannot be read or is compressed, or the format is unknown.
@@ -82,11 +83,11 @@ def read_traces(
     if data.startswith(b"\x1f\x8b"):
         raise UserError(f"{path}: is compressed; unpack it with gunzip first")
     lines = _lines(str(path), data.removeprefix(codecs.BOM_UTF8), form)
-    problems, traces, names = list[Problem](), list[Trace](), set[str]()
+    problems, traces, names = list[dict[str, Any]](), list[Trace](), set[str]()
     used = 0
     for line, found, counts in read(lines=lines) if "lines" in read.asks else single(lines):
         if isinstance(found, Malformed):
-            problems.append(Problem(str(path), line.number, str(found)))
+            problems.append({"path": str(path), "line": line.number, "reason": str(found)})
             continue
         used += counts
         if found is not None:
@@ -96,10 +97,9 @@ def read_traces(
             names.add(name)
             log = dataclasses.replace(found.log, episode=name)
             traces.append(dataclasses.replace(found, log=log, line=line.number, task=task))
-    problems.sort(key=lambda problem: problem.line)
-    ignored = len(lines) - used - len(problems)
-    report = ReadReport(str(path), len(lines), used, ignored, tuple(problems), len(traces))
-    return traces, report
+    problems.sort(key=lambda problem: problem["line"])
+    numbers = {"used": used, "ignored": len(lines) - used - len(problems), "traces": len(traces)}
+    return traces, {"path": str(path), "records": len(lines), **numbers, "problems": problems}
 
 
 def _lines(path: str, data: bytes, form: str) -> list[Line]:

@@ -1,8 +1,8 @@
-"""Defines what all readers of logs share: lines, checked fields, traces, and reports.
+"""Defines what all readers of logs share: lines, checked fields and traces.
 
 A reader converts the lines of one file to traces. The content of a file never makes a reader raise
-an exception. Instead, a record that violates its format becomes a `Problem` with the number of its
-line and the reason, and the rest of the file is used. The `ReadReport` accounts for every line.
+an exception. Instead, a record that violates its format is reported with the number of its line and
+the reason, and the rest of the file is used. The report of a file accounts for every line.
 """
 
 from __future__ import annotations
@@ -35,24 +35,6 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """A record of a log file that could not be used.
-
-    Attributes:
-        path: the file.
-        line: line number of the record, from 1.
-        reason: why the record could not be used.
-    """
-
-    path: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Trace:
     """A run of another system, converted to the messages of this project.
 
@@ -73,28 +55,6 @@ class Trace:
     line: int = 1
     task: str = ""
     usage: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadReport:
-    """Counts of what a reader did with the records of a file.
-
-    Attributes:
-        path: the file.
-        records: number of records, that is, of nonblank lines. Each record is used, ignored, or a
-            problem.
-        used: number of records that became part of a trace.
-        ignored: number of valid records without content for a trace, such as notifications.
-        problems: the records that could not be used, in the order of their lines.
-        traces: number of traces that were made of the used records.
-    """
-
-    path: str
-    records: int
-    used: int
-    ignored: int
-    problems: tuple[Problem, ...]
-    traces: int
 
 
 Found = Trace | Malformed | None

@@ -175,4 +175,4 @@ def calls_of(trace):
 
 
 def reasons(report):
-    return " ".join(problem.reason for problem in report.problems)
+    return " ".join(problem["reason"] for problem in report["problems"])

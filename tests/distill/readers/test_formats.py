@@ -58,7 +58,7 @@ CHAT = [
 def test_parallel_calls_of_a_chat_come_one_after_the_other_with_their_results(read):
     usage = {"prompt_tokens": 50, "completion_tokens": 9, "total_tokens": 59}
     (trace,), report = read("openai", {"id": 3, "messages": CHAT, "gold": "Lima", "usage": usage})
-    assert report.problems == ()
+    assert report["problems"] == []
     assert calls_of(trace) == [
         ("web_search", "Peru capital", "Lima", "ok"),
         ("crawl_page", "https://example.org/peru", "Lima it is", "ok"),
@@ -106,7 +106,7 @@ def test_the_old_function_calls_are_read(read):
 )
 def test_a_malformed_chat_is_named(read, messages, reason):
     _, report = read("openai", {"messages": messages})
-    assert reason in report.problems[0].reason
+    assert reason in report["problems"][0]["reason"]
 
 
 def test_a_conversation_that_breaks_off_has_no_answer(read):
@@ -149,7 +149,7 @@ CALLS = [
 def test_a_session_of_mcp_on_one_line(read):
     record = {"id": "s", "question": "Capital of Peru?", "answer": "Lima", "messages": SESSION}
     (trace,), report = read("mcp", record)
-    assert (report.used, report.ignored) == (1, 0)
+    assert (report["used"], report["ignored"]) == (1, 0)
     assert calls_of(trace) == CALLS
     with pytest.raises(Unconvertible, match="no plan and no thought"):
         trajectory_of(trace, "web")
@@ -169,7 +169,7 @@ def test_interleaved_sessions_of_mcp_are_told_apart(read):
         ("x", "Capital?", "Quito"),
     ]
     assert [calls_of(trace) for trace in traces] == [CALLS, CALLS]
-    assert (report.records, report.used, report.ignored) == (18, 12, 6)
+    assert (report["records"], report["used"], report["ignored"]) == (18, 12, 6)
 
 
 def test_a_session_with_a_broken_line_is_refused_and_the_others_are_used(read):
@@ -177,7 +177,7 @@ def test_a_session_with_a_broken_line_is_refused_and_the_others_are_used(read):
     bad = [{"session": "x", "question": "Q?"}, {"session": "x", "message": 3}]
     (trace,), report = read("mcp", *bad, *good)
     assert trace.log.episode == "y"
-    assert [(p.line, p.reason) for p in report.problems] == [
+    assert [(p["line"], p["reason"]) for p in report["problems"]] == [
         (1, "line 2 of the session is malformed"),
         (2, "'message' is a number, not an object"),
     ]
@@ -195,8 +195,8 @@ def test_a_call_or_a_session_that_is_cut_off_does_not_vanish(tmp_path):
     assert len(mcp_file(tmp_path, rows, ())[0]) == 1
     for damaged in ((3,), (7,), (3, 7), (5, 6), (4,)):
         traces, report = mcp_file(tmp_path, rows, damaged)
-        assert (traces, report.used) == ([], 0)
-        assert report.records == report.ignored + len(report.problems)
+        assert (traces, report["used"]) == ([], 0)
+        assert report["records"] == report["ignored"] + len(report["problems"])
 
 
 def test_a_cut_off_line_refuses_the_sessions_around_it_and_no_other(tmp_path):
@@ -275,7 +275,7 @@ def test_steps_of_smolagents_as_a_list_and_as_a_result(read, record):
 def test_parallel_calls_with_one_observation_are_refused(read):
     both = step(1, [("search", {"query": "a"}), ("search", {"query": "b"})], "A\nB")
     _, report = read("smolagents", [STEPS[0], both])
-    assert "makes 2 calls at once and keeps one observation" in report.problems[0].reason
+    assert "makes 2 calls at once and keeps one observation" in report["problems"][0]["reason"]
 
 
 def test_a_managed_agent_whose_steps_are_not_there_is_refused(read):
@@ -321,7 +321,7 @@ def test_our_own_journal_comes_back_as_it_was(tmp_path):
     journal.append(dataclasses.replace(log, episode="f"))
     traces, report = read_traces(journal.path, "messages")
     assert [trace.log for trace in traces] == [log, dataclasses.replace(log, episode="f")]
-    assert (report.records, report.used, report.ignored) == (3, 2, 1)
+    assert (report["records"], report["used"], report["ignored"]) == (3, 2, 1)
 
 
 @pytest.mark.parametrize(("gold", "taken"), [("Lima", ("Lima",)), (["Lima", 3], ("Lima", "3"))])
@@ -337,7 +337,7 @@ def test_a_damaged_log_of_ours_is_named(read):
     rows = [{**row, "question": 3}, {**row, "messages": 3}, {**row, "ending": "x"}, 7, row]
     traces, report = read("messages", *rows)
     assert len(traces) == 1
-    assert [p.line for p in report.problems] == [1, 2, 3, 4]
+    assert [p["line"] for p in report["problems"]] == [1, 2, 3, 4]
 
 
 # --- files ---------------------------------------------------------------------------------
@@ -347,13 +347,13 @@ def test_lines_in_a_file_that_is_called_json_are_read(tmp_path):
     path = tmp_path / "log.json"
     rows = file_of({"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT})
     path.write_bytes(rows)
-    assert read_traces(path, "openai")[1].used == 3
+    assert read_traces(path, "openai")[1]["used"] == 3
     path.write_bytes(rows[9:])  # the first line is damaged
     report = read_traces(path, "openai")[1]
-    assert (report.used, [problem.line for problem in report.problems]) == (2, [1])
+    assert (report["used"], [problem["line"] for problem in report["problems"]]) == (2, [1])
     path.write_bytes(json.dumps({"messages": CHAT}, indent=1).encode()[:-9])
     report = read_traces(path, "openai")[1]
-    assert (report.records, len(report.problems)) == (1, 1)
+    assert (report["records"], len(report["problems"])) == (1, 1)
 
 
 def test_a_list_of_records_is_read_as_records(tmp_path):
@@ -361,10 +361,10 @@ def test_a_list_of_records_is_read_as_records(tmp_path):
     path.write_text(json.dumps([{"messages": CHAT}, 3, {"messages": CHAT}]))
     traces, report = read_traces(path, "openai")
     assert [trace.line for trace in traces] == [1, 3]
-    assert (report.records, [problem.line for problem in report.problems]) == (3, [2])
+    assert (report["records"], [problem["line"] for problem in report["problems"]]) == (3, [2])
     for runs in ([{"steps": STEPS}] * 2, [STEPS] * 2):
         path.write_text(json.dumps(runs))
-        assert read_traces(path, "smolagents")[1].used == 2
+        assert read_traces(path, "smolagents")[1]["used"] == 2
     rows = [{"session": "x", "question": "Q?"}, *({"session": "x", "message": m} for m in SESSION)]
     path.write_text(json.dumps(rows))
     assert [calls_of(trace) for trace in read_traces(path, "mcp")[0]] == [CALLS]
@@ -391,7 +391,7 @@ def test_an_empty_file_has_no_records(tmp_path, form):
     path = tmp_path / "empty.jsonl"
     path.write_bytes(b"\n \n")
     traces, report = read_traces(path, form)
-    assert (traces, report.records) == ([], 0)
+    assert (traces, report["records"]) == ([], 0)
 
 
 @pytest.mark.parametrize(

@@ -94,11 +94,13 @@ def test_every_wrong_value_at_every_place_is_used_or_explained(form, tmp_path):
     for rows in damaged(form):
         path.write_bytes(file_of(*rows))
         traces, report = read_traces(path, form)
-        assert report.records == len(rows)
-        assert report.records == report.used + report.ignored + len(report.problems)
-        assert all(0 < problem.line <= len(rows) and problem.reason for problem in report.problems)
-        assert len({trace.log.episode for trace in traces}) == len(traces) == report.traces
-        problems += len(report.problems)
+        assert report["records"] == len(rows)
+        assert report["records"] == report["used"] + report["ignored"] + len(report["problems"])
+        assert all(
+            0 < problem["line"] <= len(rows) and problem["reason"] for problem in report["problems"]
+        )
+        assert len({trace.log.episode for trace in traces}) == len(traces) == report["traces"]
+        problems += len(report["problems"])
         for trace in traces:
             try:
                 _, record = trajectory_of(trace, protocol)
@@ -116,7 +118,7 @@ def test_a_key_that_stands_twice_is_no_record(tmp_path):
     path.write_bytes(file_of(tower())[:-2] + b', "prediction": "Bob"}\n' + file_of(product()))
     traces, report = read_traces(path, "oagents")
     assert [trace.log.answer for trace in traces] == ["391"]
-    assert "the key 'prediction' occurs twice" in report.problems[0].reason
+    assert "the key 'prediction' occurs twice" in report["problems"][0]["reason"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -125,13 +127,13 @@ def test_what_is_no_number_is_no_answer(tmp_path, key, value):
     path = tmp_path / "results.jsonl"
     path.write_bytes(file_of(tower(**{key: value})))
     _, report = read_traces(path, "oagents")
-    assert [p.reason for p in report.problems] == [f"'{key}' is not a finite number"]
+    assert [p["reason"] for p in report["problems"]] == [f"'{key}' is not a finite number"]
 
 
 def test_a_mark_of_the_byte_order_is_no_part_of_the_first_record(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + file_of(tower(), product()))
-    assert read_traces(path, "oagents")[1].used == 2
+    assert read_traces(path, "oagents")[1]["used"] == 2
 
 
 def test_what_is_no_file_of_records_is_the_users_mistake(tmp_path):
