@@ -219,7 +219,7 @@ def test_a_question_without_room_for_an_answer_is_refused(learnt):
     [
         ("configs/serve/pretrained.py", (768, 192, 8, 160)),
         ("configs/pretrained/factbook.py", (768, 192, 8, 160)),
-        ("configs/evaluate/web.py:gaia", (32768, 4096, 35, 8192)),
+        ("configs/evaluate/web.py:gaia", (32768, 4096, 35, 4096)),
     ],
 )
 def test_the_limits_are_those_of_a_config(config, limits):

@@ -169,7 +169,7 @@ def test_root_gets_the_missing_venv_package_installed(tree):
 def test_a_failed_installation_leaves_no_lock_in_the_calling_shell(tree):
     fake_venv(tree.root, pip="exit 1")
     setup = f"{tree.root}/launch/setup_env.sh"
-    command = f"source {setup} gguf; echo $?; flock -n {tree.root}/launch echo free"
+    command = f"source {setup} gguf; echo $?; flock -n {tree.root}/launch bash -c 'echo free'"
     environment = {"PATH": str(tree.tools), "HOME": str(tree.root), "TMPDIR": str(tree.root)}
     result = run("bash", "-c", command, env=environment)
     assert result.stdout.split() == ["1", "free"], result.stderr

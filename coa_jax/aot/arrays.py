@@ -122,7 +122,8 @@ def set_up(
     sizes, owners = config.mesh, owners_of(where, devices)
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
     hosts, host = len(set(owners)), owners.count(owners[0])
-    model = dataclasses.replace(model, lora=config.lora)
+    # DPO has no setting for adapters.
+    model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, training, hosts)
     if not isinstance(config, RLConfig):
         if aside:
@@ -205,7 +206,7 @@ def policy(setup: Setup) -> TrainState:
 
 def critic(setup: Setup) -> TrainState | None:
     """Returns the shapes and shardings of the critic's training state; None without a critic."""
-    if isinstance(setup.config, SFTConfig):
+    if not isinstance(setup.config, RLConfig):
         return None
     return critic_run_state(setup.config, setup.model, setup.mesh)
 
