@@ -169,7 +169,7 @@ class Ablation:
         self.command = build(Command, config)
         self.teacher, self.evaluation = self.command.teacher, self.command.evaluate
         self.arms = self.command.filters()
-        if any(arm.max_tokens for arm in self.arms.values()):
+        if any(arm.selection.max_tokens for arm in self.arms.values()):
             raise UserError("an ablation cannot count tokens: set max_tokens of all arms to 0")
         self.command.sft_config(workdir, UNFILTERED, 0)  # fails now if wrong
         self.tools: list[Tool] = make_tools(self.command.tools)

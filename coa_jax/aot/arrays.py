@@ -26,7 +26,6 @@ from coa_jax.learn.batch import Batch
 from coa_jax.learn.experience import scores_old
 from coa_jax.learn.fit import FitConfig
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import TrainState, run_state
 from coa_jax.learn.update import critic_run_state
 from coa_jax.model.attention.causal import Unfolded
@@ -146,7 +145,7 @@ def set_up(
     return Setup(config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts)
 
 
-def micro_batches(config: SFTConfig | RLConfig, whole: bool = True) -> int:
+def micro_batches(config: FitConfig | RLConfig, whole: bool = True) -> int:
     """Returns the number of micro-batches, if every sequence fills a row.
 
     Args:
@@ -154,13 +153,13 @@ def micro_batches(config: SFTConfig | RLConfig, whole: bool = True) -> int:
         whole: True to count the micro-batches of a whole step; False to count those of the largest
             update in a step.
     """
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, RLConfig):
         return -(-config.batch_size // config.rows)
     groups = config.groups if whole else config.groups_per_update
     return -(-groups * config.group_size // config.rows)
 
 
-def attended(config: SFTConfig | RLConfig) -> int:
+def attended(config: FitConfig | RLConfig) -> int:
     """Returns the number of positions of a row inside attention.
 
     A row stores a shared prompt only once, but inside attention the row has one copy of the prompt

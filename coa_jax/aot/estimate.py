@@ -20,8 +20,8 @@ from coa_jax.aot.schedule import Machine, play
 from coa_jax.aot.slices import Slice, owners_of
 from coa_jax.aot.split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.errors import UserError
+from coa_jax.learn.fit import FitConfig
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.model.params import num_params
 from coa_jax.parallel.chips import Chip
@@ -253,7 +253,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     config = setup.config
     number = micro_batches(config)
     tokens, lengths = number * config.rows * config.row_length, [config.row_length] * config.rows
-    useful = train_flops(setup.model, lengths * number, tokens, bool(config.lora.rank))
+    useful = train_flops(setup.model, lengths * number, tokens, bool(setup.model.lora.rank))
     peak = setup.mesh.size * setup.where.chip.flops
     programs = {row["name"]: row for row in rows}
 
@@ -340,7 +340,7 @@ def balance(
 
 
 def advice(
-    config: SFTConfig | RLConfig,
+    config: FitConfig | RLConfig,
     rows: Sequence[dict[str, Any]],
     moments: dict[str, int],
     usable: float,
