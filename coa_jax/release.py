@@ -78,7 +78,7 @@ def release(run: Path, output: Path) -> int:
             if config.get("measures", {}).get(name, {}).get("policy", name) not in _CONTROLS:
                 folder = new / "evaluate" / name
                 folder.mkdir(parents=True)
-                text = json.dumps(files.read_json_object(path), separators=(",", ":"))
+                text = json.dumps(files.read_json_object(path, None), separators=(",", ":"))
                 (folder / path.name).write_text(text + "\n", encoding="utf-8")
         (new / "README.md").write_text(_readme(output, config, new), encoding="utf-8")
         files.replace_folder(new, output)

@@ -179,17 +179,23 @@ class RunDir:
         """
         if not self.active:
             return
+        self._log(int(step), phase, {}, scalars)
+
+    def _log(
+        self, step: int, phase: str, known: Mapping[str, Any], scalars: Mapping[str, Any]
+    ) -> None:
+        """Appends a row with ``known`` and ``scalars``, and sends ``scalars`` to the loggers."""
         values = {name: _number(name, value) for name, value in scalars.items()}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-        row = {"step": int(step), "phase": phase, **finite}
+        row = {"step": step, "phase": phase, **known, **finite}
         files.append(self.path / "metrics.jsonl", (json.dumps(row) + "\n").encode())
         if phase not in self._events:
             directory = self.path / "tensorboard" / phase
             self._events[phase] = EventFile(directory, self._purge_from.pop(phase, None))
-        self._events[phase].scalars(int(step), values)
+        self._events[phase].scalars(step, values)
         self._open_wandb()
         if self._wandb is not None:
-            self._wandb.scalars(phase, int(step), values)
+            self._wandb.scalars(phase, step, values)
 
     def add_metrics(self, step: int, phase: str, **scalars: Any) -> None:
         """Adds metrics to the row of a step, which must be the newest row of its phase.
@@ -199,10 +205,10 @@ class RunDir:
             phase: phase of the row.
             **scalars: further metrics, see `metrics`.
         """
-        if not self.active:
+        if not self.active or not scalars:
             return
-        known = {name: math.nan if v is None else v for name, v in self.rows(phase)[-1].items()}
-        self.metrics(**{**known, **scalars, "step": step, "phase": phase})
+        rows = [row for row in self.rows(phase) if row["step"] == step]
+        self._log(step, phase, rows[-1] if rows else {}, scalars)
         newer: list[Mapping[str, Any]] = []
 
         def goes(row: Mapping[str, Any]) -> bool | None:

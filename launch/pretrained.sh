@@ -32,4 +32,4 @@ done
   python -m coa_jax.fetch smollm2 "$COA_ROOT/weights/SmolLM2-135M-Instruct" >&2
 )
 exec bash "$COA_ROOT/launch/quickstart.sh" --workdir="$COA_ROOT/runs/pretrained" \
-  --config=configs/pretrained/factbook.py ${rest[@]+"${rest[@]}"}
+  --config="$COA_ROOT/configs/pretrained/factbook.py" ${rest[@]+"${rest[@]}"}

@@ -17,6 +17,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --workdir=*) workdir="${1#*=}" ;;
     --workdir) workdir="${2:-}"; shift $(($# > 1)) ;;
+    --config | --model) rest+=("$1" "$(if_here "${2:-}")"); shift $(($# > 1)) ;;
     --config=* | --model=*) rest+=("${1%%=*}=$(if_here "${1#*=}")") ;;
     *) rest+=("$1") ;;
   esac

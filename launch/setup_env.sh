@@ -31,13 +31,14 @@ coa_quietly() {
   # The lines come from a reader of a pipe that nobody writes to: it ends when this shell closes
   # the pipe or dies, so nothing is left behind by a kill.
   exec 8> >(
+    exec 9<&- # the lock of the installation
     waited=0
     while read -r -t 15 _ || [ $? -gt 128 ]; do
       waited=$((waited + 15))
       coa_say "$what: still at it after ${waited} s"
     done
   )
-  "$@" >"$log" 2>&1 </dev/null 8>&- || status=$?
+  "$@" >"$log" 2>&1 </dev/null 8>&- 9<&- || status=$?
   exec 8>&-
   if [ "$status" -eq 0 ]; then
     rm -f "$log"

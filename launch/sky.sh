@@ -15,7 +15,8 @@
 #                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: cuda, tpu, v6e or none (default: by --gpus)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value of NAME in this shell; keys that the config names need no
+#                      flag
 #   --dry-run          print the task and the commands, run nothing
 #
 # The job is a managed job: if the machines are preempted, SkyPilot finds new machines, and the run resumes

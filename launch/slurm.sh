@@ -21,7 +21,8 @@
 #                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: cuda (default) or none
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value of NAME in this shell; keys that the config names need no
+#                      flag
 #   --dry-run          print the job and the commands, run nothing
 #
 # A node has one process for all of its GPUs.  After a node failure, a preemption, a lost process or the

@@ -20,7 +20,8 @@
 #   --poll SECONDS     wait before a restart (default 10)
 #   --preset KIND      variables for the compiler: tpu (default), v6e or none
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value of NAME in this shell; keys that the config names need no
+#                      flag
 #   --detach           run: return at once; the command continues after this shell ends, but is not
 #                      restarted
 #   --dry-run          print the commands, run nothing

@@ -20,7 +20,8 @@
 #                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value of NAME in this shell; keys that the config names need no
+#                      flag
 #   --dry-run          print the commands, run nothing
 #
 # The work directory must be on a file share or bucket that all hosts mount and that outlives the slice.

@@ -21,7 +21,8 @@
 #   --poll SECONDS     wait before a restart (default 10)
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value of NAME in this shell; keys that the config names need no
+#                      flag
 #   --dry-run          print the commands, run nothing
 #
 # To resume, give the same `run` again: the script starts a stopped VM, and creates a preempted VM again,

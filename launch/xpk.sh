@@ -19,8 +19,8 @@
 #                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag.  Whoever
-#                      may read the cluster's workloads can read them.
+#   --secret-env NAME  the same, with the value of NAME in this shell; keys that the config names need no
+#                      flag.  Whoever may read the cluster's workloads can read the values.
 #   --dry-run          print the commands, run nothing
 #
 # The code of this checkout goes into the image, uncommitted changes included.

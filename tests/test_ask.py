@@ -236,8 +236,9 @@ def test_the_limits_and_passages_are_by_default_those_of_the_quickstart(monkeypa
     define_flags()
     quickstart = load_config("configs/quickstart/factbook.py")
     rollout = quickstart.evaluate.rollout
-    for name, limit in limits_of(load_config(defaults["config"])).items():
-        assert limit == rollout[name] and defaults[name] is None, name
+    names = ("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens")
+    assert limits_of(load_config(defaults["config"])) == {name: rollout[name] for name in names}
+    assert [defaults[name] for name in names] == [None] * 4
     assert defaults["prompt_style"] == "model" and rollout.prompt_style == "brief"
     tools = tools_of(load_config(defaults["config"]), defaults["tools"], defaults["top_k"])
     assert (tools.top_k, tools.names) == (quickstart.tools.top_k, quickstart.tools.names)

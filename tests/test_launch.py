@@ -283,8 +283,9 @@ def echoing(tree):
         (["--config.x=a b", "--workdir=there"], "[--workdir][{cwd}/there][--config.x=a b]"),
         (["--workdir=runs/quickstart"], "[--workdir][{cwd}/runs/quickstart]"),
         (
-            ["--config=my.py:a", "--config=configs/x.py"],
-            "[--workdir][runs/quickstart][--config={cwd}/my.py:a][--config=configs/x.py]",
+            ["--config=my.py:a", "--config", "my.py", "--config=configs/x.py"],
+            "[--workdir][runs/quickstart][--config={cwd}/my.py:a][--config][{cwd}/my.py]"
+            "[--config=configs/x.py]",
         ),
     ],
 )
@@ -307,7 +308,7 @@ def test_pretrained_fetches_its_model_unless_one_is_given(
     echoing, arguments, fetched, workdir, rest
 ):
     result = echoing("pretrained.sh", *arguments)
-    passed = f"[--workdir][{workdir}][--config=configs/pretrained/factbook.py]{rest}"
+    passed = f"[--workdir][{workdir}][--config={{root}}/configs/pretrained/factbook.py]{rest}"
     expected = passed.format(cwd=echoing.root.parent, root=echoing.root)
     assert result.stdout.strip() == f"[-m][coa_jax.quickstart]{expected}", result.stderr
     assert ("[coa_jax.fetch][smollm2]" in result.stderr) == fetched

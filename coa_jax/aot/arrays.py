@@ -25,6 +25,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.experience import scores_old
 from coa_jax.learn.fit import FitConfig
+from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import TrainState, run_state
 from coa_jax.learn.update import critic_run_state
@@ -225,7 +226,8 @@ def training_bytes(setup: Setup) -> int:
     if setup.teacher is not None:
         kept += chip_bytes(teacher(setup))
     # The frozen parameters of adapters are the reference of a KL penalty.
-    if isinstance(config, RLConfig) and config.chosen.needs_reference and not config.lora.rank:
+    penalty = isinstance(config, RLConfig) and config.chosen.needs_reference
+    if isinstance(config, DPOConfig) or (penalty and not setup.model.lora.rank):
         kept += chip_bytes(parameters(setup))
     return kept
 

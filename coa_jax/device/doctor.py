@@ -71,13 +71,14 @@ def check_device(out: str) -> int:
         print(f"{name:13} {value}", flush=True)
     began, checks = time.monotonic(), list[Check]()
 
-    def write() -> list[str]:
+    def write(finished: bool = False) -> list[str]:
         """Writes the checks made so far, so that a kill loses none; returns the failed checks."""
         failed = [check.name for check in checks if check.verdict == "FAIL"]
         report = {
             **facts,
             "seconds": round(time.monotonic() - began, 1),
-            "ok": not failed,
+            "finished": finished,
+            "ok": finished and not failed,
             "checks": [dataclasses.asdict(check) for check in checks],
         }
         try:
@@ -101,7 +102,7 @@ def check_device(out: str) -> int:
             print(f"  {check.verdict}  {check.name}: {check.text}", flush=True)
             write()
     number = collections.Counter(check.verdict for check in checks)
-    seconds, failed = time.monotonic() - began, write()
+    seconds, failed = time.monotonic() - began, write(finished=True)
     said = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
     print(f"{said} in {seconds:.0f} s; {path} has all figures", flush=True)
     if failed:

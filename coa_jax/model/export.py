@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +76,7 @@ def save_model(
     try:
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The fixed name lets the next call remove the files of a killed call.
-            temporary = path.with_name(f".{path.name}.partial")
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary = _new_folder(path)
             _write_configs(temporary, model, dtype)
             if model.card:
                 files.write_json(temporary / CARD, dict(model.card))
@@ -97,6 +97,17 @@ def save_model(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _new_folder(path: Path) -> Path:
+    """Creates a folder beside ``path``; removes such folders of processes that were killed."""
+    prefix = f".{path.name}.partial-"
+    for folder in path.parent.glob(f"{glob.escape(prefix)}*"):
+        if not Path("/proc", folder.name.removeprefix(prefix).partition("-")[0]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=path.parent))
+    folder.chmod(0o755)
+    return folder
 
 
 def _write_configs(directory: Path, model: Model, dtype: str) -> None:

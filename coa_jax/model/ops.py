@@ -139,7 +139,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     # One formula computes the gradients of both halves. Automatic differentiation would pad the
     # gradient of each half and add the two, which takes 1.7 % of a step of a 32B model in the
-    # schedule of the compiler for v5p (docs/scaling.md).
+    # schedule of the compiler for v5p (docs/lab_notes.md).
     share = jax.nn.sigmoid(gate_up[..., :1, :])
     slope = 1 + gate_up[..., :1, :] * (1 - share)
     of_gate = jnp.arange(2)[:, None] == 0

@@ -11,6 +11,8 @@ from coa_jax.model.tokenizer import decode_ids
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.score import Scored
+from coa_jax.trajectory import StopReason
+from coa_jax.web.errors import Refused
 
 
 @dataclasses.dataclass
@@ -35,7 +37,13 @@ class Choice:
         return [*self.visit.prompt, *(token.id for token in self.tokens)]
 
     def add(self, event: Event) -> None:
-        """Adds an event of the sample: its text and its tokens."""
+        """Adds an event of the sample: its text and its tokens.
+
+        Raises:
+            Refused: the model computed logits that are not finite.
+        """
+        if event.finish == StopReason.FAULT:
+            raise Refused(500, "the model's logits are not finite: its weights are damaged")
         self.text += event.text
         self.tokens += event.tokens
         if event.finish is not None:

@@ -41,7 +41,7 @@ def _body(model: type[BaseModel]) -> dict[str, Any]:
 
 _FIELDS = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
 _ERROR = {"description": "the mistake, in OpenAI's form", **_json(_FIELDS)}
-_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 503)
+_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 _ERRORS: dict[int | str, dict[str, Any]] = {status: _ERROR for status in _STATUSES}
 
 

@@ -169,8 +169,7 @@ def _message(index: int, choice: Choice) -> tuple[dict[str, Any], str | None]:
     visit, finish = choice.visit, choice.last.finish
     if not visit.calls or finish != "stop":
         return {"role": "assistant", "content": choice.text, "refusal": None}, finish
-    # The id of the request is unique, also among requests with the same seed.
-    message = functions.message_of(choice.text, f"{visit.task.id.removeprefix('request-')}_{index}")
+    message = functions.message_of(choice.text, f"{visit.name}_{index}")
     return message, "tool_calls" if "tool_calls" in message else finish
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class Event:
         author: author of ``text``.
         call: tool call that the observation ``text`` answers; None if ``text`` is not an
             observation.
-        finish: reason why the sample ended, ``stop``, ``length`` or ``cancelled``, in its last
-            event; None in other events.
+        finish: reason why the sample ended, ``stop``, ``length``, ``cancelled`` or ``fault``, in
+            its last event; None in other events.
         stop: stop string that ended the sample; None if no stop string ended it.
         trajectory: the whole trajectory in the sample's last event; None in other events.
     """
@@ -57,6 +58,7 @@ class Visit(Request):
         stops: stop strings, which end a completion; the agent has none.
         keep_stop: whether the text of a completion includes the stop string that ended it.
         calls: whether a completion may call functions of the client.
+        name: random name, which becomes part of the ids of the function calls.
     """
 
     events: asyncio.Queue[Event | None] = dataclasses.field(default_factory=asyncio.Queue)
@@ -64,6 +66,7 @@ class Visit(Request):
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
     calls: bool = False
+    name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
 
     # Requests are compared by identity, because two clients may send equal requests.
     __eq__ = object.__eq__

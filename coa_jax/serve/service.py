@@ -23,7 +23,7 @@ from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import StopReason, Trajectory
+from coa_jax.trajectory import Trajectory
 from coa_jax.web.errors import Refused
 
 T = TypeVar("T")
@@ -213,8 +213,7 @@ class Service:
         If the generator is closed or its consumer is cancelled, the request is cancelled.
 
         Raises:
-            Refused: too many completions are waiting, the server is shutting down, or the model
-                computed logits that are not finite.
+            Refused: too many completions are waiting, or the server is shutting down.
         """
         self._check_accepting()
         wanted = len(visit.samples)
@@ -236,8 +235,6 @@ class Service:
                 if event.finish is not None:
                     left -= 1
                     self.meters.finished(visit, event)
-                if event.finish == StopReason.FAULT:
-                    raise Refused(500, "the model's logits are not finite: its weights are damaged")
                 yield event
         finally:
             self._visits.discard(visit)

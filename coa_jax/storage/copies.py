@@ -82,10 +82,9 @@ def local(place: str, leave_out: str = "") -> str:
         found = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
         if not found:
             raise UserError(f"{place}: there is no such file or folder; correct the address")
-        for side in (join(root, name) for name in SIDECARS):
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                found[side] = fs.info(side)
-        gone = functools.partial(_is_gone, inside, below)
+        sides = {name: _optional(fs, name) for name in (join(root, name) for name in SIDECARS)}
+        found |= {name: info for name, info in sides.items() if info is not None}
+        gone = functools.partial(_is_gone, inside, {**below, **found}, sides)
         folder = _copy(fs, found, root, f"{scheme_of(place)}://{root}", gone)
     return str(folder / inside.removeprefix(root).lstrip("/"))
 
@@ -107,15 +106,30 @@ def _objects(fs: Any, inside: str) -> dict[str, Any]:
     }
 
 
-def _is_gone(inside: str, below: Collection[str], name: str) -> bool:
+def _optional(fs: Any, name: str) -> Any:
+    """Returns the info of an object; None if there is no such object, or no right to read it."""
+    try:
+        return fs.info(name)
+    except (FileNotFoundError, PermissionError):
+        return None
+    except OSError as error:
+        if "Forbidden" in str(error):  # a plain `OSError` of gcsfs
+            return None
+        raise
+
+
+def _is_gone(inside: str, below: Collection[str], sides: Collection[str], name: str) -> bool:
     """Returns whether an object that was copied earlier for an input no longer exists.
 
     Args:
         inside: the input, a path in the bucket, or a pattern.
-        below: names of the objects of the input.
+        below: names of the objects of the input and of its sidecars.
+        sides: names that sidecars of the input would have.
         name: name of the object.
     """
-    if "*" in inside:
+    if name in sides:
+        meant = True
+    elif "*" in inside:
         meant = fnmatch.fnmatchcase(name, inside) and name.count("/") == inside.count("/")
     else:
         meant = f"{name}/".startswith(f"{inside}/")

@@ -141,9 +141,9 @@ class Guard:
         finally:
             path = scope["path"] if scope["path"] in self._rules.routes else "other"
             self._count(path, status)
-            # A client that disconnected (status 499) was not refused, and a fault of the server has
-            # a traceback.
-            if 400 <= status < 499 or status == 503:
+            # A client that disconnected (status 499) was not refused, and an exception of the
+            # server has a traceback.
+            if 400 <= status < 499 or status == 503 or (status == 500 and reasons):
                 method = scope["method"] if scope["method"] in _METHODS else "-"
                 client = scope["client"][0] if scope.get("client") else "-"
                 reason = reasons[-1] if reasons else STATUS_WORDS.get(status, "")

@@ -197,7 +197,7 @@ def _pallas_gpu(
     if segment_ids is not None:
         segment_ids = _pad(segment_ids, 1, 128)
     # The default blocks of the backward pass have 32 positions; with 64 positions, this pass takes
-    # half the time on an H100 (docs/kernels.md).
+    # half the time on an H100 (docs/lab_notes.md).
     blocks = BlockSizes(128, 128, 64, 64, 64, 64)
     out = mha(
         q, k, v, segment_ids, sm_scale=1.0, causal=True, block_sizes=blocks, interpret=interpret

@@ -22,7 +22,7 @@ from coa_jax.model.attention.choice import platform_of, shared_memory
 _ROWS, _KEYS = 64, 128
 """Maximum number of queries, and number of keys, that the kernel multiplies at a time.
 
-The sizes, and four warps, are the fastest that were tried on an H100 (see docs/kernels.md).
+The sizes, and four warps, are the fastest that were tried on an H100 (see docs/lab_notes.md).
 """
 
 _MASKED = -1e30
