@@ -34,7 +34,8 @@ def hub_card(
         card: content of the policy's ``agent.json``, which says how the policy was prompted in
             training.
     """
-    named = hub_id(base)  # None for a local path
+    # The commands of this package write models to these folders, which need not exist here.
+    named = None if base.startswith(("weights/", "runs/")) else hub_id(base)
     base = named[0] if named else base.rstrip("/").rpartition("/")[2]
     head = ["library_name: transformers", "tags:", "- coa_jax", "- chain-of-agents", f"- {phase}"]
     if named:

@@ -198,6 +198,8 @@ def test_the_card_of_a_pushed_model_names_no_path_of_the_trainer():
     config = {"seed": 3, "optimizer": {"learning_rate": 1e-5}, "data": "gs://secret/data"}
     text = hub_card("gs://secret/models/Base", "sft", 12, config, {"protocol": "web"})
     assert "secret" not in text and "base_model" not in text
+    other = hub_card("weights/SmolLM2-135M-Instruct", "sft", 3, {}, {})
+    assert "base_model" not in other and "| SmolLM2-135M-Instruct |" in other
     assert "| base model | Base |" in text and "| protocol | web |" in text
     assert "| optimizer: learning_rate | 1e-05 |" in text
     json.dumps(text)
