@@ -33,14 +33,14 @@ IFS=, read -ra algorithm_list <<<"$algorithms"
 [ -z "$name" ] || [ "${#algorithm_list[@]}" = 1 ] ||
   fail "--name $name: it names the runs of one algorithm; give --algorithms one name"
 
-# The commands run in the repository; what is named is meant from where the user stands.
+# The commands run in the repository, but relative paths are relative to the caller's directory.
 workdir="${workdir:+$(absolute "$workdir")}" model="${model:+$(absolute "$model")}"
 cd "$COA_ROOT"
 workdir="${workdir:-runs/algorithms}" model="${model:-runs/sft/model}"
 use_python
 keep_buffers
 
-# measure MODEL RUN: evaluates a policy on the questions that are the same for all.
+# measure MODEL RUN: evaluates a policy; the questions are the same for all policies.
 measure() {
   [ ! -f "$2/evaluate/summary.json" ] || return 0
   do_it "$python" -u -m coa_jax.evaluate --config=configs/evaluate/factbook.py \
@@ -53,7 +53,7 @@ for seed in "${seed_list[@]}"; do
     run="$workdir/${name:-$algorithm}-$seed"
     [ ! -f "$run/evaluate/summary.json" ] || continue
     knobs=()
-    # The preset's rate is for a critic that starts from a pretrained model of billions.
+    # The learning rate of the preset is meant for critics with billions of pretrained parameters.
     [ "$algorithm" != ppo ] || knobs=(--config.algorithm.critic_learning_rate=1e-3)
     do_it "$python" -u -m coa_jax.rl --config=configs/rl/factbook.py --workdir="$run" \
       --config.model="$model" --config.algorithm.name="$algorithm" --config.seed="$seed" \

@@ -26,21 +26,21 @@ do_it() {
 # needs PROGRAM: refuses to go on without it, unless nothing will be run.
 needs() { [ "${dry_run:-no}" = yes ] || command -v "$1" >/dev/null || fail "$1 is not installed"; }
 
-# run_again CODE: whether a command that ended so is to be given again on the same machines.  3: a
-# process of the run is gone (coa_jax.parallel.processes), or the run was told to stop and has saved.
+# run_again CODE: succeeds if a command that ended with CODE must run again on the same machines.  3: a
+# process of the run is lost (coa_jax.parallel.processes), or the run received SIGTERM and has saved.
 # 137, 143: the process was killed.  134, 139: the process crashed in native code; JAX also ends a
-# process with 134 if the other processes do not start within 5 minutes.  255: ssh has lost a host.
+# process with 134 if the other processes do not start within 5 minutes.  255: ssh lost a host.
 run_again() { [[ "$1" =~ ^($again|255)$ ]]; }
 again="3|134|137|139|143"
 
 # parse_flags VALUES SWITCHES ARG...: reads the flags at the head of the arguments into variables of
-# their names.  VALUES names those with a value, as `--name x` or `--name=x`, SWITCHES those that
-# are only there or not, which become "yes"; --check=compile becomes "compile".  The first word that is none becomes `action`, what
-# comes after it the array `words`.  Where VALUES has `config.*`, flags of that form go into the
-# array `settings` as they are.  Where it has `env`, --env NAME=VALUE and --secret-env NAME go into
-# the arrays `variables` and `secrets`.
+# the same names.  VALUES lists the flags with a value (`--name x` or `--name=x`).  SWITCHES lists the
+# flags without a value, whose variables become "yes"; --check=compile becomes "compile".  The first
+# word that is no flag becomes `action`, and the words after it become the array `words`.  If VALUES
+# contains `config.*`, flags of this form are appended unchanged to the array `settings`.  If VALUES
+# contains `env`, --env NAME=VALUE and --secret-env NAME go into the arrays `variables` and `secrets`.
 parse_flags() {
-  # No flag has a name that begins like these, and so none is hidden by them.
+  # Names of flags do not begin with two underscores, so these variables hide no flag.
   local __values=" $1 " __switches=" $2 dry-run " __name __value
   shift 2
   action="" words=() settings=() variables=() secrets=()
@@ -75,7 +75,7 @@ parse_flags() {
   done
 }
 
-# add_variable env NAME=VALUE, add_variable secret-env NAME: one for the processes of the run.
+# add_variable env NAME=VALUE, add_variable secret-env NAME: adds a variable of the run's processes.
 add_variable() {
   local name="${2%%=*}"
   [[ "$name" =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || fail "--$1 $name: no name of a variable"
@@ -88,13 +88,13 @@ add_variable() {
   fi
 }
 
-# plain VALUE FLAG: refuses a value that would not be one word: it becomes part of a command.
+# plain VALUE FLAG: refuses a value that is not a single word, because it becomes part of a command.
 plain() { [[ "$1" =~ ^[A-Za-z0-9._/:@,-]+$ ]] || fail "$2 $1: only letters, digits, . _ / : @ , -"; }
 
 # coa_command COMMAND ARG...: the shell command that runs `python -m coa_jax.COMMAND ARG...` in a
 # checkout as one of several processes.
 #
-# Before COMMAND stand the variables of `presets` and of --env.
+# The variables of `presets` and of --env stand before COMMAND.
 coa_command() {
   [ $# -gt 0 ] || fail "run what? e.g. run sft --config=configs/sft/web.py:7b --workdir=DIR"
   [[ "$1" =~ ^[a-z_]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
@@ -105,7 +105,7 @@ coa_command() {
   printf 'COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3%s %s' "$(assignments)" "$command"
 }
 
-# environment: the folder of Python on the hosts: .venv, or that of --env COA_JAX_VENV=FOLDER.
+# environment: prints the folder of Python on the hosts: .venv, or FOLDER of --env COA_JAX_VENV=FOLDER.
 environment() {
   local word
   for word in ${variables[@]+"${variables[@]}"}; do
@@ -114,15 +114,15 @@ environment() {
   echo .venv
 }
 
-# check_command COMMAND ARG...: the same command with --check, as the variable `check` says.
+# check_command COMMAND ARG...: prints the same command with the value of --check that `check` has.
 check_command() {
   case "$1" in sft | rl | rft | dpo | evaluate) ;; *) fail "--check: there is none of $1" ;; esac
   printf '%s --check' "$(coa_command "$@")"
   [ "$check" != compile ] || printf '=compile'
 }
 
-# prepare: the variables, packages and keys of the run, which `words` starts; fills `command` and, if
-# hosts are checked before the run, `checked`.
+# prepare: determines the variables, packages and keys of the run that `words` starts.  Sets `command`
+# and, if hosts are checked before the run, `checked`.
 prepare() {
   presets "$preset"
   needed
@@ -131,17 +131,17 @@ prepare() {
   [ "$check" = no ] || checked="$(check_command "${words[@]}")"
 }
 
-# assignments: what stands before a command for the variables of `presets` and of --env.
+# assignments: prints the assignments of the variables of `presets` and of --env, for a command.
 assignments() {
   [ ${#tuned[@]} -eq 0 ] || printf ' %q' "${tuned[@]}"
   [ ${#variables[@]} -eq 0 ] || printf ' %q' "${variables[@]}"
 }
 tuned=() variables=() secrets=() check=no
 
-# presets KIND: fills `tuned` with variables for chips (tpu, v6e, cuda); none for nothing.  The TPU
-# compiler takes all of these flags for every generation (tests/test_launch_presets.py); what they gain
-# was not measured.  A kernel on v6e may use more of the vector memory than XLA gives it by default.
-# Compiled programs are kept beside the work directory, so that a run that goes on compiles nothing.
+# presets KIND: sets `tuned` to the variables for a kind of chip (tpu, v6e, cuda, or none).  The TPU
+# compiler accepts all of these flags for every generation (tests/test_launch_presets.py).  Their effect
+# on speed was not measured.  A kernel on v6e may use more vector memory than XLA's default.  Compiled
+# programs are stored beside the work directory, so that a resumed run compiles nothing.
 presets() {
   local workdir cuda=--xla_gpu_enable_latency_hiding_scheduler=true
   local tpu="--xla_tpu_enable_async_collective_fusion=true"
@@ -157,17 +157,16 @@ presets() {
     *) fail "--preset $1: one of tpu, v6e, cuda, none" ;;
   esac
   workdir="$(flag_of workdir)"
-  # A whole bucket has no place beside it.
+  # There is no folder beside a whole bucket.
   [[ -z "$workdir" || "${workdir%/}" =~ ^[a-z0-9]+://[^/]*$ ]] ||
     tuned+=("JAX_COMPILATION_CACHE_DIR=$(dirname "$workdir")/compiled")
 }
 
-# kind_of TYPE: the argument of `presets` for a type of TPU slice, e.g. v5p-128 or v6e-256.
+# kind_of TYPE: prints the argument of `presets` for a type of TPU slice, e.g. v5p-128 or v6e-256.
 kind_of() { case "$1" in v6e* | ct6e*) echo v6e ;; *) echo tpu ;; esac; }
 
-# use_slice: fills `where` with the flags of gcloud that name a TPU slice, and `pod` with the command
-# that runs tpu_pod.sh there, with the flags of this script that both scripts take.  `checks` are the
-# flags of the variable `check`.
+# use_slice: sets `where` to the flags of gcloud that name a TPU slice, and `pod` to the command that runs
+# tpu_pod.sh on this slice, with the flags that both scripts have.  `checks` gets the flag for `check`.
 use_slice() {
   local word
   where=("--zone=$zone") pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone") checks=()
@@ -190,7 +189,7 @@ end_run() {
   exit "$1"
 }
 
-# flag_of NAME: the value of a flag among `words`.
+# flag_of NAME: prints the value of a flag in `words`.
 flag_of() {
   local at
   for ((at = 0; at < ${#words[@]}; at++)); do
@@ -201,8 +200,9 @@ flag_of() {
   done
 }
 
-# needed: fills `extras` with those of setup.py that the command in `words` needs, by its config.  Keys
-# that the config names are added to `secrets`.  COA_JAX_PYTHON names a Python with this package, by default that of .venv.
+# needed: sets `extras` to the extras of setup.py that the command in `words` needs, according to its
+# config.  Keys that the config names are added to `secrets`.  COA_JAX_PYTHON names a Python with this
+# package; the default is the Python of .venv.
 needed() {
   local python="${COA_JAX_PYTHON:-$COA_ROOT/.venv/bin/python}" told name word given=() follows=no
   local there=" ${secrets[*]-} "
@@ -216,7 +216,7 @@ needed() {
   esac
   for word in "${words[@]:1}"; do
     case "$follows$word" in
-      # A word that begins with -- is no value: the flag before it is a switch.
+      # A word that begins with -- is not a value, so the flag before it is a switch.
       no--config* | no--noconfig.* | no--workdir* | no--wandb_project*) given+=("$word") ;;
       yes--config* | yes--noconfig.* | yes--workdir* | yes--wandb_project*)
         given+=("$word"); follows=no ;;
@@ -251,7 +251,7 @@ carried() {
   done
 }
 
-# use_python: sets `python` to that of .venv, or to the one in PATH if there is no .venv.
+# use_python: sets `python` to the Python of .venv, or without .venv to the Python in PATH.
 use_python() {
   python=python
   [ ! -x "$COA_ROOT/.venv/bin/python" ] || python="$COA_ROOT/.venv/bin/python"

@@ -40,7 +40,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || fail "run what? e.g. python -m coa_jax.sft --workdir=runs/two"
 
-# A port that nobody listens on; the kernel hands out ports above 32768 to others.
+# Choose a free port.  The kernel assigns ports above 32768 to other programs.
 while [ -z "$port" ]; do
   port=$((10000 + RANDOM % 20000))
   ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || port=""
@@ -59,18 +59,18 @@ export JAX_PLATFORMS=cpu COA_JAX_COORDINATOR="127.0.0.1:$port" COA_JAX_NUM_PROCE
 export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_force_host_platform_device_count=$devices"
 export PYTHONUNBUFFERED=1
 pids=()
-# A shell starts what runs beside it with SIGINT ignored, so that Ctrl-C arrives as SIGTERM.
+# A shell lets background processes ignore SIGINT, so Ctrl-C reaches them as SIGTERM.
 trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
 exec 4>&2 2>/dev/null # bash has its own words about whoever is killed
 for ((i = 0; i < count; i++)); do
-  # The process is the child itself, so that its pid and exit code are ours to see.
+  # `exec` makes the process a direct child, so that this shell sees its pid and exit code.
   COA_JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2> >(sed -u "s/^/[$i] /" >&4) </dev/null 4>&- &
   pids+=($!)
 done
 
 first=0 deadline=""
 while [ ${#pids[@]} -gt 0 ]; do
-  # Looked at in turn: `wait -n` can miss a process that ended before it was called.
+  # Poll the processes, because `wait -n` can miss a process that ended before the call.
   sleep 0.2 &
   wait $! # which a forwarded signal cuts short
   for i in "${!pids[@]}"; do

@@ -28,8 +28,8 @@ coa_quietly() {
   shift
   log="$(mktemp "${TMPDIR:-/tmp}/coa_jax-setup.XXXXXX")" || return 1
   coa_say "$what"
-  # The lines come from a reader of a pipe that nobody writes to: it ends when this shell closes
-  # the pipe or dies, so nothing is left behind by a kill.
+  # A reader of a pipe without a writer prints the lines.  The reader ends when this shell closes the
+  # pipe or is killed, so a kill leaves no process behind.
   exec 8> >(
     exec 9<&- # the lock of the installation
     waited=0
@@ -70,7 +70,7 @@ coa_find_python() {
   return 1
 }
 
-# coa_apt PACKAGE: installs a Debian package if that is possible here.
+# coa_apt PACKAGE: installs a Debian package, if this user can.
 coa_apt() {
   coa_is_root && command -v apt-get >/dev/null 2>&1 || return 1
   coa_quietly "installing the Debian package $1" bash -c '
@@ -79,7 +79,7 @@ coa_apt() {
     install "$1" || { apt-get update -q && install "$1"; }' apt "$1"
 }
 
-# coa_make_venv: leaves a working .venv, which may have been there before.
+# coa_make_venv: creates .venv, unless a working .venv exists.
 coa_make_venv() {
   local python package
   if "$COA_VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -99,7 +99,7 @@ coa_make_venv() {
   coa_quietly "making ${COA_VENV##*/} with $python" "$python" -m venv --clear "$COA_VENV"
 }
 
-# coa_constraints: the absolute path of the file that CONSTRAINTS names.
+# coa_constraints: prints the absolute path of the file that CONSTRAINTS names.
 coa_constraints() {
   local file
   for file in "$COA_ROOT/coa_jax/constraints/$CONSTRAINTS.txt" "$CONSTRAINTS" "$PWD/$CONSTRAINTS"; do
@@ -113,11 +113,11 @@ coa_constraints() {
   return 1
 }
 
-# coa_marked LINE: a line of the marker: the hash, the extras, the file of constraints.
+# coa_marked LINE: prints a line of .venv/.coa_jax: 1 hash, 2 extras, 3 constraint file.
 coa_marked() { sed -n "$1p" "$COA_VENV/.coa_jax" 2>/dev/null; }
 
-# coa_installed FILE EXTRA...: whether the marker covers these constraints and extras for this
-# setup.py and place.  Without a FILE those of the earlier installation will do.
+# coa_installed FILE EXTRA...: succeeds if these extras are installed, for this setup.py and folder, under
+# the constraints of FILE.  If FILE is empty, any constraints are accepted.
 coa_installed() {
   local file="$1" extras extra
   shift
@@ -140,15 +140,15 @@ parts = [str(root), sys.version, *(file.read_text() for file in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 }
 
-# coa_install FILE EXTRA...: installs the package with these extras and those installed before, under
-# the constraints of the file or, without one, of the earlier installation.
+# coa_install FILE EXTRA...: installs the package with these extras and all extras installed before, under
+# the constraints of FILE.  If FILE is empty, the constraints of the earlier installation apply.
 coa_install() {
   local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
   local extras hash implied="" what="coa_jax" constraints="${1:-$(coa_marked 3)}"
   shift
   hash="$(coa_hash)" || return 1
   [ -z "$constraints" ] || pip+=(-c "$constraints")
-  # What setup.py includes in these two, so that a later request for a part installs nothing.
+  # The extras that setup.py includes in `test` and `dev`; a later request for them installs nothing.
   case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf hub maths mcp notebook openenv serve tasks test testjax tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
@@ -156,7 +156,7 @@ coa_install() {
   rm -f "$COA_VENV/.coa_jax"
   case " $extras " in
     *" test "* | *" dev "*)
-      # torch first and by version, so that a local CPU build is taken where one is offered.
+      # Install torch first and by version, so that pip prefers a local CPU build.
       coa_quietly "installing torch for the tests" "${pip[@]}" "torch==2.13.0" || return 1
       ;;
   esac
@@ -167,7 +167,7 @@ coa_install() {
     mv "$COA_VENV/.coa_jax.new" "$COA_VENV/.coa_jax"
 }
 
-# coa_program NAMES PACKAGE MEANING: a Debian program that is useful but not needed.
+# coa_program NAMES PACKAGE MEANING: installs an optional Debian program, or says what its absence means.
 coa_program() {
   local name
   for name in $1; do
@@ -177,7 +177,7 @@ coa_program() {
   coa_say "$2 is not installed (as root: apt-get install $2): $3"
 }
 
-# coa_known EXTRA...: whether setup.py has all of them.
+# coa_known EXTRA...: succeeds if setup.py has all of these extras.
 coa_known() {
   local known extra
   known="$(sed -n 's/^    "\([a-z0-9]*\)": .*/\1/p' "$COA_ROOT/setup.py" | paste -sd ' ' -) test testjax dev"

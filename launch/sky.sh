@@ -39,7 +39,7 @@ extra=cuda
 [ -n "$preset" ] || preset="$extra"
 [[ "$gpus" != tpu-v6e* || "$preset" != tpu ]] || preset=v6e
 prepare
-# On GPU machines nothing tells JAX about the others; SkyPilot knows them.
+# On GPU machines, JAX does not know the other machines; SkyPilot's variables name them.
 if [ "$extra" = cuda ]; then
   others="COA_JAX_COORDINATOR=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"
   others+=" COA_JAX_NUM_PROCESSES=\$SKYPILOT_NUM_NODES COA_JAX_PROCESS_ID=\$SKYPILOT_NODE_RANK"

@@ -55,9 +55,9 @@ case "$action" in
       "--signal=TERM@$notice" --export=ALL "--chdir=$COA_ROOT" "--output=$name-%j.log")
     [ -z "$partition" ] || submit+=("--partition=$partition")
     [ -z "$account" ] || submit+=("--account=$account")
-    # srun does not take the number of cores from sbatch; without the flag each process would have one.
+    # srun does not inherit the number of cores from sbatch; without the flag each process gets one core.
     srun="srun --kill-on-bad-exit=1 --cpus-per-task=$cpus"
-    # JAX finds the other processes by SLURM's variables, but would give each task one GPU.
+    # JAX finds the other processes through SLURM's variables, but would use only one GPU per task.
     job="$(
       cat <<JOB
 #!/usr/bin/env bash

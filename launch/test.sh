@@ -30,7 +30,7 @@ python -m ruff format --check . || failed+=("ruff format")
 echo "== mypy"
 python -m mypy || failed+=(mypy)
 echo "== pytest"
-# Two at a time: each holds a few GB of compiled programs.
+# Two processes, because each process holds a few GB of compiled programs.
 python -m pytest -n 2 --dist worksteal ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
 
 [ ${#failed[@]} -eq 0 ] || { echo "error: failed: ${failed[*]}" >&2; exit 1; }

@@ -28,7 +28,7 @@
 #
 # The work directory must be one that all hosts share (a mounted file share or bucket): the first
 # host writes metrics, all hosts write their shards of a checkpoint.  Run the same command again to
-# continue after a preemption.  What is committed is what runs: uncommitted changes stay here.
+# continue after a preemption.  The script copies the last commit, without uncommitted changes.
 set -euo pipefail
 
 # shellcheck source=launch/common.sh
@@ -48,8 +48,8 @@ where=("$name" "--zone=$zone" --worker=all)
 
 on_all() { do_it gcloud compute tpus tpu-vm ssh "${where[@]}" --command "$1"; }
 
-# Values of secrets go through a file: the words of a command are seen by all users of a machine.
-# Afterwards `read_secrets` is what a command begins with.
+# The values of secrets are passed in a file, because all users of a machine can see the arguments of a
+# command.  A command that needs the secrets begins with `read_secrets`.
 send_secrets() {
   read_secrets=""
   [ ${#secrets[@]} -gt 0 ] || return 0
@@ -78,8 +78,8 @@ run_once() {
     on_all "${read_secrets}cd $dir && $begin(nohup env $command >run.log 2>&1 </dev/null & \
 $is_there || echo \$! >run.pid)"
   else
-    # `exec` gives the command the pid in run.pid, and gcloud the command's exit code.  With -p, tee and
-    # the command continue when nobody reads their output any more.
+    # `exec` gives the command the pid in run.pid, and gives gcloud the command's exit code.  With -p, tee
+    # and the command continue after the connection is closed.
     on_all "${read_secrets}cd $dir && ${begin}bash -c '$is_there || echo \$\$ >run.pid; exec > >(tee -p run.log) 2>&1; \
 exec env \"\$@\"' run $command"
   fi
@@ -93,8 +93,8 @@ case "$action" in
       echo "note: $COA_ROOT has uncommitted changes, which are not copied" >&2
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
-    # Many images of TPU VMs have Python 3.10 only, or a Python that cannot make environments: there
-    # Python 3.12 comes from uv.
+    # Many images of TPU VMs have only Python 3.10, or a Python that cannot create environments.  On these
+    # images uv installs Python 3.12.
     unpack="mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && "
     venv="$(environment)"
     if [[ "$venv" = /* ]]; then # is taken as it is
@@ -129,9 +129,9 @@ COA_JAX_VENV=$venv PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
       run_once || status=$?
       begin=""
       run_again "$status" || exit "$status"
-      # Ask for a word, because a host that cannot be reached must not count as stopped by `stop`.
+      # The host must answer with a word: an unreachable host must not count as stopped by `stop`.
       [[ "$(on_all "[ ! -e $dir/run.stop ] || echo was-stopped")" != *was-stopped* ]] || exit 0
-      # Its other processes may still wait for the one that is gone, and hold the chips.
+      # The other processes may still wait for the lost process, and hold the chips.
       on_all "kill -9 \$(cat $dir/run.pid) 2>/dev/null || true" || true
       [ "$attempt" -lt "$retries" ] || exit "$status"
       echo "exit code $status: the run is started again ($((attempt + 1)) of $retries)" >&2

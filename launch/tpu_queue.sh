@@ -50,9 +50,9 @@ ask() {
   [ "$spot" = no ] || request+=(--spot)
   do_it "${request[@]}"
 }
-# The request's state; NONE if there is no such request.  A question that got no answer is asked again:
-# a slice that is there must not be given back because the network was not.  What gcloud says besides
-# (that there is a newer version of it) goes to stderr and is no state.
+# state: prints the state of the request, or NONE if there is no request.  A query that fails is repeated,
+# because a network failure must not lead to the deletion of a slice.  Other output of gcloud, such as
+# the hint to a newer version, goes to stderr.
 state() {
   local told tries complaint
   complaint="$(mktemp)"
@@ -97,7 +97,7 @@ wait_for_slice() {
   done
 }
 
-# Checks only before the first start: a service that is down for a moment later shall not end a run.
+# The check runs only before the first start, so that a short outage of a service later ends no run.
 # If the installation fails on a host, for example for lack of a connection, all hosts try again.
 start() {
   local first=(${checks[@]+"${checks[@]}"}) tries code
@@ -118,7 +118,7 @@ case "$action" in
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
     coa_command ${words[@]+"${words[@]}"} >/dev/null
     for ((attempt = 0; attempt <= retries; attempt++)); do
-      # The request of an interrupted launch is taken over, unless it was refused.
+      # An interrupted launch may have left a request, which is used unless it was refused.
       now=NONE
       [ "$dry_run" = yes ] || now="$(state)" || exit
       case "$now" in
@@ -130,8 +130,8 @@ case "$action" in
         status=0
         start || status=$?
         [ "$dry_run" = no ] || end_run "$status" give_back
-        # 0 may be that of a run which was told to save because its slice is being taken away; one
-        # that had come to its end does so at once when it is started again.
+        # A run that saved because its slice is being preempted also ends with code 0.  A finished run
+        # ends at once when it is started again.
         now="$(state)" || exit
         if [ "$now" = ACTIVE ]; then
           run_again "$status" && [ "$attempt" -lt "$retries" ] || end_run "$status" give_back

@@ -48,11 +48,11 @@ case "$action" in
     command="COA_JAX_VENV=$(environment) bash launch/setup_env.sh tpu $extras && ${checked:+env $checked && }exec env $command"
     create=(xpk workload create "--workload=$name" "${where[@]}" "--tpu-type=$type" --num-slices=1
       "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts"
-      # Else a workload starts again only after faults of the cluster.
+      # Without this flag, a workload is restarted only after faults of the cluster.
       --restart-on-user-code-failure)
     [ -z "$storage" ] || create+=("--storage=$storage")
     if [ ${#secrets[@]} -gt 0 ]; then
-      # A name alone stands for the value that it has here.
+      # A name without a value passes the value of the variable in this shell.
       file="$(mktemp)"
       trap 'rm -f "$file"' EXIT
       printf '%s\n' "${secrets[@]}" >"$file"
