@@ -112,7 +112,7 @@ async def caller(
 ) -> dict[str, Any]:
     """Calls a function of its own for the policy, twice, and writes the JSON in its own way."""
     messages: list[Any] = [{"role": "user", "content": question}]
-    ends = []
+    ends, ids = [], set()
     async with client(base_url, api_key) as policy:
         for turn in range(2):
             asked: dict[str, Any] = {"model": "any", "messages": messages, "stop": ["!"]}
@@ -130,6 +130,7 @@ async def caller(
                     choice.message.tool_calls, choice.message.content, choice.finish_reason
                 )  # fmt: skip
             ends.append(end)
+            ids.add(calls[0].id)
             said = [
                 {
                     "id": call.id,
@@ -145,6 +146,7 @@ async def caller(
             messages.append(
                 {"role": "tool", "tool_call_id": said[0]["id"], "content": f"Seen, {turn}."}
             )
+    assert len(ids) == 2  # a program may find the results of calls by these ids
     return {"answer": json.dumps([ends, said])}
 
 
@@ -153,6 +155,15 @@ async def silent(base_url: str, api_key: str) -> dict[str, Any]:
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
         refused = await http.post(f"{base_url}/chat/completions", json={"messages": "?"})
         assert refused.status_code == 400
+    return {"reward": 1.0}
+
+
+async def forgiving(base_url: str, api_key: str, question: str) -> dict[str, Any]:
+    """Gives itself a reward although its request fails."""
+    async with client(base_url, api_key) as policy:
+        with contextlib.suppress(openai.InternalServerError):
+            messages: list[Any] = [{"role": "user", "content": question}]
+            await policy.chat.completions.create(model="any", messages=messages)
     return {"reward": 1.0}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from coa_jax.agents.config import AgentConfig
 from coa_jax.agents.sampler import AgentSampler
 from coa_jax.engine.config import SamplingParams
+from coa_jax.model.params import Params
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.trajectory import Trajectory
 from tests import tiny_policy
@@ -28,12 +29,20 @@ def one(samples: int = 1, task: int = 0, temperature: float = 1.0) -> Request:
 
 
 def sampler(
-    function: str = "", *, length: int = LENGTH, budget: RolloutConfig = BUDGET, **settings: Any
+    function: str = "",
+    *,
+    length: int = LENGTH,
+    budget: RolloutConfig = BUDGET,
+    params: Params | None = None,
+    **settings: Any,
 ) -> AgentSampler:
     """A sampler for an agent of `functions`, or for another program by its settings."""
     named = {"function": f"{HERE}:{function}"} if function else {}
     config = AgentConfig(**{"seconds": 60.0, **named, **settings})
     engines = [engine(max_length=length)]
+    if params is not None:
+        engines = [engine.__wrapped__(max_length=length)]  # the other tests share the engine above
+        engines[0].publish(params)
     return AgentSampler(tiny_policy.policy(), engines, config, budget, 0)
 
 

@@ -6,6 +6,7 @@ import json
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -178,6 +179,13 @@ def test_a_program_that_got_no_completion_is_masked_and_ends_the_run_if_all_do(f
     assert found.num_policy_tokens == 0
     with pytest.raises(UserError, match=f"failed 8 times and never succeeded: {reason}"):
         solve(sampler(function), [one(20)])
+
+
+def test_samples_of_a_policy_without_finite_logits_are_masked():
+    params = jax.tree.map(lambda x: x * jnp.nan, tiny_policy.policy().params)
+    (found,) = solve(sampler("forgiving", params=params), [one()])
+    assert found.stop_reason == StopReason.FAULT
+    assert found.metadata["fault"] == "the policy's log-probabilities are not finite"
 
 
 def test_a_first_request_beyond_the_context_is_told_with_the_settings(caplog):
