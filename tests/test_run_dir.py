@@ -43,6 +43,22 @@ def test_metrics_are_on_the_disk_at_once_as_one_row_each(tmp_path):
     ]
 
 
+def test_later_metrics_complete_the_row_of_their_step(tmp_path, monkeypatch):
+    run, logged = RunDir(tmp_path), []
+    monkeypatch.setattr(EventFile, "scalars", lambda self, *given: logged.append(given))
+    run.metrics(3, "sft", loss=0.5, ratio=float("nan"))
+    run.metrics(4, "rl", loss=0.1)
+    run.add_metrics(3, "sft", right=1.0)
+    run.add_metrics(3, "sft")
+    assert rows(tmp_path / "metrics.jsonl") == [
+        {"step": 4, "phase": "rl", "loss": 0.1},
+        {"step": 3, "phase": "sft", "loss": 0.5, "ratio": None, "right": 1.0},
+    ]
+    assert logged[-1] == (3, {"right": 1.0}) and len(logged) == 3
+    run.add_metrics(7, "sft", right=0.0)  # the rows of the phase may have been removed by hand
+    assert rows(tmp_path / "metrics.jsonl")[-1] == {"step": 7, "phase": "sft", "right": 0.0}
+
+
 def test_a_metric_that_is_not_finite_is_null_so_that_the_row_stays_json(tmp_path):
     run = RunDir(tmp_path)
     run.metrics(0, "rl", a=float("nan"), b=jnp.inf, c=1.0)

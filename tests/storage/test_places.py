@@ -67,6 +67,9 @@ def test_a_copy_has_the_files_that_describe_it_and_no_checkpoints(bucket):
     assert (Path(storage.local(f"{bucket}/run/traces.jsonl")).parent / "protocols.json").is_file()
     names = {path.name for path in Path(storage.local(f"{bucket}/run")).rglob("*")}
     assert names == {"traces.jsonl", "protocols.json"}
+    opened(bucket)[0].rm(f"{bucket}/run/protocols.json")
+    copy = Path(storage.local(f"{bucket}/run/traces.jsonl"))
+    assert copy.is_file() and not (copy.parent / "protocols.json").exists()
 
 
 def test_a_tfds_export_in_a_bucket_is_read(bucket, tmp_path):
