@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.settings import build, complete
+from coa_jax.settings import build
 from coa_jax.tools import make
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -154,16 +154,6 @@ def test_a_cache_tells_apart_what_other_limits_and_addresses_answer(tmp_path, na
         return made.key("the same", ToolContext())
 
     assert key(**base) == key(**base) != key(**{**base, **change})
-
-
-def test_settings_come_from_a_config_of_the_same_form():
-    config = complete(ToolsConfig, {"names": ("web_search",), "web_search": {"top_k": 4}})
-    config.crawl_page.summarizer.url = "http://localhost:8000/v1"
-    config.crawl_page.summarizer.model = "m"
-    config.store.mode = "replay"
-    built = build(ToolsConfig, config, "config.tools")
-    assert built.web_search.top_k == 4
-    assert built.crawl_page.summarizer.model == "m" and built.store.mode == "replay"
 
 
 @pytest.mark.parametrize(

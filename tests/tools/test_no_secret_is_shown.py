@@ -70,7 +70,8 @@ def test_a_key_that_a_service_sends_back_is_in_no_trace_log_or_recording(
         keyed = [given for given in server.given if KEY in given]
         assert len(keyed) >= 6  # each of the services was given it
         shown = [repr(seen), json.dumps([s.detail for s in seen]), values.to_json(), repr(config),
-                 repr(tools), repr([vars(tool) for tool in tools]), caplog.text]  # fmt: skip
+                 repr(tools), repr([vars(tool) for tool in (*tools, tools[0].tool)]),
+                 caplog.text]  # fmt: skip
     out, err = capfd.readouterr()
     shown += [out, err]
     assert not [text for text in shown if KEY in text]

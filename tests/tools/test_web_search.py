@@ -12,8 +12,6 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.net.store import Store
-from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig, format_results
 from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools import fault_server
@@ -41,9 +39,6 @@ def server():
         )
         server.pages["/none"] = lambda h: h.json({"organic": []})
         server.pages["/strange"] = lambda h: h.json({"organic": "soon"})
-        server.pages["/echo"] = lambda h: h.json(
-            {"organic": [{"title": f"key {h.headers['x-api-key']}", "link": "https://e.example"}]}
-        )
         server.pages["/denied"] = lambda h: h.json({"message": h.headers["x-api-key"]}, 403)
         yield server
 
@@ -190,19 +185,6 @@ def test_the_deadline_of_the_caller_comes_first(server):
     seen = ask(tool(server, "/hang", timeout_s=30), deadline=4)
     assert seen.outcome == "timeout" and seen.seconds < 4
     assert seen.text.startswith("The search failed: ")
-
-
-def test_keys_are_in_no_observation_recording_or_setting(server, tmp_path):
-    store = Store(tmp_path / "calls.sqlite")
-    for path in ("/echo", "/denied", "/search"):
-        search = Recorded(tool(server, path), store, "record")
-        seen = ask(search)
-        inside = f"{search.tool.settings} {vars(search.tool)} {search.key('a', ToolContext())}"
-        assert KEY not in f"{seen} {inside}"
-    assert "[secret]" in ask(tool(server, "/echo")).text
-    assert len(store) == 1
-    for file in tmp_path.iterdir():
-        assert KEY.encode() not in file.read_bytes()
 
 
 def test_empty_and_repeated_queries(server):
