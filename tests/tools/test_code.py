@@ -25,11 +25,8 @@ def tool() -> CodeTool:
     return CodeTool(timeout_s=3.0, cpu_s=1.0, concurrency=4)
 
 
-def ask(tool: CodeTool, source: str, stdin: str | None = None, **context) -> Observation:
-    body = f"```py\n{source}\n```"
-    if stdin is not None:
-        body += f"\n```sh\n{stdin}\n```"
-    return asyncio.run(call(tool, body, ToolContext(**context)))
+def ask(tool: CodeTool, source: str, **context) -> Observation:
+    return asyncio.run(call(tool, f"```py\n{source}\n```", ToolContext(**context)))
 
 
 def captured(text: str, keep: int = 1 << 16) -> Captured:

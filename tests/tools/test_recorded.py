@@ -15,8 +15,6 @@ from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
 
-NO_HISTORY = ToolContext()
-
 
 class Counting:
     """A tool that says how often it was called, and fails in the way it is told to."""
