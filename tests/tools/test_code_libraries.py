@@ -34,23 +34,30 @@ def shared():
         yield path
 
 
+def write_wheel(place, name, module="", text=""):
+    """A wheel of a package ``NAME-VERSION`` with one module or none."""
+    title, version = name.rsplit("-", 1)
+    about = f"{title.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(place / f"{about}-py3-none-any.whl", "w") as wheel:
+        if module:
+            wheel.writestr(f"{module}.py", text)
+            wheel.writestr(f"{about}.dist-info/top_level.txt", f"{module}\n")
+        for file, lines in (
+            ("METADATA", f"Metadata-Version: 2.1\nName: {title}\nVersion: {version}\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            wheel.writestr(f"{about}.dist-info/{file}", lines)
+
+
 @pytest.fixture(scope="module")
 def wheels(shared):
     """Wheels of a small package, in two versions."""
     place = shared / "wheels"
     place.mkdir()
     for version in ("1.0", "2.0"):
-        with zipfile.ZipFile(place / f"tiny_sums-{version}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("tinysums.py", f"VERSION = {version!r}\ndef add(x, y): return x + y\n")
-            about = f"tiny_sums-{version}.dist-info"
-            wheel.writestr(
-                f"{about}/METADATA", f"Metadata-Version: 2.1\nName: tiny-sums\nVersion: {version}\n"
-            )
-            wheel.writestr(
-                f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            )
-            wheel.writestr(f"{about}/top_level.txt", "tinysums\n")
-            wheel.writestr(f"{about}/RECORD", "")
+        text = f"VERSION = {version!r}\ndef add(x, y): return x + y\n"
+        write_wheel(place, f"tiny-sums-{version}", "tinysums", text)
     return place
 
 
@@ -105,15 +112,7 @@ def test_an_entry_that_is_no_package_is_refused(entry):
 
 
 def test_a_package_without_a_module_is_refused(offline, wheels):
-    with zipfile.ZipFile(wheels / "tiny_bundle-1.0-py3-none-any.whl", "w") as wheel:
-        about = "tiny_bundle-1.0.dist-info"
-        wheel.writestr(
-            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-bundle\nVersion: 1.0\n"
-        )
-        wheel.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{about}/RECORD", "")
+    write_wheel(wheels, "tiny-bundle-1.0")
     with pytest.raises(UserError, match=r"'tiny-bundle==1\.0' contains no module"):
         find_libraries(("tiny-sums==2.0", "tiny-bundle==1.0"))
 
