@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from coa_jax.agents.program import Access, ProgramError, ProgramOutcome, run_command
+from tests.tools.fault_server import wait_until
 
 ACCESS = Access("http://127.0.0.1:1", "key")
 TASK = {"id": "t", "question": "Which 'river'?\n", "metadata": {"hops": 2}, "sample": 3}
@@ -79,23 +78,18 @@ def alive(process: int) -> bool:
     return state != "Z"
 
 
-def gone(processes: list[int], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(map(alive, processes)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not any(map(alive, processes))
+def gone(processes: list[int]) -> bool:
+    return wait_until(lambda: not any(map(alive, processes)), 10.0)
 
 
 def numbers(file: Path, count: int) -> list[int]:
     """Numbers of processes, as soon as so many are in a file."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        with contextlib.suppress(FileNotFoundError):
-            found = [int(line) for line in file.read_text().split()]
-            if len(found) == count:
-                return found
-        time.sleep(0.02)
-    raise AssertionError("the program did not begin")
+
+    def found() -> list[int]:
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    assert wait_until(lambda: len(found()) == count, 20.0), "the program did not begin"
+    return found()
 
 
 def family(file: Path) -> str:

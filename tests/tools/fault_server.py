@@ -221,3 +221,11 @@ FAULTS = (
 def stopwatch() -> Callable[[], float]:
     start = time.monotonic()
     return lambda: time.monotonic() - start
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Whether a condition came true in time."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(found)

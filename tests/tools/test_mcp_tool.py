@@ -29,7 +29,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
-from tests.tools.fault_server import stopwatch
+from tests.tools.fault_server import stopwatch, wait_until
 
 pytest.importorskip("mcp")
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,13 +110,6 @@ def test_each_trajectory_has_a_session_of_its_own_that_ends_with_it():
     assert not ToolLoop({"act": McpTool("act", shared)}).holds
 
 
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
-
-
 @pytest.mark.parametrize("closed_first", [True, False])
 def test_a_server_that_never_begins_is_ended(tmp_path, closed_first):
     pid = tmp_path / "pid"
@@ -126,13 +119,13 @@ def test_a_server_that_never_begins_is_ended(tmp_path, closed_first):
     tool = McpTool("tide", McpConfig((sys.executable, "-c", program), schema="{}"))
     seen = ask(tool, "{}", deadline=10.0)
     assert seen.outcome == "timeout"
-    assert wait_until(lambda: pid.exists() and pid.read_text().endswith(" "))
+    assert wait_until(lambda: pid.exists() and pid.read_text().endswith(" "), 20.0)
     process = int(pid.read_text())
     if closed_first:
         asyncio.run(tool.close())
         assert not psutil.pid_exists(process)
     else:  # the failed call is enough
-        assert wait_until(lambda: not psutil.pid_exists(process))
+        assert wait_until(lambda: not psutil.pid_exists(process), 20.0)
         asyncio.run(tool.close())
 
 
@@ -141,7 +134,7 @@ def test_a_closed_session_closes_its_event_loop_and_can_begin_anew():
     assert ask(tool, '{"port": "Brest"}').ok
     loop = tool._session._loop
     asyncio.run(tool.close())
-    assert wait_until(loop.is_closed)
+    assert wait_until(loop.is_closed, 20.0)
     assert ask(tool, '{"port": "Brest"}').ok  # a later call begins anew
     asyncio.run(tool.close())
 

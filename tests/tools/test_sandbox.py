@@ -24,6 +24,7 @@ from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.limits import Job, Limits, Scratch
 from coa_jax.tools.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run
 from coa_jax.tools.sandbox.watch import descendants
+from tests.tools.fault_server import wait_until
 
 WAYS = ("bubblewrap", "landlock", "landlock alone")
 ALL_WAYS = (*WAYS, "bubblewrap without a cgroup")
@@ -48,15 +49,6 @@ def scene():
 def outcome(job: Job, source: str, stdin: str = "", **limits: float) -> ProgramResult:
     job = dataclasses.replace(job, limits=dataclasses.replace(job.limits, **limits))
     return asyncio.run(run(job, source, stdin))
-
-
-def wait_until(condition, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def sleepers(marker: str) -> int:

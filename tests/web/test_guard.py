@@ -18,6 +18,7 @@ from coa_jax.web.guard import GuardRules, check_exposure
 from coa_jax.web.json_app import JsonRoute, make_app
 from coa_jax.web.limits import ConnectionLimits
 from coa_jax.web.refusals import RefusalLog
+from tests.tools.fault_server import wait_until
 from tests.web.live import running
 
 LIMITS = ConnectionLimits(
@@ -84,13 +85,6 @@ def rest(connection) -> bytes:
     return answer
 
 
-def until(what, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -128,7 +122,7 @@ def test_a_connection_between_requests_ends_after_a_while():
 def test_a_client_that_reads_no_answer_is_dropped():
     with serving(LIMITS) as (address, log), connected(address) as connection:
         connection.sendall(POST.replace(b"/echo", b"/large") + b"Content-Length: 2\r\n\r\n{}")
-        until(lambda: "stopped reading" in log.getvalue())
+        assert wait_until(lambda: "stopped reading" in log.getvalue(), 20.0)
         assert len(rest(connection)) < 64 << 20
 
 
@@ -253,7 +247,8 @@ def test_a_route_has_its_own_places_and_a_client_that_leaves_gives_its_place_up(
             assert work.begun.wait(20)
             with connected(address) as second:
                 second.sendall(ask)
-                until(lambda: httpx.post(f"{address}/held", json={}).status_code == 429)
+                held = f"{address}/held"
+                assert wait_until(lambda: httpx.post(held, json={}).status_code == 429, 20.0)
                 assert httpx.post(f"{address}/echo", json=[2]).json() == [2]
         assert work.cancelled.wait(20)
         work.gate.set()
