@@ -58,20 +58,17 @@ def reply(handler):
 
 
 @pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
-        pages = server.pages
-        pages["/pdf"] = lambda h: h.answer(pdf(FACT), content_type="application/pdf")
-        pages["/hiddenpdf"] = lambda h: h.answer(pdf(FACT))
-        pages["/badpdf"] = lambda h: h.answer(b"%PDF-1.4 broken", content_type="application/pdf")
-        pages["/plain"] = lambda h: h.answer(FACT.encode(), content_type="text/plain")
-        pages["/json"] = lambda h: h.answer(b'{"height": 42}', content_type="application/json")
-        pages["/long"] = lambda h: h.answer(b"word " * 50_000, content_type="text/plain")
-        pages["/llm/chat/completions"] = reply
-        pages["/deaf/chat/completions"] = lambda h: h.json(
-            {"error": h.headers["authorization"]}, 500
-        )
-        yield server
+def server(server):
+    pages = server.pages
+    pages["/pdf"] = lambda h: h.answer(pdf(FACT), content_type="application/pdf")
+    pages["/hiddenpdf"] = lambda h: h.answer(pdf(FACT))
+    pages["/badpdf"] = lambda h: h.answer(b"%PDF-1.4 broken", content_type="application/pdf")
+    pages["/plain"] = lambda h: h.answer(FACT.encode(), content_type="text/plain")
+    pages["/json"] = lambda h: h.answer(b'{"height": 42}', content_type="application/json")
+    pages["/long"] = lambda h: h.answer(b"word " * 50_000, content_type="text/plain")
+    pages["/llm/chat/completions"] = reply
+    pages["/deaf/chat/completions"] = lambda h: h.json({"error": h.headers["authorization"]}, 500)
+    return server
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 
 from coa_jax.tools import doctor, reach
 from coa_jax.tools.make import ToolsConfig
-from tests.tools import fault_server
 from tests.tools.echo_services import body_of
 
 KEY = "doctor-key-0123456789"
@@ -26,12 +25,11 @@ def answering(path):
 
 
 @pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
-        for path in ("/retrieve", "/run_code", "/v1/chat/completions"):
-            server.pages[path] = answering(path)
-        server.pages["/search"] = lambda h: h.json({"message": "Missing query parameter"}, 400)
-        yield server
+def server(server):
+    for path in ("/retrieve", "/run_code", "/v1/chat/completions"):
+        server.pages[path] = answering(path)
+    server.pages["/search"] = lambda h: h.json({"message": "Missing query parameter"}, 400)
+    return server
 
 
 CONFIG = """\

@@ -44,12 +44,6 @@ def url():
     del os.environ["TOOL_TOKEN"]
 
 
-@pytest.fixture(scope="module")
-def broken():
-    with fault_server.running() as server:
-        yield server
-
-
 def ask(tool, body, **context):
     return asyncio.run(call(tool, body, ToolContext(**context)))
 
@@ -91,12 +85,12 @@ def test_a_remote_program_has_its_time(url):
 
 
 @pytest.mark.parametrize("path", fault_server.FAULTS)
-def test_servers_that_fail_are_faults_or_timeouts_in_time(broken, path):
+def test_servers_that_fail_are_faults_or_timeouts_in_time(server, path):
     seconds = fault_server.stopwatch()
     late = path in ("/hang", "/drip")
     timeout_s = 0.5 if late else 7.0  # a busy machine may need a second for any answer
-    search = RemoteSearch(broken.url(path), timeout_s=timeout_s)
-    code = RemoteCode(broken.url(path), timeout_s=timeout_s / 2, queue_s=timeout_s / 2)
+    search = RemoteSearch(server.url(path), timeout_s=timeout_s)
+    code = RemoteCode(server.url(path), timeout_s=timeout_s / 2, queue_s=timeout_s / 2)
     for tool, body in ((search, "q"), (code, "```py\n1\n```")):
         seen = ask(tool, body)
         assert (seen.ok, seen.outcome) == (False, "timeout" if late else "fault")

@@ -22,22 +22,20 @@ KEY = "vision-key-0123456789"
 
 
 @pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
+def server(server):
+    def look(handler):
+        text, image = json.loads(handler.body)["messages"][0]["content"]
+        kind, data = image["image_url"]["url"].split(";base64,")
+        size = len(base64.b64decode(data))
+        reply = f"{kind} {size} {handler.headers['authorization']}: {text['text']}"
+        handler.json({"choices": [{"message": {"content": reply}}]})
 
-        def look(handler):
-            text, image = json.loads(handler.body)["messages"][0]["content"]
-            kind, data = image["image_url"]["url"].split(";base64,")
-            size = len(base64.b64decode(data))
-            reply = f"{kind} {size} {handler.headers['authorization']}: {text['text']}"
-            handler.json({"choices": [{"message": {"content": reply}}]})
-
-        server.pages["/v1/chat/completions"] = look
-        for name in ("/500", "/hang", "/malformed"):
-            server.pages[f"{name}/chat/completions"] = server.pages[name]
-        server.pages["/picture"] = lambda h: h.answer(PNG, content_type="image/png")
-        server.pages["/liar"] = lambda h: h.answer(b"<html>", content_type="image/png")
-        yield server
+    server.pages["/v1/chat/completions"] = look
+    for name in ("/500", "/hang", "/malformed"):
+        server.pages[f"{name}/chat/completions"] = server.pages[name]
+    server.pages["/picture"] = lambda h: h.answer(PNG, content_type="image/png")
+    server.pages["/liar"] = lambda h: h.answer(b"<html>", content_type="image/png")
+    return server
 
 
 @pytest.fixture

@@ -31,16 +31,15 @@ PASSAGES = (
 
 
 @pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
-        server.pages["/search"] = lambda h: h.json({"organic": ROWS})
-        server.pages["/searx"] = lambda h: h.json(
-            {"results": [{"title": "T", "url": "https://c.example/", "content": "text"}]}
-        )
-        server.pages["/none"] = lambda h: h.json({"organic": []})
-        server.pages["/strange"] = lambda h: h.json({"organic": "soon"})
-        server.pages["/denied"] = lambda h: h.json({"message": h.headers["x-api-key"]}, 403)
-        yield server
+def server(server):
+    server.pages["/search"] = lambda h: h.json({"organic": ROWS})
+    server.pages["/searx"] = lambda h: h.json(
+        {"results": [{"title": "T", "url": "https://c.example/", "content": "text"}]}
+    )
+    server.pages["/none"] = lambda h: h.json({"organic": []})
+    server.pages["/strange"] = lambda h: h.json({"organic": "soon"})
+    server.pages["/denied"] = lambda h: h.json({"message": h.headers["x-api-key"]}, 403)
+    return server
 
 
 @pytest.fixture(autouse=True)

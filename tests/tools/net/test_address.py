@@ -15,7 +15,6 @@ from coa_jax.tools.net import address
 from coa_jax.tools.net.address import AddressGuard, is_public, parse_url, resolve
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
-from tests.tools import fault_server
 
 FAST = RequestLimits(total_s=3, connect_s=1, read_s=1, attempts=1)
 
@@ -81,13 +80,6 @@ FORMS = (
     "http+unix://%2Fvar%2Frun%2Fdocker.sock/info",
     "view-source:http://127.0.0.1:{port}/page",
 )
-
-
-@pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
-        yield server
-
 
 PUBLIC_ONLY = AddressGuard()
 

@@ -13,25 +13,22 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.net.chat import ChatConfig, chat, purse_of
 from tests.tasks.finished import finished
-from tests.tools import fault_server
 
 ASK = [{"role": "user", "content": "?"}]
 TASK = Task("j", "Which?", "web", ("Oslo",), "s", {"grader": "judge"})
 
 
 @pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
+def server(server):
+    def answer(usage):
+        verdict = json.dumps({"rationale": "r", "judgement": "correct"})
+        body = {"choices": [{"message": {"content": verdict}}]}
+        return lambda handler: handler.json({**body, **usage})
 
-        def answer(usage):
-            verdict = json.dumps({"rationale": "r", "judgement": "correct"})
-            body = {"choices": [{"message": {"content": verdict}}]}
-            return lambda handler: handler.json({**body, **usage})
-
-        usage = {"usage": {"prompt_tokens": 30, "completion_tokens": 5}}
-        server.pages["/metered/chat/completions"] = answer(usage)
-        server.pages["/plain/chat/completions"] = answer({})
-        yield server
+    usage = {"usage": {"prompt_tokens": 30, "completion_tokens": 5}}
+    server.pages["/metered/chat/completions"] = answer(usage)
+    server.pages["/plain/chat/completions"] = answer({})
+    return server
 
 
 @pytest.mark.parametrize(

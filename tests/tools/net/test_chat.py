@@ -22,12 +22,6 @@ GOOD = {"choices": [{"message": {"content": " Oslo\n"}}],
 ROUTE = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
-        yield server
-
-
 def serve(server, *answers):
     """Answers of a server, one after the other; the last one is that of all further requests."""
     left = list(answers)

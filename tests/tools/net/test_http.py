@@ -16,7 +16,6 @@ from coa_jax.tools.net import http
 from coa_jax.tools.net.address import AddressGuard
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch, fetch_json
-from tests.tools import fault_server
 from tests.tools.fault_server import PAGE, stopwatch
 
 LIMITS = RequestLimits(
@@ -24,12 +23,6 @@ LIMITS = RequestLimits(
 )
 SHORT = dataclasses.replace(LIMITS, total_s=1.5, connect_s=0.5, read_s=0.4)
 LOCAL = AddressGuard(allow=("127.0.0.1",))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with fault_server.running() as server:
-        yield server
 
 
 def get(server, path, limits=LIMITS, guard=LOCAL, **request):
