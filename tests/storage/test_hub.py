@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -184,7 +183,7 @@ def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
     assert list(hub.objects.values()) == [files["model.safetensors"]]
 
 
-def test_a_push_without_a_token_or_a_name_is_refused_at_the_start(monkeypatch, hub, tmp_path):
+def test_a_push_without_a_token_or_a_name_is_refused_at_the_start(hub, tmp_path):
     with pytest.raises(UserError, match="give a Hub id, Org/Name"):
         check_push("model")
     done = run(hub, tmp_path, "-m", "coa_jax.export", f"--workdir={tmp_path}", "--push=Org/Name")
@@ -202,4 +201,3 @@ def test_the_card_of_a_pushed_model_names_no_path_of_the_trainer():
     assert "base_model" not in other and "| SmolLM2-135M-Instruct |" in other
     assert "| base model | Base |" in text and "| protocol | web |" in text
     assert "| optimizer: learning_rate | 1e-05 |" in text
-    json.dumps(text)

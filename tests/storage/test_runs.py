@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax import files, jsonl, storage
+from coa_jax import files, storage
 from coa_jax.api import evaluate_policy, load_policy
 from coa_jax.export import export
 from coa_jax.storage.places import opened
@@ -23,6 +23,7 @@ from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
 from tests.evaluate.tiny_evaluation import CONFIG
 from tests.killing import assert_same_run, copy_compiled, kill, started
+from tests.learn.tiny_runs import rows
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
 
 
@@ -44,10 +45,6 @@ def root_of(store):
         return made[kind]
 
     return of
-
-
-def rows(folder: Path, phase: str) -> list[dict]:
-    return [row for row in jsonl.read_objects(folder / "metrics.jsonl") if row["phase"] == phase]
 
 
 def seen(url: str, names_only: tuple[str, ...] = ()) -> Path:
