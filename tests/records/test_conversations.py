@@ -14,10 +14,11 @@ from tests.records.published import HOPS, RIVER, SUMS, alpaca, message, sharegpt
 from tests.records.test_forms import assert_same, wanted
 
 
-def test_the_users_reply_to_a_call_is_an_observation_and_roles_ignore_case():
+@pytest.mark.parametrize("reply", ["{}", "<observation>\n{}\n</observation>"])
+def test_the_users_reply_to_a_call_is_an_observation_and_roles_ignore_case(reply):
     turns = [("User", message(RIVER)), ("Assistant", RIVER.said[0])]
     for seen, said in zip(RIVER.seen, RIVER.said[1:], strict=True):
-        turns += [("user", seen), ("ASSISTANT", said)]
+        turns += [("user", reply.format(seen)), ("ASSISTANT", said)]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     assert_same(made_of(row, "x", "web").record, wanted(RIVER))
 
@@ -45,7 +46,8 @@ def test_reasoning_in_a_field_of_its_own_is_a_thought():
 
 
 def test_an_empty_column_of_a_table_does_not_hide_the_form_of_a_row():
-    empty = dict.fromkeys(("conversations", "messages", "instruction", "output", "parts"))
+    columns = ("conversations", "messages", "instruction", "output", "parts", "system")
+    empty = dict.fromkeys(columns)
     row = {**empty, **alpaca(RIVER)}
     assert_same(made_of(row, "x").record, wanted(RIVER))
     row = {**empty, "messages": sharegpt(RIVER)}

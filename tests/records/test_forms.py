@@ -85,14 +85,6 @@ def test_a_trajectory_in_one_message_trains_as_our_own_record(story):
     assert_same(made_of(pair, "x", story.protocol).record, wanted(story))
 
 
-def test_observations_in_turns_of_the_user_are_the_environments():
-    turns = [("user", message(RIVER)), ("assistant", RIVER.said[0])]
-    for seen, said in zip(RIVER.seen, RIVER.said[1:], strict=True):
-        turns += [("user", f"<observation>\n{seen}\n</observation>"), ("assistant", said)]
-    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert_same(made_of(row, "x").record, wanted(RIVER))
-
-
 def test_function_calls_become_tags():
     thought, call = HOPS.said[0].split("\n")
     query = call.removeprefix("<wiki_search>").removesuffix("</wiki_search>")
@@ -336,26 +328,6 @@ def test_spans_of_the_policy_decide_what_is_learned():
 # --- files ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["list", "lines", "pretty", "wrapped", "parquet", "bom"])
-def test_a_file_is_recognised_by_its_content(tmp_path, form):
-    rows = [{**alpaca(RIVER), "system": system} for system in (None, "Be brief.")]
-    path = tmp_path / "data.bin"  # the name says nothing
-    if form == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        text = {
-            "list": json.dumps(rows),
-            "pretty": json.dumps(rows, indent=2, ensure_ascii=False),
-            "wrapped": json.dumps({"data": rows}, indent=1),
-            "lines": "".join(json.dumps(row) + "\n\n" for row in rows),
-            "bom": "\ufeff" + json.dumps(rows),
-        }[form]
-        path.write_text(text, encoding="utf-8")
-    first, second = read_records(path)
-    assert_same(first, wanted(RIVER))
-    assert second.context == (("system", "Be brief."),)
-
-
 def test_records_in_parquet_are_our_own(tmp_path):
     rows = [story.record(id=story.protocol, gold=("x",)).to_json() for story in STORIES]
     turns = [{"messages": sharegpt(RIVER, "role", "content", ("user", "assistant", "tool"))}]
@@ -382,16 +354,6 @@ def test_several_files_may_be_named(tmp_path):
         read(tmp_path)
     with pytest.raises(UserError, match="no file matches; correct the pattern"):
         read(f"{tmp_path}/*.csv")
-
-
-def test_a_long_list_is_read_one_row_at_a_time(tmp_path):
-    path = tmp_path / "long.json"
-    row = json.dumps(alpaca(RIVER))
-    with open(path, "w") as file:
-        file.write("[" + ",\n ".join([row] * 1500) + " ] \n")  # several chunks
-    rows = iterate_records(path)
-    assert next(rows).row.number == 1
-    assert sum(1 for _ in rows) == 1499
 
 
 ROW = json.dumps(alpaca(RIVER))
