@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,14 +21,9 @@ from coa_jax.report import build_report
 from coa_jax.report.page import escape
 from coa_jax.report.traces import render_trace, sample_traces, verdict_of
 from coa_jax.trajectory import Author, Reward, SegmentSpan
+from tests.report.run_files import HOSTILE, episode, write_run
+from tests.serve.browser import CHROMIUM, needs_browser
 from tests.trajectory_files import append_trajectories
-
-_SPEC = importlib.util.spec_from_file_location(
-    "report_run_files", Path(__file__).with_name("run_files.py")
-)
-run_files = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(run_files)
-HOSTILE, episode, write_run = run_files.HOSTILE, run_files.episode, run_files.write_run
 
 ALLOWED = {
     *("html", "head", "meta", "title", "style", "body", "header", "nav", "section", "script"),
@@ -273,12 +266,6 @@ def test_a_wrong_directory_ends_in_one_line_and_exit_code_2(tmp_path, path, why)
     done = command("--workdir", str(tmp_path / path))
     assert done.returncode == 2 and done.stdout == ""
     assert why in done.stderr and done.stderr.count("\n") == 1
-
-
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
 def browse(path: Path, tmp_path: Path, fragment: str = "") -> tuple[Page, str]:
