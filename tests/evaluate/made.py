@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coa_jax.evaluate.figures import result
-from coa_jax.evaluate.sample import Measured, Sample, sample_of
+from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 
@@ -61,6 +61,3 @@ def outcome(rows, stage="a", scaling=None, **settings):
     groups = [group(values, name) for name, values in rows.items()]
     numbers = max(map(len, rows.values()))
     return result(stage, settings, groups, numbers, scaling or {})
-
-
-__all__ = ["Sample", "group", "outcome", "sample", "task", "trajectory"]

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from coa_jax import files
 from coa_jax.trajectory import read_trajectories
-from tests.evaluate.tiny_evaluation import CONFIG, results, run
+from tests.evaluate.tiny_evaluation import ONE, refuse, results, run
 from tests.tiny_policy import TASKS
-
-ONE = dataclasses.replace(CONFIG, samples=1)
-
-
-def refuse(*arguments):
-    raise AssertionError("there is nothing to run")
 
 
 def rewards(folder):

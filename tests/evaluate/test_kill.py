@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.model.api import Model, save_model
+from coa_jax.model.api import save_model
 from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
 from tests.evaluate.tiny_evaluation import MANY, policy_of, results, run
+from tests.killing import lines_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,20 +24,15 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path_factory):
     """Holds the policy and an evaluation that nobody killed."""
     path = tmp_path_factory.mktemp("kill")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    save_model(tiny_policy.policy(), path / "model")
     run(path / "whole", MANY, policy_of(MANY))
     return path
-
-
-def lines(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def kill_once(folder, name, more, delay):
     """Kills a process some samples after it began to add any; whether it was still running."""
     traces = folder / name / "traces.jsonl"
-    before = lines(traces)
+    before = lines_of(traces)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.evaluate.tiny_evaluation", str(folder), name],
         cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -44,7 +40,7 @@ def kill_once(folder, name, more, delay):
     )  # fmt: skip
     end = time.monotonic() + 200
     try:
-        while process.poll() is None and lines(traces) < before + more:
+        while process.poll() is None and lines_of(traces) < before + more:
             assert time.monotonic() < end
             time.sleep(0.001)
         time.sleep(delay)

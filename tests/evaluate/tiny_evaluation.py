@@ -33,6 +33,7 @@ CONFIG = EvaluateConfig(
     probe_s=0.0,  # tests count what they ask of servers
 )
 MANY = dataclasses.replace(CONFIG, samples=24, temperature=1.2)
+ONE = dataclasses.replace(CONFIG, samples=1)
 
 
 def policy_of(config: EvaluateConfig, load: Callable[[], Model] = tiny_policy.policy) -> Policy:
@@ -56,6 +57,11 @@ def run(
         return evaluate(
             policy or policy_of(config), tasks, config, directory, "sft", about, **options
         )
+
+
+def refuse(*_: Any) -> Any:
+    """A policy where there is nothing to run."""
+    raise AssertionError("there is nothing to run")
 
 
 def results(folder: Path) -> bytes:
