@@ -23,7 +23,6 @@ from tests.distill.chat_server import serving
 from tests.evaluate.made import trajectory
 from tests.evaluate.tiny_evaluation import CONFIG, ONE, policy_of, refuse, results, run
 from tests.tiny_policy import TASKS
-from tests.tools import fault_server
 
 
 @pytest.fixture(scope="module")
@@ -165,16 +164,14 @@ class Verdicts:
     def __init__(self):
         self.asked, self.fails = 0, False
 
-    def __call__(self, handler):
+    def __call__(self, messages):
         self.asked += 1
         if self.fails and self.asked % 2:
-            handler.answer(b"", 500)
-            return
-        prompt = json.loads(handler.body)["messages"][1]["content"]
-        fields = dict(re.findall(r"^(accepted answers|given answer): (.*)$", prompt, re.MULTILINE))
+            return 500
+        asked = r"^(accepted answers|given answer): (.*)$"
+        fields = dict(re.findall(asked, messages[1]["content"], re.MULTILINE))
         same = json.loads(fields["given answer"]) in json.loads(fields["accepted answers"])
-        verdict = {"rationale": "r", "judgement": "correct" if same else "incorrect"}
-        handler.json({"choices": [{"message": {"content": json.dumps(verdict)}}]})
+        return json.dumps({"rationale": "r", "judgement": "correct" if same else "incorrect"})
 
 
 WRONG = (TASKS[0], dataclasses.replace(TASKS[1], gold=("Ona",)), TASKS[2])
@@ -186,9 +183,9 @@ def values(outcome):
 
 
 def test_a_judge_that_fails_half_of_the_time_changes_no_score(tmp_path):
-    with fault_server.running() as server:
-        server.pages["/v1/chat/completions"] = judge = Verdicts()
-        chat = ChatConfig(server.url("/v1"), "judge", timeout_s=5.0, attempts=1)
+    judge = Verdicts()
+    with serving(judge) as server:
+        chat = ChatConfig(server.url, "judge", timeout_s=5.0, attempts=1)
         graders = GradersConfig(judge_all=True, judge=JudgeConfig(chat, concurrency=1))
         config = dataclasses.replace(CONFIG, graders=graders)
         sound = run(tmp_path / "sound", config, tasks=WRONG)
