@@ -18,10 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.model.api import Model, save_model
 from coa_jax.trajectory import StopReason, read_trajectories
-from tests.environments import guesser
-from tests.environments.test_runs import EVALUATE, RL, coa_jax
+from tests.environments.test_runs import coa_jax, prepared
 
 PYTHON = os.environ.get("COA_JAX_OPENENV", "")
 pytestmark = [
@@ -54,10 +52,7 @@ def url(tmp_path):
 
 
 def test_a_server_trains_and_measures_the_policy(tmp_path, url):
-    model = guesser.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), tmp_path / "model")
-    (tmp_path / "rl_config.py").write_text(RL)
-    (tmp_path / "evaluate_config.py").write_text(EVALUATE)
+    prepared(tmp_path)
     given = (
         "--config.tasks=openenv", "--config.environment.path=openenv",
         f"--config.environment.options.url={url}", "--config.environment.deadline_s=600",

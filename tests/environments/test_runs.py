@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coa_jax.model.api import Model, save_model
+from coa_jax.model.api import save_model
 from coa_jax.trajectory import StopReason, read_trajectories
 from tests.environments import guesser
 
@@ -59,15 +59,19 @@ def coa_jax(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """An empty folder with the example, a policy, the configs, and a run of two steps."""
-    path = tmp_path_factory.mktemp("guessing")
-    model = guesser.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+def prepared(path: Path) -> Path:
+    """Writes the policy, the example and the configs into a folder."""
+    save_model(guesser.policy(), path / "model")
     shutil.copy(guesser.EXAMPLE / "guess.py", path)
     (path / "rl_config.py").write_text(RL)
     (path / "evaluate_config.py").write_text(EVALUATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """An empty folder with the example, a policy, the configs, and a run of two steps."""
+    path = prepared(tmp_path_factory.mktemp("guessing"))
     coa_jax(path, "rl", "--config=rl_config.py", "--workdir=run")
     return path
 
@@ -118,7 +122,7 @@ def test_a_question_is_asked_in_the_environment(folder):
         folder, "ask", "Guess my number.", "--model=model", "--config=evaluate_config.py",
         "--max_tokens=192", "--max_turn_tokens=12", "--tools=",
     )  # fmt: skip
-    assert "It is from 1 to 9" in said or "It is" in said or "That" in said
+    assert "It is" in said or "That" in said
 
 
 DYING = """

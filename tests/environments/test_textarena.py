@@ -9,12 +9,11 @@ import pytest
 
 from coa_jax.environments import Step, Turn
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.replay import read_recordings, replay
 from coa_jax.tasks import load_tasks
 from coa_jax.trajectory import StopReason, read_trajectories
 from tests.environments import guesser
-from tests.environments.test_runs import EVALUATE, RL, coa_jax
+from tests.environments.test_runs import coa_jax, prepared
 
 pytest.importorskip("textarena")
 pytestmark = pytest.mark.slow
@@ -105,11 +104,7 @@ SETTINGS = {
 
 
 def test_three_games_run_two_steps_and_an_evaluation(tmp_path):
-    model = guesser.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), tmp_path / "model")
-    (tmp_path / "rl_config.py").write_text(RL)
-    (tmp_path / "evaluate_config.py").write_text(EVALUATE)
-    (tmp_path / "guess.py").write_text((guesser.EXAMPLE / "guess.py").read_text())
+    prepared(tmp_path)
     given = [f"--config.{name}={value}" for name, value in SETTINGS.items()]
     more = ["--config.num_tasks=3", "--config.groups=3", "--config.row_length=1024"]
     coa_jax(tmp_path, "rl", "--config=rl_config.py", "--workdir=run", *given, *more)
@@ -122,7 +117,7 @@ def test_three_games_run_two_steps_and_an_evaluation(tmp_path):
     assert len(players) == 2  # each player is a trajectory of its own
     assert "parameters identical" in coa_jax(tmp_path, "rl", "--replay=run")
     found = read_recordings(str(tmp_path / "run" / "traces.jsonl"), "rl", 1, 0)
-    assert all(comparison.identical for comparison in replay(model, found))
+    assert all(comparison.identical for comparison in replay(guesser.policy(), found))
     coa_jax(
         tmp_path, "evaluate", "--config=evaluate_config.py", "--workdir=measured", *given,
         "--config.environment.options.opponent=random",
