@@ -14,7 +14,6 @@ from coa_jax.agents.config import AgentConfig
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.policy import local_policy
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import StopReason, read_trajectories
 from tests import tiny_policy
@@ -50,10 +49,7 @@ def test_a_program_runs_two_steps_and_an_evaluation(name, tmp_path, monkeypatch)
         pytest.importorskip("smolagents")
         monkeypatch.setenv("MAX_TOKENS", "24")
     agent = AgentConfig(command=shlex.join([program, str(EXAMPLES / name / file)]), seconds=300.0)
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), tmp_path / "model")
-    lines = [f'{{"question": "{t.question}", "answer": "{t.gold[0]}"}}' for t in tiny_policy.TASKS]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    tiny_policy.write_rl_inputs(tmp_path)
     shapes, budget = EngineConfig(4, LENGTH, 8, (64,)), RolloutConfig(LENGTH)
     config = rl_config(
         tmp_path / "model", tmp_path / "tasks.jsonl", agent=agent, groups=1, temperature=2.0,

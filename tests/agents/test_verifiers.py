@@ -21,7 +21,7 @@ from coa_jax.evaluate.run import load
 from coa_jax.extensions import importable
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import Model, save_model
+from coa_jax.model.api import save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
@@ -111,8 +111,7 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("verifiers")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
+    save_model(tiny_policy.policy(), path / "model")
     for name, text in SETS.items():
         (path / f"{name}.py").write_text(f"import verifiers.v1 as vf\n{text}")
     return path
