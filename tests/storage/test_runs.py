@@ -198,21 +198,12 @@ def test_two_processes_that_are_killed_end_with_the_parameters_of_two(whole, kin
 def run_two(root: str, kind: str, name: str, compiled: Path, delay: float | None) -> None:
     """Runs two processes to their end, or kills both after a time."""
     address = f"127.0.0.1:{free_port()}"
+    settings = {"COA_JAX_COORDINATOR": address, "COA_JAX_NUM_PROCESSES": "2"}
     with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(
-                start(
-                    kind,
-                    root,
-                    name,
-                    compiled,
-                    COA_JAX_COORDINATOR=address,
-                    COA_JAX_NUM_PROCESSES="2",
-                    COA_JAX_PROCESS_ID=str(number),
-                )
-            )
-            for number in range(2)
-        ]
+        both = []
+        for number in ("0", "1"):
+            two = {**settings, "COA_JAX_PROCESS_ID": number}
+            both.append(stack.enter_context(start(kind, root, name, compiled, **two)))
         if delay is None:
             for process in both:
                 errors = process.communicate(timeout=400)[1].decode()
