@@ -10,7 +10,6 @@ variable the tests are skipped:
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from coa_jax.trajectory import StopReason, read_trajectories
+from tests.buckets import free_port
 from tests.environments.test_runs import coa_jax, prepared
 
 PYTHON = os.environ.get("COA_JAX_OPENENV", "")
@@ -34,8 +34,7 @@ def url(tmp_path):
     """The server, which has one session at a time."""
     tool = Path(PYTHON).parent / "openenv"
     subprocess.run([tool, "init", "echo_back"], cwd=tmp_path, check=True, capture_output=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [PYTHON, "-m", "uvicorn", "echo_back.server.app:app", "--port", str(port)]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with subprocess.Popen(command, cwd=tmp_path, env=clean, stderr=subprocess.DEVNULL) as server:

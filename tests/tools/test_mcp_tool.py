@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
+from tests.buckets import free_port
 from tests.tools.fault_server import stopwatch, wait_until
 
 pytest.importorskip("mcp")
@@ -189,9 +189,7 @@ def test_a_server_sees_only_the_environment_that_it_is_given(monkeypatch):
 
 @pytest.mark.slow
 def test_servers_over_http():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
     try:
         tool = McpTool("tide", McpConfig(url=f"http://127.0.0.1:{port}/mcp", timeout_s=5.0))

@@ -14,7 +14,7 @@ from coa_jax.tools.make import ToolsConfig
 from tests.tools.echo_services import body_of
 
 KEY = "doctor-key-0123456789"
-ROOT = Path(__file__).resolve().parents[2]
+MCP = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 
 
 def answering(path):
@@ -62,7 +62,6 @@ def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
     monkeypatch.setattr(reach, "SECONDS", 60.0)  # on a busy machine even this server is slow
     monkeypatch.setenv("SERPER_API_KEY", KEY)
     chat = {"url": server.url("/v1"), "model": "m", "key_env": "SERPER_API_KEY"}
-    tide = {"command": (sys.executable, str(ROOT / "tests/tools/mcp_server.py"))}
     code, lines, _ = run(
         tmp_path,
         capsys,
@@ -80,7 +79,7 @@ def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
             "web_search": {"url": server.url("/search")},
             "crawl_page": {"summarizer": chat, "robots": False},
             "visual_inspector": {"chat": chat},
-            "mcp": {"tide": tide},
+            "mcp": {"tide": {"command": MCP}},
             "store": {"path": str(tmp_path / "calls.sqlite"), "mode": "record"},
         },
     )
@@ -93,11 +92,10 @@ def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
 
 def test_a_program_that_was_started_for_the_check_is_ended():
     pytest.importorskip("mcp")
-    command = (sys.executable, str(ROOT / "tests/tools/mcp_server.py"))
     here = psutil.Process()
     before = set(here.children(recursive=True))
     for tag, ok in (("tide", True), ("ebb", False)):
-        config = ToolsConfig(names=(tag,), mcp={tag: {"command": command}})
+        config = ToolsConfig(names=(tag,), mcp={tag: {"command": MCP}})
         (found,) = asyncio.run(reach.findings(config, 60.0))
         assert found.ok == ok and "tide" in found.text
         assert not set(here.children(recursive=True)) - before
