@@ -22,10 +22,7 @@ from tests.learn.tiny_runs import rl_config, rows, run_rl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTH = 768
-COMMANDS = {
-    "curl_agent": ("bash", "agent.sh"),
-    "smolagents_agent": (sys.executable, "agent.py"),
-}
+COMMANDS = {"curl_agent": ("bash", "agent.sh"), "smolagents_agent": (sys.executable, "agent.py")}
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "verifiers"])

@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.protocol import get_protocol, parse
-from coa_jax.report.terminal import (
-    ANSWER,
-    COLOURS,
-    Paragraph,
-    RoleStream,
-    Screen,
-    Show,
-    clean,
-)
+from coa_jax.report.terminal import ANSWER, COLOURS, Paragraph, RoleStream, Screen, Show, clean
 from coa_jax.rollout.request import Arrival
 from coa_jax.trajectory import Author, ToolCall
 

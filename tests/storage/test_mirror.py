@@ -90,10 +90,7 @@ def test_what_was_written_is_what_a_reader_finds(memory):
     (mirror.path / "deep" / "b.bin").write_bytes(os.urandom(1000))
     (mirror.path / ".lock").write_bytes(b"left out")
     mirror.sync()
-    assert read() == {
-        "a.json": b"1",
-        "deep/b.bin": (mirror.path / "deep" / "b.bin").read_bytes(),
-    }
+    assert read() == {"a.json": b"1", "deep/b.bin": (mirror.path / "deep" / "b.bin").read_bytes()}
     files.replace(mirror.path / "a.json", b"22")
     (mirror.path / "deep" / "b.bin").unlink()
     mirror.sync()

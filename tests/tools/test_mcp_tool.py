@@ -51,8 +51,7 @@ def ask(tool, body, deadline=None):
 
 
 @pytest.mark.parametrize(
-    "body",
-    ['{"port": "Brest", "hour": 3}', '\n```json\n{"port": "Brest",\n "hour": 3}\n```\n'],
+    "body", ['{"port": "Brest", "hour": 3}', '\n```json\n{"port": "Brest",\n "hour": 3}\n```\n']
 )
 def test_a_call_is_a_json_object(tide, body):
     seen = ask(tide, body)

@@ -21,15 +21,7 @@ from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig
 from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
-from tests.tools.echo_services import (
-    CALLS,
-    FURTHER,
-    KEY,
-    NAME,
-    WAYS,
-    configured,
-    open_services,
-)
+from tests.tools.echo_services import CALLS, FURTHER, KEY, NAME, WAYS, configured, open_services
 
 SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 LOOK = """```py
