@@ -162,6 +162,8 @@ def test_of_too_many_connections_the_one_that_waited_longest_is_dropped(begun):
         ({"Host": "localhost:99", "Origin": "http://localhost:99"}, 200),
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data"}, 415),
+        ({"Content-Type": ""}, 415),
         ({"Content-Type": "application/JSON; charset=utf-8"}, 200),
     ],
 )
