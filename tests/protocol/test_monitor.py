@@ -4,31 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol import (
-    CRITERIA,
-    Monitor,
-    Parser,
-    check,
-    format_reflection,
-    get_protocol,
-    parse,
-)
+from coa_jax.protocol import Monitor, Parser, check, get_protocol, parse
+from tests.protocol.test_automaton import write
 
 GENERALIST = get_protocol("generalist")
-BODIES = {
-    "grades": format_reflection(dict.fromkeys(CRITERIA, "good")),
-    "score": "The score is 3.",
-    "code": "```py\nprint(1)\n```",
-    "urls": "https://a.org",
-    "inspection": '{"file_path": "a.png"}',
-}
 GOOD = "think plan think wiki_search observation think suggested_answer think double_check answer"
-
-
-def write(protocol, steps: str) -> str:
-    """Text of roles, with bodies of the right form."""
-    bodies = {role: BODIES.get(protocol.form(role), "words") for role in steps.split()}
-    return "\n".join(f"<{role}>{bodies[role]}</{role}>" for role in steps.split())
 
 
 def follow(protocol, text: str) -> int | None:
