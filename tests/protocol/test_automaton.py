@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
@@ -22,6 +22,7 @@ from coa_jax.protocol import (
     parse_solution,
     protocol_names,
     protocol_with_tools,
+    split_level,
 )
 from tests.protocol.rules import violations
 
@@ -207,7 +208,11 @@ def bodies_of(protocol, role: str) -> list[str]:
     return {"grades": [body, POOR], "score": [body, "score 2"]}.get(protocol.form(role), [body])
 
 
-@given(st.sampled_from(protocol_names()), st.randoms(use_true_random=False))
+LEVELS = [name + level for name in protocol_names() for level in ("", ":paper")]
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(LEVELS), st.randoms(use_true_random=False))
 def test_every_walk_of_the_automaton_is_legal_and_can_reach_an_answer(name, rng: random.Random):
     protocol = get_protocol(name)
     ways_out = ("answer", "double_check", "suggested_answer", "observation", "reflection")
@@ -222,6 +227,7 @@ def test_every_walk_of_the_automaton_is_legal_and_can_reach_an_answer(name, rng:
         text += f"<{role}>{body}</{role}>\n"
         state = advance(protocol, state, role, body)
     assert violations(protocol, text) == []
+    assert violations(get_protocol(split_level(name)[0]), text) == []
 
 
 @given(st.sampled_from(protocol_names()), st.data())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,24 +91,6 @@ def test_the_broken_rule_is_named():
     text = write(get_protocol(name), f"{begun} {CHECKED} think plan")
     (found,) = violations(get_protocol(name), text, complete=False)
     assert (found.kind, found.message) == ("transition", "<plan> although the double check passed")
-
-
-@given(st.sampled_from(NAMES), st.randoms(use_true_random=False))
-def test_every_walk_of_the_strict_automaton_is_legal_at_both_levels(name, rng: random.Random):
-    strict, text, state = get_protocol(name), "", State()
-    ways_out = ("answer", "double_check", "suggested_answer", "observation", "reflection")
-    for step in range(100):
-        allowed = allowed_after(strict, state)
-        if not allowed:
-            break
-        role = rng.choice(sorted(allowed))
-        if step > 30:
-            role = next((way for way in ways_out if way in allowed), role)
-        body = bodies_of(strict, role)[0 if step > 30 else rng.randrange(2) - 1]
-        text += f"<{role}>{body}</{role}>\n"
-        state = advance(strict, state, role, body)
-    assert violations(strict, text) == []
-    assert violations(get_protocol(split_level(name)[0]), text) == []
 
 
 @given(st.sampled_from(NAMES), st.data())
