@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import (
-    BAD_CALL,
     EpisodeStep,
     Format,
     Prompt,
@@ -283,7 +282,3 @@ def test_instructions_of_a_source_in_tags_are_left_out():
         "crawl_page",
     ]
     assert messages_of(Row(), Prompt("brief")).tools == ""
-
-
-def test_the_role_of_a_bad_call_is_no_tool():
-    assert BAD_CALL not in get_protocol("universal").tools
