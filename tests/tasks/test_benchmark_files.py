@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
 import itertools
 import json
@@ -19,6 +18,7 @@ from coa_jax.protocol import format_code, get_protocol
 from coa_jax.tasks import Graders, GradersConfig, load_tasks
 from coa_jax.tasks.benchmark_rows import BENCHMARKS, decrypt
 from tests.tasks.finished import finished
+from tests.tasks.rows import write
 
 GRADERS = Graders(GradersConfig())
 
@@ -174,24 +174,6 @@ SAMPLES = {
         "test-00000.parquet", [CONTEST], ("1_A. Sum", None, {"level": 7, "question_id": "1_A. Sum"})
     ),
 }  # fmt: skip
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix in (".csv", ".tsv"):
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            delimiter = "\t" if path.suffix == ".tsv" else ","
-            table = csv.DictWriter(file, rows[0], delimiter=delimiter)
-            table.writeheader()
-            table.writerows(rows)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        path.write_text(json.dumps(rows))
-    return str(path)
 
 
 def load(name, folder, rows=None, options="", **more):

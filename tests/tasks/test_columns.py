@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
+from tests.tasks.rows import write
 
 ROWS = [
     {"problem": f" {i}+1? ", "solution": f"So it is. #### {i + 1}", "answers": {"text": ["x", "y"]},
@@ -17,25 +16,10 @@ ROWS = [
 MAPPING = {"question": "problem", "answer": "solution", "id": "unique_id", "hops": "level"}
 
 
-def write(path, rows, suffix):
-    path = path / f"rows{suffix}"
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_a_mapping_reads_a_file(tmp_path, suffix):
     options = {"columns": MAPPING, "answer_after": "####", "grader": "math"}
-    path = write(tmp_path, ROWS, suffix)
+    path = write(tmp_path / f"rows{suffix}", ROWS)
     tasks = load_tasks(path, "train", options=options)
     assert [(t.id, t.question, t.gold, t.metadata) for t in tasks] == [
         (f"n{i}", f"{i}+1?", (str(i + 1),), {"hops": i, "grader": "math"}) for i in range(4)
@@ -53,16 +37,16 @@ def test_a_mapping_reads_a_file(tmp_path, suffix):
 def test_rows_of_another_split_are_left_out(tmp_path):
     splits = ["train", "test", None, "easy", "test"]
     rows = [{**ROWS[0], "unique_id": f"n{i}", "split": s} for i, s in enumerate(splits)]
-    path, options = write(tmp_path, rows, ".jsonl"), {"columns": MAPPING}
+    path, options = write(tmp_path / "rows.jsonl", rows), {"columns": MAPPING}
     found = {s: [t.id for t in load_tasks(path, s, options=options)] for s in ("train", "test")}
     assert found == {"train": ["n0", "n2", "n3"], "test": ["n1", "n2", "n3", "n4"]}
-    path = write(tmp_path, rows[:2], ".jsonl")
+    path = write(tmp_path / "rows.jsonl", rows[:2])
     with pytest.raises(UserError, match="it has no rows of the split 'validation'"):
         load_tasks(path, "validation", options=options)
 
 
 def test_usual_columns_need_no_entry(tmp_path):
-    path = write(tmp_path, [{"problem": "Who?", "answer": 3}], ".jsonl")
+    path = write(tmp_path / "rows.jsonl", [{"problem": "Who?", "answer": 3}])
     (task,) = load_tasks(path, "train", options={"grader": "exact_match"})
     assert (task.id, task.question, task.gold) == ("1", "Who?", ("3",))
 
@@ -80,7 +64,7 @@ def test_usual_columns_need_no_entry(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path, options, message):
-    path = write(tmp_path, ROWS, ".jsonl")
+    path = write(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(UserError, match=message) as refused:
         load_tasks(path, "train", options=options)
     assert "\n" not in str(refused.value)

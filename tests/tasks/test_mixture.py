@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks.mixture import load_parts, load_shares, parts_of, stream_of
+from tests.tasks.rows import write
 
 
 @dataclasses.dataclass
@@ -24,9 +24,7 @@ def files(tmp_path):
     paths = {}
     for name, count in (("long", 30), ("short", 7)):
         rows = [{"id": str(i), "question": f"{name} {i}?", "answer": "a"} for i in range(count)]
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        paths[name] = str(path)
+        paths[name] = write(tmp_path / f"{name}.jsonl", rows)
     return paths
 
 
@@ -61,12 +59,11 @@ def test_an_index_has_the_same_task_in_every_run_and_another_with_another_seed(f
 
 def test_a_part_has_its_own_number_split_and_options(files, tmp_path):
     rows = [{"q": f"{i}?", "a": "x", "split": "dev", "hard": i} for i in range(9)]
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write(tmp_path / "own.jsonl", rows)
     settings = Settings(
         mixture={
             "own": {
-                "tasks": str(path),
+                "tasks": path,
                 "options": {"columns": {"question": "q", "answer": "a", "hops": "hard"}},
                 "num_tasks": 4,
             },

@@ -22,6 +22,7 @@ from coa_jax.tasks.prompts import (
     split_message,
     warn_of_prompts,
 )
+from tests.tasks.rows import write
 
 RULES = "Use these functions.\n\n1. think: reason.\n2. answer: the end."
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
@@ -38,16 +39,6 @@ def verl(question: str, rules: str = RULES, system: str | None = None, mark: str
         "reward_model": {"ground_truth": json.dumps({"target": ["a"], "question": question})},
         "extra_info": {"index": question, "question": question},
     }
-
-
-def written(path: Path, *rows) -> str:
-    if path.suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text(json.dumps(list(rows)))
-    return str(path)
 
 
 def asked(question: str = "Who?", **more) -> Task:
@@ -67,7 +58,7 @@ def test_a_text_file_holds_what_stands_before_a_blank_line_and_the_question(tmp_
 
 @pytest.mark.parametrize("suffix", [".json", ".parquet"])
 def test_rows_of_the_release_give_their_common_instructions(tmp_path, suffix):
-    file = written(tmp_path / f"rl{suffix}", verl("Who\n\nQuestion: wins?"), verl("Why?"))
+    file = write(tmp_path / f"rl{suffix}", [verl("Who\n\nQuestion: wins?"), verl("Why?")])
     prompt = load_prompt(file)
     assert messages_of(asked(), prompt) == Messages(f"{RULES}\n\nQuestion: Who?")
     assert prompt.system is None
@@ -75,11 +66,11 @@ def test_rows_of_the_release_give_their_common_instructions(tmp_path, suffix):
 
 def test_rows_with_a_system_message_give_it_too(tmp_path):
     rows = [verl(question, system="Be terse.") for question in ("Who?", "Why?")]
-    file = written(tmp_path / "rl.json", *rows)
+    file = write(tmp_path / "rl.json", rows)
     assert load_prompt(file).system == "Be terse."
     bare = {"prompt": [{"role": "system", "content": RULES}, {"role": "user", "content": "Who?"}],
             "question": "Who?"}  # fmt: skip
-    assert load_prompt(written(tmp_path / "b.json", bare)) == Prompt("{question}", RULES)
+    assert load_prompt(write(tmp_path / "b.json", [bare])) == Prompt("{question}", RULES)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +85,7 @@ def test_rows_with_a_system_message_give_it_too(tmp_path):
     ],
 )  # fmt: skip
 def test_rows_of_sft_data_give_their_common_instructions(tmp_path, row):
-    user = messages_of(asked("Why?"), load_prompt(written(tmp_path / "sft.json", row))).user
+    user = messages_of(asked("Why?"), load_prompt(write(tmp_path / "sft.json", [row]))).user
     assert " ".join(user.split()) == " ".join(f"{RULES} Question: Why?".split())
 
 
@@ -113,7 +104,7 @@ def test_rows_of_sft_data_give_their_common_instructions(tmp_path, row):
 )
 def test_rows_that_agree_on_no_instructions_are_refused_in_a_line(tmp_path, rows, why):
     with pytest.raises(UserError, match=why):
-        load_prompt(written(tmp_path / "rows.json", *rows))
+        load_prompt(write(tmp_path / "rows.json", rows))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +150,7 @@ def test_the_release_files_say_the_same_by_file_and_by_row(name):
 
 
 def test_tasks_keep_the_messages_of_their_rows(tmp_path):
-    source = written(tmp_path / "rl.json", verl("Who?", system="Be terse."), verl("Why?"))
+    source = write(tmp_path / "rl.json", [verl("Who?", system="Be terse."), verl("Why?")])
     first, second = load_tasks(source, "train")
     assert first.question == "Who?"
     assert messages_of(first, Prompt("data")) == Messages(

@@ -15,6 +15,7 @@ from coa_jax.protocol import format_code, get_protocol
 from coa_jax.tasks import Graders, GradersConfig, load_tasks
 from coa_jax.tasks.code_tests import read_tests
 from tests.tasks.finished import finished
+from tests.tasks.rows import write
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the sample data are not on this machine")
@@ -75,11 +76,6 @@ def test_questions_are_freed_of_their_instructions():
     assert program.metadata["question_id"] == "abc366_f" and program.metadata["level"] == "hard"
 
 
-def write(path, value):
-    path.write_text(json.dumps(value))
-    return str(path)
-
-
 TABLE = [
     {"id": 1, "task_id": "x", "question": "Which zip code?", "answer": "34689", "Level": 2},
     {"task_id": "g", "Question": "Who?", "Final answer": "Me", "Level": "1"},
@@ -132,26 +128,18 @@ CALLS = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
     ],
 )  # fmt: skip
 def test_ground_truths_of_the_releases_schema(tmp_path, row, gold, grader):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    if isinstance(row["reward_model"]["ground_truth"], dict):
-        path = write(tmp_path / "a.json", [row])
-    else:
-        import pyarrow
-
-        path = str(tmp_path / "a.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    suffix = ".json" if isinstance(row["reward_model"]["ground_truth"], dict) else ".parquet"
+    path = write(tmp_path / f"a{suffix}", [row])
     (task,) = load_tasks(path, "train")
     assert (task.question, task.gold, task.metadata["grader"]) == ("Which city?", gold, grader)
 
 
 def test_dates_of_parquet_files_are_written_again_as_texts(tmp_path):
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     date = datetime.datetime(2024, 9, 1)
     rows = [
         {"question": "Who?", "answer": "Ann", "contest_date": date, "level": decimal.Decimal("1.5")}
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (task,) = load_tasks(str(tmp_path / "a.parquet"), "test")
+    (task,) = load_tasks(write(tmp_path / "a.parquet", rows), "test")
     kept = {"date": "2024-09-01T00:00:00", "level": "1.5", "grader": "exact_match"}
     assert json.loads(jsonl.dumps(task.metadata)) == task.metadata == kept
 
