@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.tasks import Task, grade, grade_answer
-from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
+from tests.tasks.finished import finished
 from tests.tools.fault_server import stopwatch
 
 
@@ -243,48 +242,18 @@ def test_a_number_before_endless_text_is_graded_at_once(unit):
 TASK = Task("t", "What?", "generalist", ("Gaborone",), "test", {})
 
 
-def trajectory(body: str, stop=StopReason.ANSWER, outcome=None) -> Trajectory:
-    """A trajectory of one token a span."""
-    texts = [("think", "<think>easy</think>"), (None, "\n"), ("answer", f"<answer>{body}</answer>")]
-    spans = tuple(
-        SegmentSpan(role, Author.POLICY, text, i, i + 1) for i, (role, text) in enumerate(texts)
-    )
-    calls = (
-        () if outcome is None else (ToolCall("wiki_search", "q", "o", outcome, False, 0.0, 1.0),)
-    )
-    return Trajectory(
-        task_id="t", sample_id=0, question="What?", protocol="generalist",
-        tokens=np.arange(3, dtype=np.int32), author=np.ones(3, np.uint8),
-        logp=np.zeros(3, np.float32), text="".join(text for _, text in texts), segments=spans,
-        tool_calls=calls, stop_reason=stop, reward=None, gold=TASK.gold,
-    )  # fmt: skip
-
-
-def test_rewards_are_one_and_zero():
-    assert grade(TASK, trajectory("gaborone")).value == 1.0
-    assert grade(TASK, trajectory("Lobatse")).value == 0.0
-
-
 def test_format_is_reported_apart_from_the_answer():
-    reward = grade(TASK, trajectory("Gaborone"))
+    reward = grade(TASK, finished("Gaborone", "generalist"))
     assert reward.parts == {"exact_match": 1.0, "format": 0.0}  # no plan, no double check
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [trajectory("Gaborone", stop=StopReason.FAULT), trajectory("Gaborone", outcome="fault")],
-)
-def test_faults_of_ours_are_masked(broken):
-    assert grade(TASK, broken).value is None
 
 
 @pytest.mark.parametrize("outcome", ["error", "timeout", "bad_call", "limit"])
 def test_other_failures_of_tools_are_not_masked(outcome):
-    assert grade(TASK, trajectory("Gaborone", outcome=outcome)).value == 1.0
+    assert grade(TASK, finished("Gaborone", "generalist", outcome=outcome)).value == 1.0
 
 
 def test_boxed_answers_of_the_code_protocol_are_opened():
     task = dataclasses.replace(TASK, protocol="code", gold=("12",))
-    assert grade(task, trajectory(r"\boxed{12.0}")).parts["exact_match"] == 1.0
-    assert grade(task, trajectory("12")).parts["exact_match"] == 1.0
-    assert grade(task, trajectory(r"\boxed{13}")).parts["exact_match"] == 0.0
+    assert grade(task, finished(r"\boxed{12.0}")).parts["exact_match"] == 1.0
+    assert grade(task, finished("12")).parts["exact_match"] == 1.0
+    assert grade(task, finished(r"\boxed{13}")).parts["exact_match"] == 0.0
