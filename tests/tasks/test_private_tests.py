@@ -50,6 +50,7 @@ PICKLES = {
     "a deep tuple as a key": b"\x80\x04})" + b"\x85" * 900_000 + b"Ns.",
     "a deep tuple in a set": b"\x80\x04\x8f()" + b"\x85" * 900_000 + b"\x90.",
     "appends to a record": b"\x80\x04cos\nmkdir\n]a.",
+    "a call": pickle.dumps(Runs()),
 }
 
 
@@ -68,6 +69,7 @@ def test_a_damaged_or_hostile_pickle_is_one_line(tmp_path, name, wrapped):
         load_private_tests(str(tmp_path), "q")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert time.process_time() - start < 30
+    assert not os.path.exists("/tmp/ran-by-a-pickle")
 
 
 def test_nothing_in_a_pickle_is_run(tmp_path):
