@@ -1,15 +1,16 @@
 # ruff: noqa: RUF001
 """Defects in many wordings, and runs that only look like them: filters tell them apart."""
 
+import collections
 import dataclasses
 import itertools
 import random
 
 import pytest
 
-from coa_jax.distill.filters import failures_of
+from coa_jax.distill.filters import dropped_examples, failures_of, report_of
 from coa_jax.distill.messages import Kind
-from coa_jax.distill.pipeline import DistillConfig, as_run
+from coa_jax.distill.pipeline import DistillConfig, as_run, select
 from coa_jax.distill.selection import SelectionConfig, set_filters
 from coa_jax.tasks.base import Task
 from tests.distill.logs import log_of
@@ -222,7 +223,11 @@ PLANTED = {
     ],
     "plain_share": [changed(reviewed=False), lambda s: (setattr(s, "reviewed", False),)],
     "near_duplicate": [lambda s: None],
+    "ungraded": [lambda s: None],
+    "instruction_judge": [lambda s: None],
 }  # fmt: skip
+# What judges said of these (their own test is test_judges.py).
+JUDGED = {"ungraded": {"correct": None}, "instruction_judge": {"obeys": False}}
 
 # What only looks like a defect, by the filter that must let it pass.
 CLEAN = {
@@ -262,29 +267,49 @@ def stories(kinds, group):
 
 
 def as_judged(kind, pair):
-    run = as_run(*pair)
+    run = dataclasses.replace(as_run(*pair), **JUDGED.get(kind, {}))
     if kind == "instruction" and not run.correct:
         run = dataclasses.replace(run, correct=True)
     return run
 
 
-def test_filters_tell_defects_in_any_wording_from_what_looks_like_them(config):
-    planted = [(kind, "planted", pair) for kind, pair in stories(PLANTED, "planted")]
-    planted += [(kind, "clean", pair) for kind, pair in stories(CLEAN, "clean")]
-    random.Random(3).shuffle(planted)
-    # Copies of clean runs under other names, behind their originals.
-    planted = [row for row in planted if row[0] != "near_duplicate"]
-    originals = [pair for _, group, pair in planted if group == "clean"][:EACH]
+def words(text):
+    return len(text.split())
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """(kind, group, (task, log)) of every story, shuffled."""
+    rows = [(kind, "planted", pair) for kind, pair in stories(PLANTED, "planted")]
+    rows += [(kind, "clean", pair) for kind, pair in stories(CLEAN, "clean")]
+    random.Random(3).shuffle(rows)
+    # Copies of clean runs under other names, some with another thought, behind their originals.
+    rows = [row for row in rows if row[0] != "near_duplicate"]
+    originals = [pair for _, group, pair in rows if group == "clean"][:EACH]
     for number, (task, log) in enumerate(originals):
         name = f"copy/{number}"
+        if number % 2:
+            said = dataclasses.replace(log.messages[1], thought=f"{log.messages[1].thought} indeed")
+            log = dataclasses.replace(log, messages=(log.messages[0], said, *log.messages[2:]))
         copy = dataclasses.replace(task, id=name), dataclasses.replace(log, episode=name)
-        planted.append(("near_duplicate", "planted", copy))
+        rows.append(("near_duplicate", "planted", copy))
+    return rows
 
-    def words(text):
-        return len(text.split())
 
+def failures(planted, config):
     runs = [as_judged(kind, pair) for kind, _, pair in planted]
-    found = failures_of(runs, config.filters(words), set_filters(config.selection, config.seed))
+    return runs, failures_of(
+        runs, config.filters(words), set_filters(config.selection, config.seed)
+    )
+
+
+@pytest.fixture(scope="module")
+def filtered(planted, config):
+    return failures(planted, config)
+
+
+def test_filters_tell_defects_in_any_wording_from_what_looks_like_them(planted, filtered, config):
+    runs, found = filtered
     wrong = sorted(
         {
             (group, kind, str(failure), run.task.question[:50], run.log.calls[-1][1][:60],
@@ -295,3 +320,33 @@ def test_filters_tell_defects_in_any_wording_from_what_looks_like_them(config):
     )  # fmt: skip
     assert wrong == []
     assert sum(m.kind is Kind.CALL for run in runs for m in run.log.messages) > 2 * len(runs)
+    filters = (*config.filters(words), *set_filters(config.selection, config.seed))
+    report = report_of(found, filters)
+    groups = collections.Counter(group for _, group, _ in planted)
+    assert (report.kept, report.total) == (groups["clean"], groups.total())
+    kinds = collections.Counter(kind for kind, group, _ in planted if group == "planted")
+    assert report.dropped == dict(kinds) and kinds.keys() == PLANTED.keys()
+    assert list(report.dropped) == [f.name for f in filters] and filters[-1].name in PLANTED
+
+
+def test_the_same_seed_drops_the_same_runs(planted, filtered, config):
+    assert failures(planted, config)[1] == filtered[1]
+
+
+def test_examples_of_every_drop_are_kept_for_a_person_to_see(filtered):
+    examples = dropped_examples(*filtered, 2)
+    assert len(examples) == 2 * len(PLANTED)
+    first = next(e for e in examples if e["filter"] == "contaminated")
+    assert first["record"]["id"].startswith("planted/contaminated/")
+
+
+def test_the_filters_of_a_configuration_are_those_that_select_uses(planted, config):
+    chosen = [
+        row for row in planted if "clean" in row or row[0] in ("near_duplicate", "blocked_page")
+    ]
+    runs = [as_run(*pair) for *_, pair in chosen]
+    records, report = select(runs, config, words)
+    assert len(records) == report.kept == sum(group == "clean" for _, group, _ in chosen)
+    dropped = {kind: count for kind, count in report.dropped.items() if count}
+    assert dropped == collections.Counter(kind for kind, group, _ in chosen if group == "planted")
+    assert select(runs, DistillConfig(plain_fraction=0.0))[1].kept == len(runs)
