@@ -9,7 +9,6 @@ from coa_jax.distill.filters import (
     first_failure,
     plain_share,
     quality_filters,
-    report_of,
 )
 from coa_jax.distill.pipeline import as_run
 from coa_jax.tasks.base import Task
@@ -25,30 +24,10 @@ def failure(log, task=TASK, **settings):
     return first_failure(as_run(task, log), quality_filters(**{"max_chars": 2000, **settings}))
 
 
-def test_a_good_run_passes():
-    assert failure(GOOD) is None
-
-
-def test_each_filter_drops_what_it_names():
-    assert failure(log_of(*START)) == "unanswered"
-    fault = ("observation", "Lima.", "", "wiki_search", "fault")
-    assert failure(log_of(*START[:2], fault, *END)) == "tool_fault"
-    wrong = [("suggestion", "Quito"), ("verdict", "4"), ("answer", "Quito")]
-    assert failure(log_of(*START, *wrong)) == "wrong_answer"
+def test_a_run_without_a_double_check_or_with_few_messages_is_dropped():
     assert failure(log_of(*START, ("answer", "Lima"))) == "protocol"
-    poor = [("suggestion", "Lima"), ("verdict", "2"), ("answer", "Lima")]
-    assert failure(log_of(*START, *poor)) == "protocol"
-    again = [("call", "capital  of Peru "), ("observation", "Lima.")]
-    assert failure(log_of(*START, *again, *END)) == "repeated_call"
-    assert failure(GOOD, max_chars=100) == "too_long"
     assert failure(GOOD, min_interactions=8) == "too_simple"
     assert failure(GOOD, min_interactions=7) is None
-
-
-def test_a_wrong_call_that_happened_to_work_is_no_example():
-    slipped = [dataclasses.replace(m, slip="query") if m.index == 2 else m for m in GOOD.messages]
-    lucky = dataclasses.replace(GOOD, messages=tuple(slipped))
-    assert failure(lucky) == "lucky_mistake"
 
 
 def test_the_same_arguments_to_two_tools_are_no_repetition():
@@ -86,17 +65,6 @@ def test_the_answer_of_the_code_protocol_is_read_from_its_box():
     assert (
         failure(log_of(*rows, ("answer", "\\boxed{41}"), protocol="code"), task) == "wrong_answer"
     )
-
-
-def test_a_report_counts_the_first_failure_only():
-    filters = quality_filters(2000)
-    logs = [GOOD, log_of(*START), log_of(*START, ("answer", "Quito")), GOOD]
-    report = report_of([first_failure(as_run(TASK, log), filters) for log in logs], filters)
-    assert (report.total, report.kept) == (4, 2)
-    assert report.dropped["unanswered"] == 1
-    assert report.dropped["wrong_answer"] == 1
-    assert sum(report.dropped.values()) + report.kept == report.total
-    assert list(report.dropped) == [f.name for f in filters]
 
 
 def test_plain_runs_are_thinned_and_reflective_ones_kept():
