@@ -5,10 +5,6 @@ from coa_jax.distill.messages import AGENTS, Kind, Message
 from coa_jax.distill.minds import MOVES, AgentView
 
 
-def test_every_agent_has_moves():
-    assert set(MOVES) == set(AGENTS)
-
-
 @pytest.mark.parametrize("role", AGENTS)
 def test_a_model_is_shown_the_question_the_log_and_the_legal_moves(role):
     question = Message(0, "user", "manager", Kind.QUESTION, "What is the capital of Peru?")

@@ -4,7 +4,6 @@ import dataclasses
 import pytest
 
 from coa_jax.distill.messages import Ending, Kind
-from coa_jax.distill.minds import AgentView
 from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.distill.slips import Slips, wrong_value
 from coa_jax.distill.steps import operands, printed, run_progress, steps_of
@@ -89,11 +88,6 @@ def test_values_are_copied_from_what_the_tools_returned(careful):
         if run.reward.value:
             seen = " ".join(m.content for m in run.log.messages if m.kind is Kind.OBSERVATION)
             assert all(part in seen for part in run.log.answer.split("|"))
-
-
-def test_a_view_has_no_place_for_a_gold_answer():
-    fields = {field.name for field in dataclasses.fields(AgentView)}
-    assert fields == {"role", "question", "protocol", "episode", "messages", "tools"}
 
 
 def test_runs_do_not_depend_on_the_gold_answers(tools, factbook_tasks, sloppy):
