@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coa_jax.distill.llm import chat_of, read_action
+from coa_jax.distill.llm import read_action
 from coa_jax.distill.messages import Kind, Message
 from coa_jax.distill.minds import AgentView
 
@@ -75,6 +75,7 @@ MOVE = json.dumps({"to": "code", "kind": "call", "content": PROGRAM})
         "<think>Perhaps " + MOVE.replace("code", "user") + "?</think>" + MOVE,
         MOVE.replace("code", "user") + "\nNo, this:\n" + MOVE,
         MOVE + "\n(I am {sure}.)",
+        "Here:\n```json\n" + MOVE + "\n```",
     ],
 )
 def test_a_thought_or_an_earlier_object_is_not_the_move(reply):
@@ -86,12 +87,3 @@ def test_a_thought_or_an_earlier_object_is_not_the_move(reply):
 def test_a_move_that_is_only_thought_of_is_none(reply):
     with pytest.raises(ValueError, match="no JSON object"):
         read_action(reply, view_of("code", ("code",)))
-
-
-def test_a_move_is_read_out_of_the_words_around_it():
-    reply = 'Here:\n```json\n{"to": "code", "kind": "call", "content": "print(6 * 7)"}\n```'
-    action = read_action(reply, view_of("code", ("code",)))
-    assert (action.recipient, action.content) == ("code", "```py\nprint(6 * 7)\n```")
-    assert "Allowed (to, kind): (code, call); (manager, report)" in str(
-        chat_of(view_of("code", ("code",)))[0]
-    )
