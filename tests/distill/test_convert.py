@@ -17,6 +17,9 @@ CAPITAL = [
     ("observation", "The capital of Peru is Lima."),
     ("report", "#1 is Lima."),
 ]
+CHECKED = log_of(
+    *CAPITAL, ("suggestion", "Lima"), ("verdict", "4", "It is written there."), ("answer", "Lima")
+)
 GENERALIST = """\
 <think>Find the capital.</think>
 <plan>1. the capital of Peru</plan>
@@ -34,13 +37,7 @@ The capital of Peru is Lima.
 
 
 def test_a_log_becomes_the_canonical_surface_form():
-    log = log_of(
-        *CAPITAL,
-        ("suggestion", "Lima"),
-        ("verdict", "4", "It is written there."),
-        ("answer", "Lima"),
-    )
-    record = convert(log, "generalist", gold=("Lima",), metadata={"hops": 1})
+    record = convert(CHECKED, "generalist", gold=("Lima",), metadata={"hops": 1})
     assert record.text == GENERALIST
     assert [author for author, _ in record.parts] == ["policy", "environment", "policy"]
     environment = record.parts[1][1]
@@ -52,13 +49,7 @@ def test_a_log_becomes_the_canonical_surface_form():
 
 
 def test_roles_that_a_protocol_lacks_become_thoughts():
-    log = log_of(
-        *CAPITAL,
-        ("suggestion", "Lima"),
-        ("verdict", "4", "It is written there."),
-        ("answer", "Lima"),
-    )
-    record = convert(log, "mhqa")
+    record = convert(CHECKED, "mhqa")
     assert part_violations("mhqa", record.parts) == []
     tail = record.parts[-1][1]
     assert tail == (

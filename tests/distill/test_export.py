@@ -41,6 +41,11 @@ def record_of(number):
 RECORDS = [record_of(number) for number in range(7)]
 
 
+def stored(folder, split):
+    builder = tfds.builder_from_directory(str(folder / "tfds" / "coa" / "1.0.0"))
+    return [from_tfds(example) for example in builder.as_data_source(split=split)]
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
@@ -179,8 +184,7 @@ def test_half_a_surrogate_pair_is_what_our_tokenizers_read_in_tfds(tmp_path):
     parts = tuple((author, text.replace("and so", "and \ud83d so")) for author, text in whole.parts)
     half = dataclasses.replace(whole, question="q \ud83d", parts=parts)
     export([half], tmp_path, "train")
-    builder = tfds.builder_from_directory(str(tmp_path / "tfds/coa/1.0.0"))
-    (found,) = map(from_tfds, builder.as_data_source(split="train"))
+    (found,) = stored(tmp_path, "train")
     assert found.question == "q \ufffd"
     assert found.text == half.text.replace("\ud83d", "\ufffd")
     assert (mask_of(found) == mask_of(half)).all()
@@ -191,8 +195,7 @@ def test_half_a_surrogate_pair_is_what_our_tokenizers_read_in_tfds(tmp_path):
 def test_a_second_export_replaces_the_first(tmp_path):
     export(RECORDS, tmp_path, "train", ("tfds",))
     export(RECORDS[:3], tmp_path, "train", ("tfds",))
-    builder = tfds.builder_from_directory(str(tmp_path / "tfds" / "coa" / "1.0.0"))
-    assert len(builder.as_data_source(split="train")) == 3
+    assert stored(tmp_path, "train") == RECORDS[:3]
 
 
 def test_a_second_split_is_kept_beside_the_first(tmp_path):
@@ -205,15 +208,7 @@ def test_a_second_split_is_kept_beside_the_first(tmp_path):
     cards = (tmp_path / "README.md").read_text()
     assert "# train\n\n7 chain" in cards
     assert "# validation\n\n2 chain" in cards
-    builder = tfds.builder_from_directory(str(tmp_path / "tfds" / "coa" / "1.0.0"))
-    for split, wanted in (("train", RECORDS), ("validation", RECORDS[:2])):
-        source = builder.as_data_source(split=split)
-        assert [from_tfds(example) for example in source] == wanted
-
-
-def stored(folder, split):
-    builder = tfds.builder_from_directory(str(folder / "tfds" / "coa" / "1.0.0"))
-    return [from_tfds(example) for example in builder.as_data_source(split=split)]
+    assert stored(tmp_path, "train") == RECORDS and stored(tmp_path, "validation") == RECORDS[:2]
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path):
