@@ -37,7 +37,8 @@ from coa_jax.model.params import (
 )
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Author, Reward, Trajectory
+from tests.learn.bare import bare
 from tests.learn.tiny_runs import rl_config
 
 importable(Path(__file__).parents[2] / "examples" / "own_algorithm")
@@ -98,20 +99,13 @@ def trajectories() -> list[list[Trajectory]]:
         size = int(rng.integers(18, LENGTH))
         author = rng.choice([Author.POLICY, Author.ENVIRONMENT], size, p=[0.7, 0.3])
         author[:2], author[2] = Author.PROMPT, Author.POLICY
-        return Trajectory(
+        return bare(
+            rng.integers(0, 384, size),
+            author,
             task_id=f"t{task}",
             sample_id=sample,
-            question="",
-            protocol="generalist",
-            tokens=rng.integers(0, 384, size),
-            author=author,
             logp=np.where(author == Author.POLICY, rng.normal(-6, 0.3, size), 0),
-            text="",
-            segments=(),
-            tool_calls=(),
-            stop_reason=StopReason.LENGTH,
             reward=Reward(None if (task, sample) == (2, 3) else float(sample % 2)),
-            gold=(),
         )
 
     return [[one(task, sample) for sample in range(4)] for task in range(4)]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from coa_jax.learn.advantages import advantages_of, has_signal
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Author, Reward, StopReason
+from tests.learn.bare import bare
 
 rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0, 0.1, 0.25, 0.7]), min_size=1, max_size=9)
 
@@ -16,16 +17,15 @@ rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0, 0.1, 0.25, 0.7]), min_
 def group(values, lengths=None):
     """A group with these rewards; each trajectory has a token of its prompt before the policy's."""
     return [
-        Trajectory(
-            task_id="t", sample_id=at, question="", protocol="generalist",
-            tokens=np.arange(1 + length),
-            author=np.array([Author.PROMPT] + [Author.POLICY] * length),
-            logp=np.zeros(1 + length), text="", segments=(), tool_calls=(),
-            stop_reason=StopReason.ANSWER, reward=None if at % 5 == 4 and value is None
-            else Reward(value), gold=(),
+        bare(
+            np.arange(1 + length),
+            [Author.PROMPT] + [Author.POLICY] * length,
+            sample_id=at,
+            stop_reason=StopReason.ANSWER,
+            reward=None if at % 5 == 4 and value is None else Reward(value),
         )
         for at, (value, length) in enumerate(zip(values, lengths or [2] * len(values), strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def chosen(advantage="group", **knobs):

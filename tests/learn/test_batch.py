@@ -24,7 +24,8 @@ from coa_jax.protocol import Prompt, get_protocol
 from coa_jax.rollout.observation import encode_observation, observation_text
 from coa_jax.rollout.request import prompt_ids
 from coa_jax.small.bpe import train_bpe
-from coa_jax.trajectory import Author, DistilledRecord, StopReason, Trajectory
+from coa_jax.trajectory import Author, DistilledRecord
+from tests.learn.bare import bare
 
 GENERALIST = get_protocol("generalist")
 BRIEF = Prompt("brief")
@@ -107,21 +108,7 @@ def test_a_trajectory_learns_its_sampled_tokens_up_to_the_last(authors, prompt):
     policy = authors == Author.POLICY
     size = len(authors)
     logp = np.where(policy, -np.arange(size) / 7, 0).astype(np.float32)
-    trajectory = Trajectory(
-        task_id="t",
-        sample_id=0,
-        question="",
-        protocol="generalist",
-        tokens=np.arange(size),
-        author=authors,
-        logp=logp,
-        text="",
-        segments=(),
-        tool_calls=(),
-        stop_reason=StopReason.LENGTH,
-        reward=None,
-        gold=(),
-    )
+    trajectory = bare(np.arange(size), authors, logp=logp)
     example = trajectory_example(trajectory, -1.5)
     end = np.flatnonzero(policy)[-1] + 1 if policy.any() else 0
     assert example.tokens.tolist() == list(range(end))
@@ -132,11 +119,7 @@ def test_a_trajectory_learns_its_sampled_tokens_up_to_the_last(authors, prompt):
 
 def test_a_token_is_as_old_as_the_policy_that_sampled_it():
     authors = np.asarray([0, 0, 1, 1, 2, 1, 1, 2], np.uint8)
-    plain = Trajectory(
-        task_id="t", sample_id=0, question="", protocol="generalist", tokens=np.arange(8),
-        author=authors, logp=np.zeros(8), text="", segments=(), tool_calls=(),
-        stop_reason=StopReason.LENGTH, reward=None, gold=(),
-    )  # fmt: skip
+    plain = bare(np.arange(8), authors)
     changed = dataclasses.replace(plain, metadata={"policy_versions": [[0, 3], [3, 4], [6, 6]]})
     assert trajectory_example(changed, 1.0, version=7).more["age"].tolist() == [4, 4, 4, 3, 3, 3, 1]
     assert trajectory_example(plain, 1.0, version=7).more["age"].tolist() == [0] * 7

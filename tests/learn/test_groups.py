@@ -16,7 +16,8 @@ from coa_jax.learn.metrics import masked_by, rollout_metrics
 from coa_jax.learn.shaping import StopRewards, shape_reward
 from coa_jax.learn.stream import LocalShare
 from coa_jax.tasks import Graders, GradersConfig, Task
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Author, Reward, StopReason
+from tests.learn.bare import bare
 from tests.learn.tiny_runs import rl_config
 from tests.tasks.finished import finished
 
@@ -24,22 +25,15 @@ from tests.tasks.finished import finished
 def group(name, values, lengths):
     """A group whose rewards a penalty for length has shaped, of 100 tokens from 60 on."""
     return [
-        Trajectory(
+        bare(
+            np.zeros(length),
+            np.full(length, Author.POLICY),
             task_id=name,
             sample_id=index,
-            question="",
-            protocol="generalist",
-            tokens=np.zeros(length, np.int32),
-            author=np.full(length, Author.POLICY),
-            logp=np.zeros(length, np.float32),
-            text="",
-            segments=(),
-            tool_calls=(),
             stop_reason=StopReason.ANSWER,
             reward=shape_reward(
                 Reward(value), length, format_reward=False, budget=100, buffer=40, penalty=1.0
             ),
-            gold=(),
             metadata={"policy_versions": [[0, 0]]},
         )
         for index, (value, length) in enumerate(zip(values, lengths, strict=True))

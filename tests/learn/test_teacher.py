@@ -33,8 +33,9 @@ from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
 from coa_jax.small.bpe import train_bpe
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Author, Reward
 from tests import tiny_policy
+from tests.learn.bare import bare
 from tests.learn.test_update import LENGTH, MODEL, config
 
 LARGER = ModelConfig("llama", MODEL.vocab_size, 24, 32, 2, 2, 1, 12)
@@ -69,23 +70,8 @@ def sampled(params, number, seed, length=12):
     made = []
     for i, row in enumerate(tokens):
         logp = np.pad(np.take_along_axis(logps[i], row[1:, None], 1)[:, 0], (1, 0))
-        made.append(
-            Trajectory(
-                task_id=f"t{i}",
-                sample_id=0,
-                question="",
-                protocol="generalist",
-                tokens=row,
-                author=author,
-                logp=np.where(author == Author.POLICY, logp, 0),
-                text="",
-                segments=(),
-                tool_calls=(),
-                stop_reason=StopReason.LENGTH,
-                reward=Reward(0.0),
-                gold=(),
-            )
-        )
+        logp = np.where(author == Author.POLICY, logp, 0)
+        made.append(bare(row, author, task_id=f"t{i}", logp=logp, reward=Reward(0.0)))
     return made, tokens
 
 

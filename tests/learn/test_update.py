@@ -28,7 +28,8 @@ from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Author, Reward
+from tests.learn.bare import bare
 from tests.learn.test_gae import reference_gae
 from tests.learn.tiny_runs import rl_config
 
@@ -78,23 +79,8 @@ def groups(number=2):
             size = int(rng.integers(9, 18))
             author = rng.choice([Author.POLICY, Author.ENVIRONMENT], size, p=[0.7, 0.3])
             author[:2], author[2] = Author.PROMPT, Author.POLICY
-            group.append(
-                Trajectory(
-                    task_id=f"t{task}",
-                    sample_id=sample,
-                    question="",
-                    protocol="generalist",
-                    tokens=rng.integers(0, 61, size),
-                    author=author,
-                    logp=np.zeros(size, np.float32),
-                    text="",
-                    segments=(),
-                    tool_calls=(),
-                    stop_reason=StopReason.LENGTH,
-                    reward=Reward(float(sample % 2)),
-                    gold=(),
-                )
-            )
+            tokens, reward = rng.integers(0, 61, size), Reward(float(sample % 2))
+            group.append(bare(tokens, author, task_id=f"t{task}", sample_id=sample, reward=reward))
         made.append(group)
     for group in made:
         for trajectory in group:
