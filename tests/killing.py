@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from coa_jax import jsonl
+from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import read_trajectories
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +94,24 @@ def kill(process: subprocess.Popen[bytes]) -> bool:
     process.kill()
     process.wait()
     return True
+
+
+@contextlib.contextmanager
+def stopped_after(last: int) -> Iterator[None]:
+    """Stops the run of the block by an exception once it has logged a step."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(self, step, phase, **scalars):
+        original(self, step, phase, **scalars)
+        if step == last:
+            raise Stopped
+
+    original = RunDir.metrics
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(RunDir, "metrics", stop)
+        yield
 
 
 def assert_same_run(first: Path, second: Path, phase: str, steps: int) -> None:

@@ -24,6 +24,7 @@ from coa_jax.parallel.placement import MeshConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward
 from tests import tiny_policy
+from tests.killing import stopped_after
 from tests.learn.test_update import groups
 from tests.learn.tiny_runs import rows
 from tests.trajectory_files import write_trajectories
@@ -203,9 +204,6 @@ def test_records_are_learned_beside_trajectories_or_alone(folder, tmp_path, caps
 
 
 def test_preferences_are_learnt_and_an_interrupted_run_ends_the_same(folder):
-    class Stopped(Exception):
-        pass
-
     def train(name):
         with RunDir(folder / name) as run:
             config = DPOConfig(**settings(folder), beta=0.5, min_gap=0.5)
@@ -218,17 +216,8 @@ def test_preferences_are_learnt_and_an_interrupted_run_ends_the_same(folder):
     assert history[-1]["loss"] < history[0]["loss"] - 0.05
     assert history[-1]["dpo/accuracy"] == 1
     assert history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
-
-    def stop(self, step, phase, **scalars):
-        original(self, step, phase, **scalars)
-        if step == 3:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        original = RunDir.metrics
-        patch.setattr(RunDir, "metrics", stop)
-        with pytest.raises(Stopped):
-            train("dpo-parts")
+    with stopped_after(3):
+        train("dpo-parts")
     parts = train("dpo-parts")
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])

@@ -7,9 +7,9 @@ from safetensors.numpy import load_file
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.config import LoraConfig
-from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
+from tests.killing import stopped_after
 from tests.learn.test_rl import assert_same_run, interrupt, train
 from tests.learn.tiny_runs import rows, run_sft, sft_config
 
@@ -21,26 +21,14 @@ def tensors(path):
     return load_file(path / "model.safetensors")
 
 
-def test_a_resumed_run_ends_with_the_same_adapters_and_an_untouched_base(tmp_path, monkeypatch):
+def test_a_resumed_run_ends_with_the_same_adapters_and_an_untouched_base(tmp_path):
     base = tiny_policy.write_untrained(tmp_path / "base")
     write_records(tmp_path / "data.jsonl", tiny_policy.records())
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=6)
     config = sft_config(base, tmp_path / "data.jsonl", lora=LORA, optimizer=optimizer)
     run_sft(tmp_path / "whole", config)
-
-    class Stopped(Exception):
-        pass
-
-    def stop(self, step, phase, **scalars):
-        original(self, step, phase, **scalars)
-        if step == 3:
-            raise Stopped
-
-    original = RunDir.metrics
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDir, "metrics", stop)
-        with pytest.raises(Stopped):
-            run_sft(tmp_path / "parts", config)
+    with stopped_after(3):
+        run_sft(tmp_path / "parts", config)
     run_sft(tmp_path / "parts", config)
     history = rows(tmp_path / "whole", "sft")
     assert history[-1]["loss"] < history[0]["loss"]

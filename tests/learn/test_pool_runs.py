@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import random
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from coa_jax.learn import rl
 from coa_jax.learn.pool import Pool
 from coa_jax.learn.record import StepLog
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.run_dir import RunDir
 from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
+from tests.killing import stopped_after
 from tests.learn.killed_runs import kill_once
+from tests.learn.test_rl import assert_same_run
 from tests.learn.tiny_runs import config_of, pooled, rl_config, rows, run_rl
 
 
@@ -55,26 +54,10 @@ def saved(run):
 
 def test_a_run_with_a_pool_is_a_function_of_its_seed(folder):
     config = train(folder, "whole")
-
-    class Stopped(Exception):
-        pass
-
-    def stop(self, step, phase, **scalars):
-        original(self, step, phase, **scalars)
-        if step == 2:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        original = RunDir.metrics
-        patch.setattr(RunDir, "metrics", stop)
-        with pytest.raises(Stopped):
-            train(folder, "parts")
+    with stopped_after(2):
+        train(folder, "parts")
     train(folder, "parts")
-    left, right = (
-        load_file(folder / name / "model/model.safetensors") for name in ("whole", "parts")
-    )
-    for name in left:
-        np.testing.assert_array_equal(left[name], right[name])
+    assert_same_run(folder / "whole", folder / "parts")
     asked = [
         [(t.metadata["step"], t.task_id) for t in read_trajectories(folder / n / "traces.jsonl")]
         for n in ("whole", "parts")

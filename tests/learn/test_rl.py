@@ -17,9 +17,9 @@ from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.compute import local_compute
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, read_trajectories
 from tests import tiny_policy
+from tests.killing import stopped_after
 from tests.learn.tiny_runs import rl_config, rows, run_rl
 
 
@@ -91,19 +91,8 @@ def test_every_trajectory_is_kept_with_its_grade(finished):
 def interrupt(folder, name, after, **changes):
     """A run that is stopped in the middle of a step and started again."""
 
-    class Stopped(Exception):
-        pass
-
-    def stop(self, step, phase, **scalars):
-        original(self, step, phase, **scalars)
-        if step == after:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        original = RunDir.metrics
-        patch.setattr(RunDir, "metrics", stop)
-        with pytest.raises(Stopped):
-            train(folder, name, **changes)
+    with stopped_after(after):
+        train(folder, name, **changes)
     return train(folder, name, **changes)
 
 
