@@ -18,6 +18,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import read_trajectories, write_records
 from tests import tiny_policy
+from tests.learn.test_rl import assert_same_run
 from tests.learn.tiny_runs import STREAM, rl_config, rows, run_rl, run_sft, sft_config
 
 
@@ -66,12 +67,7 @@ def test_a_run_has_the_same_parameters_and_trajectories_with_and_without_evaluat
     folder, evaluated
 ):
     plain = train(folder, "plain")
-    assert_same(plain, evaluated)
-    trained = [
-        [(t.task_id, t.sample_id, t.tokens.tolist()) for t in read_trajectories(p / "traces.jsonl")]
-        for p in (plain, evaluated)
-    ]
-    assert trained[0] == trained[1]
+    assert_same_run(plain, evaluated)
     measured = [row for row in rows(evaluated, "rl") if "eval/pass_at_1" in row]
     assert [row["step"] for row in measured] == [2, 3]  # the last step has one too
     for row in measured:

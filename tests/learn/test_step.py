@@ -109,15 +109,11 @@ def test_skipped_updates_of_a_critic_are_an_error_too():
     assert "algorithm.critic_learning_rate" in str(error)
 
 
-@pytest.mark.parametrize("name", ["total_steps", "max_skipped", "clip_norm", "eps"])
-def test_an_optimiser_that_cannot_work_is_refused(name):
-    with pytest.raises(UserError, match=f"^{name} is 0"):
-        dataclasses.replace(OPTIMIZER, **{name: 0})
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        *((name, 0) for name in ("total_steps", "max_skipped", "clip_norm", "eps")),
+        ("warmup_steps", -1),
         ("learning_rate", -1e-3),
         ("learning_rate", float("nan")),
         ("b1", 1.0),
@@ -126,14 +122,9 @@ def test_an_optimiser_that_cannot_work_is_refused(name):
         ("eps", float("inf")),
     ],
 )
-def test_a_number_that_would_spoil_every_parameter_is_refused(name, value):
+def test_a_number_with_which_an_optimiser_cannot_work_is_refused(name, value):
     with pytest.raises(UserError, match=f"^{name} is {value}"):
         dataclasses.replace(OPTIMIZER, **{name: value})
-
-
-def test_a_negative_warm_up_is_refused():
-    with pytest.raises(UserError, match=r"^warmup_steps is -1; give a whole number from 0"):
-        dataclasses.replace(OPTIMIZER, warmup_steps=-1)
 
 
 @pytest.mark.slow
