@@ -86,12 +86,6 @@ def test_observations_have_the_ids_that_the_agent_loop_gives_them(observation):
     assert example.tokens[unlearnt[prompt:]].tolist() == ids
 
 
-def test_the_end_of_the_turn_after_the_answer_is_learnt():
-    example = record_example(tokenizer(), record(), BRIEF)
-    assert example.tokens[-1] == end_of_turn_id(tokenizer())
-    assert example.mask[-1] == 1
-
-
 def test_the_prompt_is_not_learnt_though_it_shows_tags():
     source = record()
     for style in ("brief", "full"):

@@ -149,11 +149,6 @@ def test_the_newest_and_the_best_stay(tmp_path, caplog):
         checkpoints.save(7, made(7), {}, metrics={"validation/loss": 0.1})
         checkpoints.wait()
         assert (checkpoints.steps(), checkpoints.best()) == ([6, 7], 7)
-    with opened(tmp_path / "r", keep=1, best="reward/mean") as checkpoints:
-        for step, reward in enumerate((0.1, 0.7, 0.3), 1):
-            checkpoints.save(step, made(step), {}, metrics={"reward/mean": reward})
-        checkpoints.wait()
-        assert checkpoints.steps() == [2, 3]
 
 
 # --- damage --------------------------------------------------------------------------------

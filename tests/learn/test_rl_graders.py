@@ -35,17 +35,6 @@ def built(name: str, **graders: object) -> RLConfig:
     return build(RLConfig, values)
 
 
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [("exact_match", 0.0), ("f1", 2 / 3), ("mhqa_train", 0.0), ("mhqa_eval", 1.0), ("qa_em", 0.0),
-     ("qa_subem", 1.0)],
-)  # fmt: skip
-def test_the_reward_of_answers_in_words_is_chosen_by_name(answer, value):
-    written = "Oslo city" if answer == "f1" else "Oslo|Bergen"
-    reward = Graders(built("mhqa.py", answer=answer).graders)(TASK, finished(written, "mhqa"))
-    assert reward.value == pytest.approx(value) == reward.parts[answer]
-
-
 def test_the_agents_of_the_paper_are_graded_as_it_says():
     assert built("mhqa.py").graders == built("code.py").graders == GradersConfig()
     web = built("web.py").graders
