@@ -198,6 +198,30 @@ class Bursts:
         return {"slots": 1.0}
 
 
+async def rewarded(request, trajectory):
+    return dataclasses.replace(trajectory, reward=Reward(1.0))
+
+
+async def complete(request, group):
+    return group
+
+
+def stream_of(folder, rules, sampler, samples, grade=rewarded, **more):
+    """A stream of groups of so many samples, all of which have a signal."""
+    task = Task("task", "?", "generalist", (), "tests")
+    return Stream(
+        Ledger(rules),
+        sampler,
+        Spool(folder),
+        ask=lambda index: Request(task, (1,), 0, index, tuple(range(samples))),
+        grade=grade,
+        complete=complete,
+        has_signal=lambda group: True,
+        wait_seconds=9.0,
+        **more,
+    )
+
+
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("leave_out", [False, True])
 @pytest.mark.parametrize("pauses", [(0,), (0, 0, 1), (0, 2, 5)])
@@ -209,26 +233,10 @@ def test_a_group_is_whole_however_its_endings_and_gradings_follow_each_other(
     async def grade(request, trajectory):
         for _ in range(chance.choice(pauses)):
             await asyncio.sleep(0)
-        return dataclasses.replace(trajectory, reward=Reward(1.0))
+        return await rewarded(request, trajectory)
 
-    async def complete(request, group):
-        return group
-
-    def ask(index):
-        task = Task("task", "?", "generalist", (), "tests")
-        return Request(task, (1,), 0, index, tuple(range(4)))
-
-    stream = Stream(
-        Ledger(AdmissionRules(2, 4, 3, False, 4, steps=20)),
-        Bursts(chance),
-        Spool(tmp_path),
-        ask=ask,
-        grade=grade,
-        complete=complete,
-        has_signal=lambda group: True,
-        wait_seconds=9.0,
-        leave_out=leave_out,
-    )
+    rules = AdmissionRules(2, 4, 3, False, 4, steps=20)
+    stream = stream_of(tmp_path, rules, Bursts(chance), 4, grade, leave_out=leave_out)
     stream.start()
     try:
         for step in range(1, 21):
@@ -256,25 +264,11 @@ def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
     async def grade(task, trajectory):
         while trajectory.sample_id and not answered.is_set():  # the judge does not answer
             await asyncio.sleep(0.01)
-        return dataclasses.replace(trajectory, reward=Reward(1.0))
-
-    async def complete(task, group):
-        return group
+        return await rewarded(task, trajectory)
 
     def stream(kept):
-        return Stream(
-            Ledger(AdmissionRules(1, 1, 1, False, 1, steps=1)),
-            Counting(random.Random(0)),
-            Spool(tmp_path),
-            ask=lambda index: Request(
-                Task("task", "?", "generalist", (), "tests"), (1,), 0, index, tuple(range(3))
-            ),
-            grade=grade,
-            complete=complete,
-            has_signal=lambda group: True,
-            wait_seconds=9.0,
-            kept=kept,
-        )
+        rules = AdmissionRules(1, 1, 1, False, 1, steps=1)
+        return stream_of(tmp_path, rules, Counting(random.Random(0)), 3, grade, kept=kept)
 
     killed = stream({})
     killed.start()
@@ -333,24 +327,8 @@ def test_a_task_is_not_asked_again_of_a_policy_that_is_too_old_already(tmp_path)
         def oldest(self, request):
             return self.running.get(id(request))
 
-    async def grade(task, trajectory):
-        return dataclasses.replace(trajectory, reward=Reward(1.0))
-
-    async def complete(task, group):
-        return group
-
-    stream = Stream(
-        Ledger(AdmissionRules(1, 1, 1, False, 3, steps=9)),
-        Endless(random.Random(0)),
-        Spool(tmp_path),
-        ask=lambda index: Request(
-            Task("task", "?", "generalist", (), "tests"), (1,), 0, index, (0, 1)
-        ),
-        grade=grade,
-        complete=complete,
-        has_signal=lambda group: True,
-        wait_seconds=9.0,
-    )
+    rules = AdmissionRules(1, 1, 1, False, 3, steps=9)
+    stream = stream_of(tmp_path, rules, Endless(random.Random(0)), 2)
     stream.start()
     try:
         assert [stream.step().composition.used for _ in range(2)] == [(0,), (1,)]
