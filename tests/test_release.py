@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.claims import Folders, at_k, difference, rate, scaled, table
+from coa_jax.claims import Folders, at_k, difference, rate, table
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
@@ -55,26 +55,46 @@ def test_the_page_of_claims_has_the_figures_of_the_released_results():
     page = (RELEASED.parents[1] / "docs" / "reproduction.md").read_text()
     rows = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines()}
     seeds = RELEASED.parent / "seeds"
-    measured = Folders([seeds / "1"], [seeds / "plain-1"])
-    for quantity, measure in {
-        "SFT for the time of RL: pass@1": rate("sft_more"),
-        "RL minus SFT for the time of RL": difference("rl", "sft_more"),
-        "RFT: pass@1": rate("rft"),
-        "RL minus RFT": difference("rl", "rft"),
-        "plain tool calling, SFT: pass@1": rate("sft", plain=True),
-        "plain tool calling, SFT + RL: pass@1": rate("rl", plain=True),
-        "chain of agents minus plain tool calling, after SFT": difference("sft", "sft", plain=True),
-        "chain of agents minus plain tool calling, after RL": difference("rl", "rl", plain=True),
-        "four samples per task, after RL: pass@1": rate("scaling"),
-        "the same samples: pass@3": at_k("scaling", 3),
-        "the same samples: majority of four": scaled("scaling", "majority"),
-    }.items():
-        figure = measure(measured)
+    every = Folders([seeds / "0", seeds / "1", seeds / "2"])
+    two = Folders([seeds / "0", seeds / "1"])  # seed 2 has not measured these rows
+    plain = Folders([seeds / "1"], [seeds / "plain-1"])
+    for quantity, folders, measure in (
+        ("base model with the rules in its prompt: pass@1", every, rate("base")),
+        ("SFT: pass@1", every, rate("sft")),
+        ("SFT + RL: pass@1", every, rate("rl")),
+        ("RL minus SFT", every, difference("rl", "sft")),
+        ("RL minus SFT, held-out wordings", every, difference("rl", "sft", wording="new")),
+        ("SFT for the time of RL: pass@1", every, rate("sft_more")),
+        ("RL minus SFT for the time of RL", every, difference("rl", "sft_more")),
+        ("RFT: pass@1", every, rate("rft")),
+        ("RL minus RFT", every, difference("rl", "rft")),
+        ("plain tool calling, SFT: pass@1", plain, rate("sft", plain=True)),
+        ("plain tool calling, SFT + RL: pass@1", plain, rate("rl", plain=True)),
+        (
+            "chain of agents minus plain tool calling, after SFT",
+            plain,
+            difference("sft", "sft", plain=True),
+        ),
+        (
+            "chain of agents minus plain tool calling, after RL",
+            plain,
+            difference("rl", "rl", plain=True),
+        ),
+        ("four samples per task, after RL: pass@1", two, rate("scaling")),
+        ("the same samples: pass@3", two, at_k("scaling", 3)),
+        ("natural questions, greedy: pass@1 of SFT", every, rate("natural_sft")),
+        ("natural questions, greedy: pass@1 of RL", every, rate("natural_rl")),
+        ("unseen tools: pass@1", two, rate("unseen")),
+    ):
+        figure = measure(folders)
         to = " to " if figure.signed else "-"
         sign = "+" if figure.signed else ""
         span = to.join(f"{end:{sign}.3f}" for end in figure.interval)
-        assert f"| {figure.value:{sign}.3f} ({span})" in rows[quantity], quantity
-        assert figure.p is None or f", p = {figure.p:.2g} |" in rows[quantity], quantity
+        row = rows[quantity]
+        assert f"| {figure.value:{sign}.3f} ({span})" in row, quantity
+        assert row.endswith(f" | {figure.n} |"), quantity
+        assert figure.p is None or f", p = {figure.p:.2g} |" in row, quantity
+        assert " | ".join(f"{value:{sign}.3f}" for value in figure.seeds) in row, quantity
 
 
 def test_a_run_without_adapters_is_refused(tmp_path):
@@ -99,6 +119,7 @@ def run(tmp_path):
 
 def test_protocols_of_the_run_are_released(run, monkeypatch, tmp_path):
     monkeypatch.setattr(spec, "_PROTOCOLS", dict(spec._PROTOCOLS))
+    (run / "protocols.json").unlink()  # of the run's unseen tools
     release(run, tmp_path / "plain")
     assert not (tmp_path / "plain" / "protocols.json").exists()
     protocols = {"gambling": {"tools": ["dice"], "described": {"dice": "Throws dice."}}}

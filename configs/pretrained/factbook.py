@@ -4,7 +4,7 @@ r"""Runs the whole pipeline on SmolLM2-135M-Instruct: the paper's claims at smal
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
-Takes: 1 hour 43 minutes in one run on 2 cores, and longer on slower or busier cores; at most
+Takes: 1 hour 24 minutes in one run on 2 cores, and longer on slower or busier cores; at most
 10.8 GB of memory (docs/reproduction.md).
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
 coa_jax.claims`` makes a table of the result files.
@@ -107,17 +107,16 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     return _in_small(config) if debug else config
 
 
-# Measured on 2 cores of an AMD EPYC processor. The times of the controls and of their evaluations
-# are estimates, because other programs ran at the same time.
+# Measured on 2 cores of an AMD EPYC processor.
 _MINUTES = {
     "distill": 0.1,
     "base": 0.1,
     "evaluate_base": 1.3,
-    "sft": 13,
+    "sft": 12.5,
     "evaluate_sft": 2.8,
-    "rl": 21,
+    "rl": 19,
     "evaluate_rl": 2.5,
-    "sft_more": 21,
+    "sft_more": 19,
     "evaluate_sft_more": 2.5,
     "rft": 4,
     "evaluate_rft": 2.5,
