@@ -358,9 +358,10 @@ def _compiled(setup: arrays.Setup) -> str:
         return f"not compiled: coa_jax.aot does not know the device {where.name!r}"
     given, words = [], iter(sys.argv[1:])
     for word in words:
-        if word.lstrip("-").startswith(("config", "noconfig.")):
-            alone = "=" in word or word.lstrip("-").startswith("noconfig.")
-            given += [word] if alone else [word, next(words, "")]
+        name = word.lstrip("-")
+        if name.startswith(("config", "noconfig.")):
+            whole = "=" in word or name.startswith("noconfig.")
+            given += [word] if whole else [word, next(words, "")]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
     }

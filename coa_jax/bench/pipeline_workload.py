@@ -1,8 +1,8 @@
 """Draws workloads of the pipeline benchmark, with long-tailed tool latencies and sample lengths.
 
 Latencies and lengths are drawn by stratified sampling: one value from each of n equally probable
-parts of the distribution. Median, mean and 99th percentile of a workload are therefore close to
-those of the distribution.
+parts of the distribution. The median, mean and 99th percentile of a workload are therefore close
+to the median, mean and 99th percentile of the distribution.
 """
 
 from __future__ import annotations

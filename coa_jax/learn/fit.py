@@ -105,7 +105,7 @@ def fit(
         validate: function that computes the validation loss; None for no validation.
         evaluate: function that is called with the state and the number of the update. It returns
             the metrics of an evaluation, {} if no evaluation is due, or None if ``hurry`` ended the
-            evaluation. A resumed run repeats the call in the last case. None for no evaluations.
+            evaluation. A resumed run repeats a call that ``hurry`` ended. None for no evaluations.
         hurry: function that ends an evaluation in progress when the run must stop. A signal handler
             calls the function.
 

@@ -10,7 +10,7 @@ from coa_jax.trajectory import StopReason, Trajectory
 
 
 def bare(tokens, author, **fields: Any) -> Trajectory:
-    """A trajectory without a text, of which only some fields matter."""
+    """Returns a trajectory without text, for tests that read only a few of its fields."""
     others = {
         "task_id": "t", "sample_id": 0, "question": "", "protocol": "generalist",
         "logp": np.zeros(len(tokens)), "text": "", "segments": (), "tool_calls": (),

@@ -104,7 +104,7 @@ def test_a_repeated_step_has_the_rewards_of_the_groups_that_it_did_not_use():
     assert {i: [t.reward for t in g] for i, g in found.items()} == {
         i: [t.reward for t in g] for i, g in shaped.items()
     }
-    spool[4, 1] = [ended(4, 1)]  # other tokens than those of the record
+    spool[4, 1] = [ended(4, 1)]  # tokens that differ from the record
     assert recorded_groups(record, spool) is None
 
 

@@ -207,7 +207,7 @@ async def complete(request, group):
 
 
 def stream_of(folder, rules, sampler, samples, grade=rewarded, **more):
-    """A stream of groups of so many samples, all of which have a signal."""
+    """Returns a stream of groups of ``samples`` samples, in which every group has a signal."""
     task = Task("task", "?", "generalist", (), "tests")
     return Stream(
         Ledger(rules),

@@ -1,4 +1,4 @@
-"""The violations of a text whose observations the environment wrote."""
+"""Finds the violations in a text, if the environment is the author of all observations."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ FORMS = ("lines", "blank lines", "no last line end", "bom", "list", "list with b
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_the_same_in_any_order_and_in_another_process(tmp_path, form):
-    # Only one name says what is in the file.
+    # Only the content, and not the name, determines the format.
     path = tmp_path / ("data.array_record" if form == "array_record" else "data.bin")
     write(path, form)
     rows = pickle.loads(pickle.dumps(open_rows(path)))

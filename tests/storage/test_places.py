@@ -146,7 +146,7 @@ def test_only_shards_of_the_index_are_read_from_a_bucket(bucket, tmp_path):
     model = tiny_policy.policy()
     save_model(model, tmp_path / "m")
     storage.upload(tmp_path / "m", f"{bucket}/m")
-    # Shards of an earlier save, whose names sort after those of the index.
+    # A shard of an earlier save; its name sorts after the file of the index.
     stale = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32)}
     save_file(stale, tmp_path / "m" / "z.safetensors")
     index = {"weight_map": dict.fromkeys(local_checkpoint(tmp_path / "m").shapes, SINGLE_FILE)}
