@@ -17,7 +17,7 @@ from coa_jax.distill.expressions import Expression, read_expression
 from coa_jax.distill.messages import Kind, Message
 from coa_jax.tasks import factbook_grammar as grammar
 from coa_jax.tasks.factbook_people_grammar import understand_people
-from coa_jax.tools.factbook_relations import RELATIONS
+from coa_jax.tools.factbook_relations import relation_of
 
 AnyStep = grammar.Step | Expression
 _Search = grammar.Lookup | grammar.Inverse | grammar.Neighbour
@@ -118,10 +118,10 @@ def queries(step: AnyStep) -> tuple[str, ...]:
     """
     assert isinstance(step, _Search)
     if isinstance(step, grammar.Inverse):
-        noun = RELATIONS[step.relation].noun
+        noun = relation_of(step.relation).noun
         other = f"country whose {noun} is {step.value}"
         return grammar.query_for(step), other, f"{step.value} {noun}"
-    relation = RELATIONS[step.relation if isinstance(step, grammar.Lookup) else "neighbour"]
+    relation = relation_of(step.relation if isinstance(step, grammar.Lookup) else "neighbour")
     title = f"{step.subject}: {relation.title}"
     return grammar.query_for(step), title, f"{step.subject} {relation.noun}"
 
@@ -160,7 +160,7 @@ def printed(observation: str) -> str | None:
 def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> str:
     """Returns the URL of the first unopened search result whose title fits a step, or ""."""
     assert isinstance(step, _Search)
-    relation = RELATIONS["neighbour" if isinstance(step, grammar.Neighbour) else step.relation]
+    relation = relation_of("neighbour" if isinstance(step, grammar.Neighbour) else step.relation)
     wanted = None if isinstance(step, grammar.Inverse) else str(step.subject).casefold()
     for title, link in _RESULT.findall(observation.content):
         subject, _, section = title.partition(": ")

@@ -24,8 +24,8 @@ from coa_jax.tasks.factbook_grammar import (
     Ref,
     resolve_references,
 )
-from coa_jax.tools.factbook_pages import load_entities
-from coa_jax.tools.factbook_relations import INVERTIBLE, RELATIONS
+from coa_jax.tools.factbook_pages import load_entities, passages
+from coa_jax.tools.factbook_relations import FIELDS, INVERTIBLE, read_passage, relation_of
 
 _NOT_A_COUNTRY = frozenset({"ee", "um", "xx"})  # European Union, a group of atolls, World
 _SALT = "1"
@@ -56,6 +56,26 @@ def facts() -> dict[str, dict[str, str]]:
     Numbers have thousands separators. The items of a list are joined by "; ".
     """
     return {e.name: e.facts for e in load_entities() if e.code not in _NOT_A_COUNTRY}
+
+
+@functools.cache
+def fields() -> dict[str, dict[str, str]]:
+    """Returns the values of `FIELDS`, as a mapping: name of an entity -> (key -> value).
+
+    A value is left out if the passages of the entity state several values.
+    """
+    by_title = {relation.title: relation for relation in FIELDS.values()}
+    found: dict[str, dict[str, set[str]]] = {name: {} for name in facts()}
+    for passage in passages():
+        name, _, title = passage.title.partition(": ")
+        relation = by_title.get(title)
+        value = relation and read_passage(relation, passage.title, passage.text)
+        if relation and value and name in found:
+            found[name].setdefault(relation.key, set()).add(value[1])
+    return {
+        name: {key: values.pop() for key, values in of.items() if len(values) == 1}
+        for name, of in found.items()
+    }
 
 
 @functools.cache
@@ -117,7 +137,8 @@ def solve(program: Program) -> Solution | None:
         else:
             subject = values[step.subject.step] if isinstance(step.subject, Ref) else step.subject
             key = "neighbour" if isinstance(step, Neighbour) else step.relation
-            value = facts().get(subject, {}).get(key)
+            known = fields() if key in FIELDS else facts()
+            value = known.get(subject, {}).get(key)
             used.append(subject)
             if value and key in ("neighbour", "borders"):
                 used += value.split("; ")
@@ -167,8 +188,10 @@ def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
     relation = getattr(last, "relation", "neighbour")
     if relation == "borders":
         return (value.replace("; ", "|"),)
-    if isinstance(last, Inverse | Neighbour) or not RELATIONS[relation].number:
+    if relation in FIELDS:
+        return tuple(dict.fromkeys((value, value.strip("$%"))))
+    if isinstance(last, Inverse | Neighbour) or not relation_of(relation).number:
         return (value,)
-    plain, unit = value.replace(",", ""), RELATIONS[relation].unit
+    plain, unit = value.replace(",", ""), relation_of(relation).unit
     units = (f"{value} {unit}",) if unit else ()
     return tuple(dict.fromkeys((value, plain, *units)))

@@ -33,8 +33,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from coa_jax.tasks import factbook_wording as wording
-from coa_jax.tools import factbook_relations
-from coa_jax.tools.factbook_relations import RELATIONS
+from coa_jax.tools.factbook_relations import RELATIONS, read_passage, relation_of
 
 TEMPLATES = wording.TEMPLATES
 """Number of paraphrases of every kind of question."""
@@ -162,7 +161,7 @@ def query_for(step: Step) -> str:
         return f"{RELATIONS[step.relation].noun} {step.value}"
     if isinstance(step, Computed) or isinstance(step.subject, Ref):
         raise ValueError(f"no search query for {step}")
-    relation = RELATIONS[step.relation if isinstance(step, Lookup) else "neighbour"]
+    relation = relation_of(step.relation if isinstance(step, Lookup) else "neighbour")
     return f"{relation.noun} {relation.preposition} {step.subject}"
 
 
@@ -181,9 +180,9 @@ def read_value(step: Step, title: str, text: str) -> str | None:
     """
     if isinstance(step, Computed):
         return None
-    relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
-    found = factbook_relations.read(relation, text)
-    if found is None or not title.endswith(f": {relation.title}"):
+    relation = relation_of("neighbour" if isinstance(step, Neighbour) else step.relation)
+    found = read_passage(relation, title, text)
+    if found is None:
         return None
     entity, value = found
     if isinstance(step, Inverse):
@@ -320,7 +319,7 @@ def _inverse(step: Inverse, template: int) -> str:
 
 
 def _phrase(template: str, step: Lookup, entity: str) -> str:
-    relation = RELATIONS[step.relation]
+    relation = relation_of(step.relation)
     return template.format(noun=relation.noun, preposition=relation.preposition, entity=entity)
 
 

@@ -1,7 +1,8 @@
 """Generates questions about the World Factbook with varied wordings, some of them held out.
 
 This is the source ``factbook_people``. Its questions ask for a single fact, for a chain of facts,
-or for a comparison, a count or arithmetic. Questions of the split ``train`` use only the known
+or for a comparison, a count or arithmetic. The topic ``field`` has questions for single facts that
+the Factbook states in many different ways. Questions of the split ``train`` use only the known
 templates of `factbook_people_wording`. In the other splits, half of the questions use the held-out
 templates. Every entity on the way to an answer belongs to the split of the question.
 """
@@ -21,7 +22,7 @@ from coa_jax.protocol import get_protocol
 from coa_jax.tasks import factbook_people_wording as wording
 from coa_jax.tasks.base import Task, parse_options
 from coa_jax.tasks.factbook import Item, items_of, shares, take_turns
-from coa_jax.tasks.factbook_facts import facts, fraction, solve, split_of
+from coa_jax.tasks.factbook_facts import facts, fields, fraction, solve, split_of
 from coa_jax.tasks.factbook_grammar import (
     Arithmetic,
     Comparison,
@@ -33,6 +34,7 @@ from coa_jax.tasks.factbook_grammar import (
     Ref,
 )
 from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
+from coa_jax.tools.factbook_relations import FIELDS
 
 SOURCE = "factbook_people"
 TOPICS: Mapping[str, float] = {
@@ -41,8 +43,11 @@ TOPICS: Mapping[str, float] = {
     "comparison": 0.15,
     "counting": 0.1,
     "arithmetic": 0.15,
+    "field": 0.3,
 }
-"""Topic -> its share of the questions."""
+"""Topic -> its weight among the selected topics."""
+
+_DEFAULT_TOPICS = "single/chain/comparison/counting/arithmetic"
 
 _PARTNERS = 12  # number of other entities with which an entity is compared
 _HASTY = 0.15  # share of questions without capital letters and question mark
@@ -55,15 +60,15 @@ class _Options:
     Attributes:
         protocol: protocol of the tasks. If the protocol has no tool ``code``, no question needs a
             calculation.
-        topics: topics of the questions, from `TOPICS`, joined by "/". The selected topics keep the
-            ratio of their default shares.
+        topics: topics of the questions, from `TOPICS`, joined by "/".
         wording: ``known`` for questions with templates that the split ``train`` uses, ``new`` for
-            questions with templates that are held out from ``train``, "" for both.
+            questions with templates that are held out from ``train``, "" for both, or ``any`` for
+            any templates, also in the split ``train``.
     """
 
     protocol: str = "generalist"
-    topics: str = "/".join(TOPICS)
-    wording: Literal["", "known", "new"] = ""
+    topics: str = _DEFAULT_TOPICS
+    wording: Literal["", "known", "new", "any"] = ""
 
     def __post_init__(self) -> None:
         for topic in self.topics.split("/"):
@@ -115,6 +120,8 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
 
 def _topic(program: Program) -> str:
     last = program.steps[-1]
+    if isinstance(last, Lookup) and last.relation in FIELDS:
+        return "field"
     if isinstance(last, Comparison):
         return "comparison"
     if isinstance(last, Count):
@@ -153,7 +160,7 @@ def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, b
     kept = wording.held_out if new else wording.known
 
     def choose(templates: wording.Templates) -> str:
-        options = kept(templates)
+        options = templates if words == "any" else kept(templates)
         return options[int(fraction(seed, program, templates) * len(options))]
 
     question = render_people(program, choose)
@@ -193,9 +200,10 @@ def _is_worded(program: Program) -> bool:
 
 
 def _further(split: str) -> Iterator[Program]:
-    """Yields programs that compare values or count border countries."""
+    """Yields programs that look up fields, compare values or count border countries."""
     names = [name for name in facts() if split_of(name) == split]
     for name in names:
+        yield from (Program((Lookup(key, name),)) for key in fields()[name])
         yield Program((Lookup("borders", name), Count(Ref(0))))
         neighbour = facts()[name].get("neighbour", "")
         if neighbour in facts() and split_of(neighbour) == split:
@@ -221,7 +229,7 @@ def _comparison(relation: str, operation: str, names: tuple[str, ...]) -> Progra
 
 
 def _item(program: Program, split: str) -> Item | None:
-    """Returns the item of a comparison or a count.
+    """Returns the item of a field, a comparison or a count.
 
     The result is None if the program has no answer, or uses an entity of another split.
     """

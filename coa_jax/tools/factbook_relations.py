@@ -1,8 +1,9 @@
 """Defines the relations of the World Factbook, with the words that state a fact.
 
 A relation is a kind of fact, such as ``capital``; this module contains no facts about countries.
-The passages of the search tool state facts with the words of a relation, and the grammar of the
-factbook tasks parses the values in the passages.
+The passages of the search tool state facts with the words of a relation (`RELATIONS`), or quote a
+field of the Factbook (`FIELDS`). The grammar of the factbook tasks parses the values in the
+passages.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ class Relation:
         title: second part of the title of a passage, such as ``Capital``.
         noun: name of the relation in questions and queries, such as ``capital``.
         sentence: template of the sentence that states a fact, with the slots ``{entity}`` and
-            ``{value}``.
+            ``{value}``; "" for a relation of `FIELDS`.
         preposition: word between the noun and the entity in questions.
         unit: unit that follows the number in the sentence; "" for no unit.
         number: whether the value is a number.
         invertible: whether a question may identify an entity by the value of this relation.
+        pattern: regular expression that matches a whole passage with a field. Its group is the
+            value. "" for a relation of `RELATIONS`.
     """
 
     key: str
@@ -36,6 +39,7 @@ class Relation:
     unit: str = ""
     number: bool = False
     invertible: bool = False
+    pattern: str = ""
 
 
 _BORDERS = "The border countries of {entity} are {value}."
@@ -83,6 +87,65 @@ INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
 """Keys of the relations that can identify an entity by their value."""
 
 
+def _field(key: str, title: str, noun: str, pattern: str) -> Relation:
+    return Relation(key, title, noun, "", pattern=pattern)
+
+
+_PERCENT = r"(-?[\d.]+%)(?: .*)?"
+_PARTNER = r"([A-Z][A-Za-z ]+?) \d+%.*"
+_LARGEST = r"([A-Z][A-Za-z' -]+?)(?: \([^)]*\))? [\d.]+%.*"
+_FIRST = r"([A-Za-z][A-Za-z' -]+?)(?:[,;(].*)?"
+_PERSON = r"([A-Z][A-Za-z' .-]+?) \(since .*"
+
+FIELDS: dict[str, Relation] = {
+    relation.key: relation
+    for relation in (
+        _field("language", "Languages", "official languages", r"([A-Z][a-z]+) \(official\).*"),
+        _field("religion", "Religions", "religions", _LARGEST),
+        _field("ethnic_group", "Ethnic groups", "ethnic groups", _LARGEST),
+        _field("former_name", "Country name, former", "former country name", _FIRST),
+        _field("holiday", "National holiday", "national holiday", r".*?, (\d{1,2} [A-Z][a-z]+).*"),
+        _field("symbol", "National symbol(s)", "national symbol", _FIRST),
+        _field("voting_age", "Suffrage", "suffrage", r"(\d\d) years of age.*"),
+        _field("chief_of_state", "Executive branch, chief of state", "chief of state", _PERSON),
+        _field(
+            "head_of_government",
+            "Executive branch, head of government",
+            "head of government",
+            _PERSON,
+        ),
+        _field("time_zone", "Capital, time difference", "time difference", r"(UTC[+-]\d+) .*"),
+        _field("export_partner", "Exports - partners", "exports partners", _PARTNER),
+        _field("import_partner", "Imports - partners", "imports partners", _PARTNER),
+        _field("export_good", "Exports - commodities", "exports commodities", _FIRST),
+        _field("crop", "Agricultural products", "agricultural products", _FIRST),
+        _field("unemployment", "Unemployment rate 2024", "unemployment rate 2024", _PERCENT),
+        _field(
+            "inflation",
+            "Inflation rate (consumer prices) 2024",
+            "inflation rate consumer prices 2024",
+            _PERCENT,
+        ),
+        _field("growth", "Population growth rate", "population growth rate", _PERCENT),
+        _field(
+            "internet_users",
+            "Internet users, percent of population",
+            "internet users percent of population",
+            _PERCENT,
+        ),
+        _field("literacy", "Literacy, total population", "literacy of the total population", _PERCENT),
+        _field("urban", "Urbanization, urban population", "urban population", _PERCENT),
+        _field("income", "Real GDP per capita 2024", "real GDP per capita 2024", r"(\$[\d,]+) .*"),
+    )
+}
+"""Key -> relation, for relations whose values are read from a field of the Factbook."""
+
+
+def relation_of(key: str) -> Relation:
+    """Returns the relation of `RELATIONS` or `FIELDS` with a key."""
+    return RELATIONS.get(key) or FIELDS[key]
+
+
 def state(relation: Relation, entity: str, value: str) -> str:
     """Returns the sentence that states a fact.
 
@@ -109,3 +172,23 @@ def read(relation: Relation, text: str) -> tuple[str, str] | None:
     """
     found = _pattern(relation).fullmatch(text.strip())
     return (found["entity"], found["value"]) if found else None
+
+
+def read_passage(relation: Relation, title: str, text: str) -> tuple[str, str] | None:
+    """Parses a passage of the search tool; returns (entity, value).
+
+    Args:
+        relation: the relation, of `RELATIONS` or `FIELDS`.
+        title: title of the passage, such as "Botswana: Capital".
+        text: text of the passage.
+
+    Returns:
+        None if the passage has the title of another relation, or does not state a value.
+    """
+    entity, _, field = title.partition(": ")
+    if field != relation.title:
+        return None
+    if not relation.pattern:
+        return read(relation, text)
+    found = re.fullmatch(relation.pattern, text)
+    return (entity, found[1].strip()) if found else None

@@ -9,9 +9,13 @@ Takes: 1 hour 24 minutes in one run on 2 cores, and longer on slower or busier c
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
 coa_jax.claims`` makes a table of the result files.
 
-Variants: ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of
-agents, without the controls. ``factbook.py:debug`` runs the same stages on a tiny policy with
-random weights.
+Variants:
+
+- ``factbook.py:ask`` trains the policy for questions in people's own words: SFT is longer, uses all
+  wordings, and adds questions about more fields of the Factbook. There are no controls.
+- ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of agents,
+  without the controls.
+- ``factbook.py:debug`` runs the same stages on a tiny policy with random weights.
 
 Choices:
 
@@ -42,22 +46,28 @@ _MATHS = (
     "arithmetic:chain_sum,basic_arithmetic,products,decimal_chain_sum,gcd,lcm,simple_equations,"
     "count_primes,count_bits"
 )
-MIXTURE = {
-    "people": {"tasks": "factbook_people", "weight": 0.8},
-    "maths": {"tasks": _MATHS, "weight": 0.2},
-}
+
+_ALL_TOPICS = "factbook_people:topics=single/chain/comparison/counting/arithmetic/field,wording=any"
+
+
+def _mixture(people: str) -> dict[str, Any]:
+    return {
+        "people": {"tasks": people, "weight": 0.8},
+        "maths": {"tasks": _MATHS, "weight": 0.2},
+    }
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a variant."""
-    variant, debug = parse_variant(arg, ("tags", "hermes"))
+    variant, debug = parse_variant(arg, ("tags", "ask", "hermes"))
+    mixture = _mixture(_ALL_TOPICS if variant == "ask" else "factbook_people")
     config = ConfigDict()
     config.prompt_style = "brief"
     config.format = "hermes" if variant == "hermes" else ""
     config.model = "weights/SmolLM2-135M-Instruct"
     config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 2})
     config.distill = ConfigDict(
-        {"tasks": "", "mixture": MIXTURE, "train": 800, "validation": 40, "seed": 0, "level": ""}
+        {"tasks": "", "mixture": mixture, "train": 800, "validation": 40, "seed": 0, "level": ""}
     )
     config.teacher = ConfigDict({"mistake_rate": 0.05, "unrecovered_rate": 0.02, "seed": 0})
     config.policy = ConfigDict({"seed": 0})
@@ -70,7 +80,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         "prompt_style": config.prompt_style,
     }
     config.sft = ConfigDict(_sft())
-    config.rl = ConfigDict(_rl(engine, rollout))
+    config.rl = ConfigDict({"mixture": mixture, **_rl(engine, rollout)})
     config.evaluate = ConfigDict(
         {
             "tasks": "",
@@ -102,8 +112,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     )
     config.measures = ConfigDict(_measures())
     config.minutes = ConfigDict(_MINUTES)
-    config.economy = config.sft_more = config.release = variant == "tags"
+    config.economy = config.sft_more = variant == "tags"
+    config.release = variant != "hermes"
     config.rft = ConfigDict(_rft() if variant == "tags" else {})
+    if variant == "ask":
+        config.distill.train = 1800
+        config.sft.optimizer.total_steps = 400
+        config.minutes.sft = 31
+        del config.measures.scaling, config.measures.unseen
     return _in_small(config) if debug else config
 
 
@@ -160,7 +176,6 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of RL, GRPO with live tools; about 5 of 8 groups have a signal."""
     return {
         "tasks": "",
-        "mixture": MIXTURE,
         "num_tasks": 1000,
         "seed": 0,
         "groups": 8,
@@ -275,7 +290,10 @@ def _in_small(config: ConfigDict) -> ConfigDict:
     config.rl.num_tasks = 4
     # All stages have the same shapes, so that few programs are compiled.
     shape = {"slots": 4, "max_length": 1536}
-    for part in (config.rl, config.evaluate, config.base, config.measures.unseen.evaluate):
+    parts = [config.rl, config.evaluate, config.base]
+    if "unseen" in config.measures:
+        parts.append(config.measures.unseen.evaluate)
+    for part in parts:
         part.engine.update(shape)
         part.rollout.max_tokens = 1536
     config.rl.row_length = 1536
@@ -285,7 +303,9 @@ def _in_small(config: ConfigDict) -> ConfigDict:
         config.rft.dtype, config.rft.row_length = "float32", 1536
     for mixture in (config.evaluate.mixture, config.base.mixture):
         mixture.people.num_tasks, mixture.maths.num_tasks = 4, 2
-    config.measures.scaling.evaluate.mixture.people.num_tasks = 3
-    for name in ("natural_sft", "natural_rl", "unseen"):
-        config.measures[name].evaluate.num_tasks = 4
+    for name, measure in config.measures.items():
+        if name == "scaling":
+            measure.evaluate.mixture.people.num_tasks = 3
+        else:
+            measure.evaluate.num_tasks = 4
     return config
