@@ -87,56 +87,38 @@ INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
 """Keys of the relations that can identify an entity by their value."""
 
 
-def _field(key: str, title: str, noun: str, pattern: str) -> Relation:
-    return Relation(key, title, noun, "", pattern=pattern)
-
-
 _PERCENT = r"(-?[\d.]+%)(?: .*)?"
 _PARTNER = r"([A-Z][A-Za-z ]+?) \d+%.*"
 _LARGEST = r"([A-Z][A-Za-z' -]+?)(?: \([^)]*\))? [\d.]+%.*"
 _FIRST = r"([A-Za-z][A-Za-z' -]+?)(?:[,;(].*)?"
 _PERSON = r"([A-Z][A-Za-z' .-]+?) \(since .*"
+_PATTERNS = (  # key, title of the field, words of the query, pattern
+    ("language", "Languages", "official languages", r"([A-Z][a-z]+) \(official\).*"),
+    ("religion", "Religions", "religions", _LARGEST),
+    ("ethnic_group", "Ethnic groups", "ethnic groups", _LARGEST),
+    ("former_name", "Country name, former", "former country name", _FIRST),
+    ("holiday", "National holiday", "national holiday", r".*?, (\d{1,2} [A-Z][a-z]+).*"),
+    ("symbol", "National symbol(s)", "national symbol", _FIRST),
+    ("voting_age", "Suffrage", "suffrage", r"(\d\d) years of age.*"),
+    ("chief_of_state", "Executive branch, chief of state", "", _PERSON),
+    ("head_of_government", "Executive branch, head of government", "", _PERSON),
+    ("time_zone", "Capital, time difference", "time difference", r"(UTC[+-]\d+) .*"),
+    ("export_partner", "Exports - partners", "exports partners", _PARTNER),
+    ("import_partner", "Imports - partners", "imports partners", _PARTNER),
+    ("export_good", "Exports - commodities", "exports commodities", _FIRST),
+    ("crop", "Agricultural products", "agricultural products", _FIRST),
+    ("unemployment", "Unemployment rate 2024", "unemployment rate 2024", _PERCENT),
+    ("inflation", "Inflation rate (consumer prices) 2024", "inflation rate 2024", _PERCENT),
+    ("growth", "Population growth rate", "population growth rate", _PERCENT),
+    ("internet_users", "Internet users, percent of population", "internet users", _PERCENT),
+    ("literacy", "Literacy, total population", "", _PERCENT),
+    ("urban", "Urbanization, urban population", "urban population", _PERCENT),
+    ("income", "Real GDP per capita 2024", "real GDP per capita 2024", r"(\$[\d,]+) .*"),
+)
 
 FIELDS: dict[str, Relation] = {
-    relation.key: relation
-    for relation in (
-        _field("language", "Languages", "official languages", r"([A-Z][a-z]+) \(official\).*"),
-        _field("religion", "Religions", "religions", _LARGEST),
-        _field("ethnic_group", "Ethnic groups", "ethnic groups", _LARGEST),
-        _field("former_name", "Country name, former", "former country name", _FIRST),
-        _field("holiday", "National holiday", "national holiday", r".*?, (\d{1,2} [A-Z][a-z]+).*"),
-        _field("symbol", "National symbol(s)", "national symbol", _FIRST),
-        _field("voting_age", "Suffrage", "suffrage", r"(\d\d) years of age.*"),
-        _field("chief_of_state", "Executive branch, chief of state", "chief of state", _PERSON),
-        _field(
-            "head_of_government",
-            "Executive branch, head of government",
-            "head of government",
-            _PERSON,
-        ),
-        _field("time_zone", "Capital, time difference", "time difference", r"(UTC[+-]\d+) .*"),
-        _field("export_partner", "Exports - partners", "exports partners", _PARTNER),
-        _field("import_partner", "Imports - partners", "imports partners", _PARTNER),
-        _field("export_good", "Exports - commodities", "exports commodities", _FIRST),
-        _field("crop", "Agricultural products", "agricultural products", _FIRST),
-        _field("unemployment", "Unemployment rate 2024", "unemployment rate 2024", _PERCENT),
-        _field(
-            "inflation",
-            "Inflation rate (consumer prices) 2024",
-            "inflation rate consumer prices 2024",
-            _PERCENT,
-        ),
-        _field("growth", "Population growth rate", "population growth rate", _PERCENT),
-        _field(
-            "internet_users",
-            "Internet users, percent of population",
-            "internet users percent of population",
-            _PERCENT,
-        ),
-        _field("literacy", "Literacy, total population", "literacy of the total population", _PERCENT),
-        _field("urban", "Urbanization, urban population", "urban population", _PERCENT),
-        _field("income", "Real GDP per capita 2024", "real GDP per capita 2024", r"(\$[\d,]+) .*"),
-    )
+    key: Relation(key, title, noun or key.replace("_", " "), "", pattern=pattern)
+    for key, title, noun, pattern in _PATTERNS
 }
 """Key -> relation, for relations whose values are read from a field of the Factbook."""
 
