@@ -111,7 +111,7 @@ _PATTERNS = (  # key, title of the field, words of the query, pattern
     ("inflation", "Inflation rate (consumer prices) 2024", "inflation rate 2024", _PERCENT),
     ("growth", "Population growth rate", "population growth rate", _PERCENT),
     ("internet_users", "Internet users, percent of population", "internet users", _PERCENT),
-    ("literacy", "Literacy, total population", "", _PERCENT),
+    ("literacy", "Literacy, total population", "total literacy", _PERCENT),
     ("urban", "Urbanization, urban population", "urban population", _PERCENT),
     ("income", "Real GDP per capita 2024", "real GDP per capita 2024", r"(\$[\d,]+) .*"),
 )
