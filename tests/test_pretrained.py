@@ -16,7 +16,7 @@ from coa_jax.cli import load_config
 from coa_jax.distill.tasks import Tasks
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
-from coa_jax.quickstart import Pipeline, left_minutes, run_pipeline
+from coa_jax.quickstart import Pipeline, left_minutes, run_pipeline, stages_of
 from coa_jax.records import read_records
 from coa_jax.release import release as write_release
 from coa_jax.report import build_report
@@ -121,6 +121,17 @@ def test_the_team_writes_chains_of_agents_whatever_the_format_of_the_policy(tmp_
         told = run.blocks()["economy"]
     assert told["samples"] == len(tasks) and told["policy"]["success"] == 0
     assert told["team"]["success"] > 0.5
+
+
+def test_the_policy_for_people_trains_on_all_wordings_and_is_evaluated_like_the_others(tmp_path):
+    config = load_config("configs/pretrained/factbook.py:ask,debug")
+    with RunDir(tmp_path) as run:
+        pipeline = Pipeline(config, run)
+        stages = [name for name, _ in stages_of(pipeline)]
+        assert "evaluate_natural_rl" in stages and "release" in stages and "sft_more" not in stages
+        trained = pipeline.config.distill.load()["train"]
+    assert {"field", "single"} < {task.metadata.get("topic") for task in trained}
+    assert not {"field"} & {task.metadata.get("topic") for task in pipeline.held_out}
 
 
 def test_a_measure_of_an_unknown_policy_is_refused(tmp_path):

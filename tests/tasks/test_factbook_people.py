@@ -24,6 +24,7 @@ from coa_jax.tasks.factbook_grammar import (
 )
 from coa_jax.tasks.factbook_people import SOURCE, TOPICS
 from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
+from coa_jax.tools.factbook_relations import FIELDS
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -89,9 +90,8 @@ def test_samples_are_fixed_balanced_and_apart():
         asked = {task.question.casefold() for task in tasks}
         assert len(asked) == len(tasks)
         counts = collections.Counter(task.metadata["topic"] for task in tasks)
-        assert all(
-            abs(counts[topic] / len(tasks) - share) < 0.05 for topic, share in TOPICS.items()
-        )
+        assert "field" not in counts
+        assert all(abs(counts[topic] / len(tasks) - TOPICS[topic]) < 0.05 for topic in counts)
         assert {split_of(e) for task in tasks for e in task.metadata["entities"]} == {split}
     assert load_tasks(SOURCE, "test", 300) == test
     assert load_tasks(SOURCE, "test", 300, seed=1) != test
@@ -130,6 +130,48 @@ def test_the_team_solves_the_questions_with_distractors_in_what_it_finds(test_ta
     assert sum(solved) >= 0.97 * len(tasks)
     calls = collections.Counter(len(log.calls) for log in logs)
     assert len(calls) >= 3
+
+
+def test_questions_about_fields_are_solved_from_the_passages_of_the_pages():
+    tasks = load_tasks(f"{SOURCE}:topics=field,wording=any", "train", 105)
+    relations = collections.Counter(task.metadata["relation"] for task in tasks)
+    assert set(relations) == set(FIELDS) and set(relations.values()) == {5}
+    tools = {tool.name: tool for tool in make_tools(ToolsConfig(top_k=2))}
+    config = DistillConfig(mistake_rate=0.0, unrecovered_rate=0.0, seed=0)
+    logs = asyncio.run(run_teacher(tasks, tools, config, config.minds()))
+    solved = [
+        grade_answer(log.answer or "", task.gold) for task, log in zip(tasks, logs, strict=True)
+    ]
+    assert sum(solved) >= 0.95 * len(tasks)
+
+
+def test_the_value_of_a_field_is_the_part_of_the_passage_that_answers_the_question():
+    wanted = {  # read from the pages of the Factbook
+        ("Sri Lanka", "former_name"): "Serendib",
+        ("Senegal", "religion"): "Muslim",
+        ("Austria", "voting_age"): "16",
+        ("Laos", "export_partner"): "China",
+        ("Brazil", "chief_of_state"): "President Luiz Inacio LULA da Silva",
+        ("Jordan", "unemployment"): "18%",
+        ("Thailand", "income"): "$21,700",
+    }
+    for (entity, key), value in wanted.items():
+        solution = solve(Program((Lookup(key, entity),)))
+        assert solution.gold[0] == value and solution.gold[-1] == value.strip("%$")
+
+
+def test_any_wording_trains_also_on_the_held_out_templates():
+    tasks = load_tasks(f"{SOURCE}:topics=single,wording=any", "train", 300)
+    new = [
+        found[-1].casefold().split("{entity}")
+        for found in wording.ASK.values()
+        if found[-1].count("{entity}") == 1
+    ]
+    fits = [
+        sum(all(part.strip(" ?.") in t.question.casefold() for part in parts) for parts in new)
+        for t in tasks
+    ]
+    assert sum(map(bool, fits)) > 20
 
 
 @pytest.mark.parametrize(
