@@ -97,6 +97,16 @@ def inverse_keys() -> dict[tuple[str, str], str]:
     }
 
 
+@functools.cache
+def adjectives() -> dict[str, str]:
+    """Returns the adjectives of nationality that belong to one entity only: adjective -> entity."""
+    owners = collections.defaultdict(list)
+    for name, values in fields().items():
+        if "adjective" in values:
+            owners[values["adjective"]].append(name)
+    return {adjective: found[0] for adjective, found in owners.items() if len(found) == 1}
+
+
 @dataclasses.dataclass(frozen=True)
 class Solution:
     """The result of a question program.
@@ -126,7 +136,9 @@ def solve(program: Program) -> Solution | None:
     used: list[str] = []
     for step in program.steps:
         if isinstance(step, Inverse):
-            value = inverse_keys().get((step.relation, step.value))
+            by_adjective = step.relation == "adjective"
+            key = (step.relation, step.value)
+            value = adjectives().get(step.value) if by_adjective else inverse_keys().get(key)
             used += [value] if value else []
         elif isinstance(step, Arithmetic):
             value = compute(step.operation, values[step.a.step], values[step.b.step])

@@ -158,7 +158,7 @@ def query_for(step: Step) -> str:
         ValueError: the step needs no search, or contains a reference.
     """
     if isinstance(step, Inverse):
-        return f"{RELATIONS[step.relation].noun} {step.value}"
+        return f"{relation_of(step.relation).noun} {step.value}"
     if isinstance(step, Computed) or isinstance(step.subject, Ref):
         raise ValueError(f"no search query for {step}")
     relation = relation_of(step.relation if isinstance(step, Lookup) else "neighbour")
@@ -315,7 +315,9 @@ def _quoted(step: Inverse) -> str:
 
 
 def _inverse(step: Inverse, template: int) -> str:
-    return wording.INVERSE[template].format(noun=RELATIONS[step.relation].noun, value=_quoted(step))
+    return wording.INVERSE[template].format(
+        noun=relation_of(step.relation).noun, value=_quoted(step)
+    )
 
 
 def _phrase(template: str, step: Lookup, entity: str) -> str:

@@ -22,12 +22,13 @@ from coa_jax.protocol import get_protocol
 from coa_jax.tasks import factbook_people_wording as wording
 from coa_jax.tasks.base import Task, parse_options
 from coa_jax.tasks.factbook import Item, items_of, shares, take_turns
-from coa_jax.tasks.factbook_facts import facts, fields, fraction, solve, split_of
+from coa_jax.tasks.factbook_facts import adjectives, facts, fields, fraction, solve, split_of
 from coa_jax.tasks.factbook_grammar import (
     Arithmetic,
     Comparison,
     Computed,
     Count,
+    Inverse,
     Lookup,
     Neighbour,
     Program,
@@ -44,6 +45,7 @@ TOPICS: Mapping[str, float] = {
     "counting": 0.1,
     "arithmetic": 0.15,
     "field": 0.3,
+    "nationality": 0.3,
 }
 """Topic -> its weight among the selected topics."""
 
@@ -119,7 +121,9 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
 
 
 def _topic(program: Program) -> str:
-    last = program.steps[-1]
+    first, last = program.steps[0], program.steps[-1]
+    if isinstance(first, Inverse) and first.relation == "adjective":
+        return "nationality"
     if isinstance(last, Lookup) and last.relation in FIELDS:
         return "field"
     if isinstance(last, Comparison):
@@ -163,7 +167,9 @@ def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, b
         options = templates if words == "any" else kept(templates)
         return options[int(fraction(seed, program, templates) * len(options))]
 
-    question = render_people(program, choose)
+    via = _topic(program) == "nationality"
+    via = via or (words == "any" and fraction(seed, "via", program) < 0.5)
+    question = render_people(program, choose, via)
     if fraction(seed, "hasty", program) < _HASTY:
         question = question.lower().rstrip("?.")
     return question, new
@@ -203,7 +209,11 @@ def _further(split: str) -> Iterator[Program]:
     """Yields programs that look up fields, compare values or count border countries."""
     names = [name for name in facts() if split_of(name) == split]
     for name in names:
-        yield from (Program((Lookup(key, name),)) for key in fields()[name])
+        yield from (Program((Lookup(key, name),)) for key in fields()[name] if key in wording.ASK)
+        adjective = fields()[name].get("adjective", "")
+        if adjectives().get(adjective) == name:
+            for relation in wording.ASK_VIA["adjective"]:
+                yield Program((Inverse("adjective", adjective), Lookup(relation, Ref(0))))
         yield Program((Lookup("borders", name), Count(Ref(0))))
         neighbour = facts()[name].get("neighbour", "")
         if neighbour in facts() and split_of(neighbour) == split:

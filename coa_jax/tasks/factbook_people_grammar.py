@@ -49,7 +49,7 @@ _NO_NAME = re.compile(
 # --- writing ---------------------------------------------------------------------------------
 
 
-def render_people(program: Program, choose: Choose) -> str:
+def render_people(program: Program, choose: Choose, via: bool = False) -> str:
     """Writes a question program as an English question, in a wording that ``choose`` selects.
 
     Args:
@@ -57,6 +57,7 @@ def render_people(program: Program, choose: Choose) -> str:
             three values of the same relation, or the number of border countries.
         choose: function that chooses a template for the question, and for each phrase in the
             question.
+        via: whether to prefer the templates of `via_templates`.
 
     Raises:
         KeyError: there is no template for the program.
@@ -77,6 +78,9 @@ def render_people(program: Program, choose: Choose) -> str:
         return choose(wording.ASK_INVERSE[last.relation]).format(value=last.value)
     if isinstance(last, Neighbour):
         return _start(choose(wording.ASK_NEIGHBOUR).format(entity=entity(last.subject)))
+    first = steps[0]
+    if via and isinstance(first, Inverse) and (templates := via_templates(program)):
+        return choose(templates).format(value=first.value)
     if isinstance(last, Lookup):
         return _start(choose(wording.ASK[last.relation]).format(entity=entity(last.subject)))
     if isinstance(last, Count):
@@ -95,6 +99,16 @@ def render_people(program: Program, choose: Choose) -> str:
         templates = wording.ARITHMETIC[relation][last.operation]
     names = [entity(lookup.subject) for lookup in lookups]
     return _start(choose(templates).format(**dict(zip("abc", names, strict=False))))
+
+
+def via_templates(program: Program) -> wording.Templates:
+    """Returns the templates of `ASK_VIA` with which a program can be written; () if none."""
+    first, last = program.steps[0], program.steps[-1]
+    if len(program.steps) != 2 or not isinstance(first, Inverse) or not isinstance(last, Lookup):
+        return ()
+    found = wording.ASK_VIA.get(first.relation, {}).get(last.relation, ())
+    regular = first.value.endswith("an")  # the plural of a nationality such as Croatian
+    return tuple(t for t in found if regular or "{value}s" not in t)
 
 
 def _lookup(steps: Sequence[Step], index: int) -> Lookup:
@@ -125,6 +139,10 @@ def _readings(text: str) -> Iterator[tuple[Program, int]]:
     """Yields (program, number of characters in names) for each way to parse a question."""
     for steps, _, size in _inverse(text, wording.ASK_INVERSE, 0):
         yield Program(steps), size
+    for known, relations in wording.ASK_VIA.items():
+        for relation, templates in relations.items():
+            for (value,) in _slots(text, templates):
+                yield Program((Inverse(known, value), Lookup(relation, Ref(0)))), len(value)
     yield from _about(text, wording.ASK_NEIGHBOUR, _neighbour)
     yield from _about(text, wording.ASK_COUNT, _count)
     yield from _about(text, wording.ASK_DENSITY, density)

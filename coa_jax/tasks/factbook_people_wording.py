@@ -16,6 +16,8 @@ ASK: Mapping[str, Templates] = _FILE["ask"]
 """Relation -> templates of questions that ask for the value of an entity."""
 ASK_INVERSE: Mapping[str, Templates] = _FILE["ask_inverse"]
 """Relation -> templates of questions that ask which country has a value."""
+ASK_VIA: Mapping[str, Mapping[str, Templates]] = _FILE["ask_via"]
+"""Identifying relation -> relation -> templates of questions that do not name the country."""
 INVERSE: Mapping[str, Templates] = _FILE["inverse"]
 """Relation -> templates of noun phrases for the country that has a value."""
 NEIGHBOUR: Templates = _FILE["neighbour"]

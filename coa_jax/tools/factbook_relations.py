@@ -113,6 +113,7 @@ _PATTERNS = (  # key, title of the field, words of the query, pattern
     ("internet_users", "Internet users, percent of population", "internet users", _PERCENT),
     ("literacy", "Literacy, total population", "total literacy", _PERCENT),
     ("urban", "Urbanization, urban population", "urban population", _PERCENT),
+    ("adjective", "Nationality, adjective", "", r"([A-Z][A-Za-z]+(?: [A-Z][a-z]+)?)"),
     ("income", "Real GDP per capita 2024", "real GDP per capita 2024", r"(\$[\d,]+) .*"),
 )
 

@@ -47,7 +47,7 @@ _MATHS = (
     "count_primes,count_bits"
 )
 
-_ALL_TOPICS = "factbook_people:topics=single/chain/comparison/counting/arithmetic/field,wording=any"
+_ALL_TOPICS = "factbook_people:topics=single/chain/comparison/counting/arithmetic/field/nationality,wording=any"
 
 
 def _mixture(people: str) -> dict[str, Any]:
