@@ -38,6 +38,7 @@ Choose = Callable[[wording.Templates], str]
 _Part = tuple[tuple[Step, ...], Subject, int]
 """(steps, how the next step refers to their result, number of characters in names)."""
 
+_PLURAL, _NO_PLURAL = "{value}s", "{value} people"
 _LONGEST_NAME = 7  # words
 _NO_NAME = re.compile(
     r"[?\":]|\b(that|which|whose|what|is|does)\b"
@@ -80,7 +81,10 @@ def render_people(program: Program, choose: Choose, via: bool = False) -> str:
         return _start(choose(wording.ASK_NEIGHBOUR).format(entity=entity(last.subject)))
     first = steps[0]
     if via and isinstance(first, Inverse) and (templates := via_templates(program)):
-        return choose(templates).format(value=first.value)
+        template = choose(templates)
+        if not first.value.endswith("an"):  # the plural of Swiss is not "Swisss"
+            template = template.replace(_PLURAL, _NO_PLURAL)
+        return template.format(value=first.value)
     if isinstance(last, Lookup):
         return _start(choose(wording.ASK[last.relation]).format(entity=entity(last.subject)))
     if isinstance(last, Count):
@@ -106,9 +110,7 @@ def via_templates(program: Program) -> wording.Templates:
     first, last = program.steps[0], program.steps[-1]
     if len(program.steps) != 2 or not isinstance(first, Inverse) or not isinstance(last, Lookup):
         return ()
-    found = wording.ASK_VIA.get(first.relation, {}).get(last.relation, ())
-    regular = first.value.endswith("an")  # the plural of a nationality such as Croatian
-    return tuple(t for t in found if regular or "{value}s" not in t)
+    return wording.ASK_VIA.get(first.relation, {}).get(last.relation, ())
 
 
 def _lookup(steps: Sequence[Step], index: int) -> Lookup:
@@ -141,7 +143,8 @@ def _readings(text: str) -> Iterator[tuple[Program, int]]:
         yield Program(steps), size
     for known, relations in wording.ASK_VIA.items():
         for relation, templates in relations.items():
-            for (value,) in _slots(text, templates):
+            others = tuple(t.replace(_PLURAL, _NO_PLURAL) for t in templates if _PLURAL in t)
+            for (value,) in _slots(text, templates + others):
                 yield Program((Inverse(known, value), Lookup(relation, Ref(0)))), len(value)
     yield from _about(text, wording.ASK_NEIGHBOUR, _neighbour)
     yield from _about(text, wording.ASK_COUNT, _count)

@@ -12,7 +12,7 @@ coa_jax.claims`` makes a table of the result files.
 Variants:
 
 - ``factbook.py:ask`` trains the policy for questions in people's own words: SFT is longer, uses all
-  wordings, and adds questions about more fields of the Factbook. There are no controls.
+  wordings, and adds two topics. There are no controls.
 - ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of agents,
   without the controls.
 - ``factbook.py:debug`` runs the same stages on a tiny policy with random weights.
@@ -47,12 +47,13 @@ _MATHS = (
     "count_primes,count_bits"
 )
 
-_ALL_TOPICS = "factbook_people:topics=single/chain/comparison/counting/arithmetic/field/nationality,wording=any"
+_TOPICS = "single/chain/comparison/counting/arithmetic/field/nationality"
 
 
-def _mixture(people: str) -> dict[str, Any]:
+def _mixture(options: str) -> dict[str, Any]:
+    """Returns the training tasks, with options of the source ``factbook_people``."""
     return {
-        "people": {"tasks": people, "weight": 0.8},
+        "people": {"tasks": f"factbook_people{options}", "weight": 0.8},
         "maths": {"tasks": _MATHS, "weight": 0.2},
     }
 
@@ -60,7 +61,7 @@ def _mixture(people: str) -> dict[str, Any]:
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a variant."""
     variant, debug = parse_variant(arg, ("tags", "ask", "hermes"))
-    mixture = _mixture(_ALL_TOPICS if variant == "ask" else "factbook_people")
+    mixture = _mixture(f":topics={_TOPICS},wording=any" if variant == "ask" else "")
     config = ConfigDict()
     config.prompt_style = "brief"
     config.format = "hermes" if variant == "hermes" else ""
