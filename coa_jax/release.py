@@ -6,7 +6,7 @@ The directory holds the following files:
 
 - ``adapter/``: the adapters of SFT and RL as one adapter in the format of PEFT, with ``agent.json``
   (the prompt of the training) and a model card. `coa_jax` and PEFT load the adapter;
-- ``data/``: the distilled records and their card;
+- ``data/``: the distilled records as parquet files, and their card;
 - ``traces/``: the trajectories of the evaluations after SFT and after RL;
 - ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: files of the run, with which
   ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run. The
@@ -28,12 +28,14 @@ from coa_jax import files, shards, storage
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.distill.card import card as data_card
 from coa_jax.errors import UserError
+from coa_jax.installed import missing
 from coa_jax.jsonl import dumps
 from coa_jax.model.adapters import Adapter, read_adapter, write_sum
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.hub_card import hub_card
 from coa_jax.protocol.made import FILE as PROTOCOLS
 from coa_jax.records import read_records
+from coa_jax.records.rows import open_rows
 from coa_jax.trajectory import iterate_trajectories
 
 _STAGES = ("sft", "rl")
@@ -55,9 +57,9 @@ def release(run: Path, output: Path) -> int:
     """
     if output.exists():
         raise UserError(f"--output={output} exists already: choose another directory")
-    missing = [name for name in _COPIED if not (run / name).is_file()]
-    if missing:
-        raise UserError(f"{run} has no {missing[0]}: give the directory of a finished pipeline")
+    absent = [name for name in _COPIED if not (run / name).is_file()]
+    if absent:
+        raise UserError(f"{run} has no {absent[0]}: give the directory of a finished pipeline")
     adapters = [_adapter(run, stage) for stage in _STAGES]
     results = files.read_json_object(run / "summary.json")
     for stage in _STAGES:
@@ -119,10 +121,17 @@ def _write_adapter(
 
 def _write_data(run: Path, output: Path) -> None:
     """Copies the distilled records with their card, and the trajectories of both evaluations."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing("writing parquet", "pyarrow", "tasks") from None
     (output / "data").mkdir()
     for split in ("train", "validation"):
-        shutil.copy(run / "data" / f"{split}.jsonl", output / "data")
-    records = read_records(run / "data" / "train.jsonl")
+        (source,) = (run / "data").glob(f"{split}.*")  # parquet if the run is itself a release
+        rows = pyarrow.Table.from_pylist([row.value for row in open_rows(source)])
+        pyarrow.parquet.write_table(rows, output / "data" / f"{split}.parquet", compression="zstd")
+    records = read_records(output / "data" / "train.parquet")
     text = data_card(f"Distilled trajectories of {run.name}", records)
     (output / "data" / "README.md").write_text(text, encoding="utf-8")
     for stage in _STAGES:
