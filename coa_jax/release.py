@@ -52,8 +52,8 @@ def release(run: Path, output: Path) -> int:
         output: directory to create.
 
     Raises:
-        UserError: the run has not evaluated the policies of SFT and RL, or trained no adapters, or
-            ``output`` exists.
+        UserError: the run has not evaluated the policies of SFT and RL, or trained no adapters;
+            ``output`` exists; or pyarrow is not installed.
     """
     if output.exists():
         raise UserError(f"--output={output} exists already: choose another directory")
@@ -128,7 +128,7 @@ def _write_data(run: Path, output: Path) -> None:
         raise missing("writing parquet", "pyarrow", "tasks") from None
     (output / "data").mkdir()
     for split in ("train", "validation"):
-        (source,) = (run / "data").glob(f"{split}.*")  # parquet if the run is itself a release
+        source = run / "data" / f"{split}.jsonl"
         rows = pyarrow.Table.from_pylist([row.value for row in open_rows(source)])
         pyarrow.parquet.write_table(rows, output / "data" / f"{split}.parquet", compression="zstd")
     records = read_records(output / "data" / "train.parquet")

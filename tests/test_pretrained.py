@@ -68,7 +68,8 @@ def check_release(run, release):
         policy.params,
     )
     assert released.card == policy.card
-    kept, made = (read_records(path / "data" / "train.jsonl") for path in (release, run))
+    kept = read_records(release / "data" / "train.parquet")
+    made = read_records(run / "data" / "train.jsonl")
     assert kept == made and kept
     sampled = Counter(t.metadata["phase"] for t in read_trajectories(release))
     assert sampled == {"evaluate-sft": 6, "evaluate-rl": 6}

@@ -12,6 +12,7 @@ import dataclasses
 import decimal
 import functools
 import hashlib
+import re
 
 from coa_jax.tasks.factbook_grammar import (
     Arithmetic,
@@ -29,6 +30,8 @@ from coa_jax.tools.factbook_relations import FIELDS, INVERTIBLE, read_passage, r
 
 _NOT_A_COUNTRY = frozenset({"ee", "um", "xx"})  # European Union, a group of atolls, World
 _SALT = "1"
+_SHORT_NAMES = {"USA": "United States", "UK": "United Kingdom", "UAE": "United Arab Emirates"}
+_OFFICES = "President|King|Queen|Prime Minister|Chancellor|Governor|Premier|Emir|Sultan|Prince"
 _SHARES = (("train", 0.6), ("validation", 0.7), ("test", 1.0))  # cumulative shares
 
 
@@ -201,7 +204,9 @@ def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
     if relation == "borders":
         return (value.replace("; ", "|"),)
     if relation in FIELDS:
-        return tuple(dict.fromkeys((value, value.strip("$%"))))
+        person = re.fullmatch(rf".*?\b(?:{_OFFICES}) (.+)", value)
+        others = (value.strip("$%"), _SHORT_NAMES.get(value, value), person[1] if person else value)
+        return tuple(dict.fromkeys((value, *others)))
     if isinstance(last, Inverse | Neighbour) or not relation_of(relation).number:
         return (value,)
     plain, unit = value.replace(",", ""), relation_of(relation).unit

@@ -170,8 +170,8 @@ def read_value(step: Step, title: str, text: str) -> str | None:
 
     Args:
         step: a `Lookup`, `Inverse` or `Neighbour` without references, see `resolve_references`.
-        title: title of the passage, such as "Botswana: Capital". It must end with the relation that
-            the step asks for.
+        title: title of the passage, such as "Botswana: Capital". The part after the first ": " must
+            be the title of the relation that the step asks for.
         text: text of the passage.
 
     Returns:
@@ -315,9 +315,8 @@ def _quoted(step: Inverse) -> str:
 
 
 def _inverse(step: Inverse, template: int) -> str:
-    return wording.INVERSE[template].format(
-        noun=relation_of(step.relation).noun, value=_quoted(step)
-    )
+    noun = relation_of(step.relation).noun
+    return wording.INVERSE[template].format(noun=noun, value=_quoted(step))
 
 
 def _phrase(template: str, step: Lookup, entity: str) -> str:

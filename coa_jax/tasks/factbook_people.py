@@ -1,10 +1,12 @@
 """Generates questions about the World Factbook with varied wordings, some of them held out.
 
 This is the source ``factbook_people``. Its questions ask for a single fact, for a chain of facts,
-or for a comparison, a count or arithmetic. The topic ``field`` has questions for single facts that
-the Factbook states in many different ways. Questions of the split ``train`` use only the known
-templates of `factbook_people_wording`. In the other splits, half of the questions use the held-out
-templates. Every entity on the way to an answer belongs to the split of the question.
+or for a comparison, a count or arithmetic. Two more topics are optional: ``field`` has questions
+for single facts that the Factbook states in many different ways, and ``nationality`` has questions
+that name a country by its adjective. Unless the option ``wording`` is ``any``, questions of the
+split ``train`` use only the known templates of `factbook_people_wording`, and in the other splits,
+half of the questions use the held-out templates. Every entity on the way to an answer belongs to
+the split of the question.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from coa_jax.tasks.factbook_people_grammar import render_people, understand_peop
 from coa_jax.tools.factbook_relations import FIELDS
 
 SOURCE = "factbook_people"
+_ADDED = ("field", "nationality")  # topics that are drawn only if the option ``topics`` names them
 TOPICS: Mapping[str, float] = {
     "single": 0.3,
     "chain": 0.3,
@@ -49,7 +52,6 @@ TOPICS: Mapping[str, float] = {
 }
 """Topic -> its weight among the selected topics."""
 
-_DEFAULT_TOPICS = "single/chain/comparison/counting/arithmetic"
 
 _PARTNERS = 12  # number of other entities with which an entity is compared
 _HASTY = 0.15  # share of questions without capital letters and question mark
@@ -62,14 +64,15 @@ class _Options:
     Attributes:
         protocol: protocol of the tasks. If the protocol has no tool ``code``, no question needs a
             calculation.
-        topics: topics of the questions, from `TOPICS`, joined by "/".
+        topics: topics of the questions, from `TOPICS`, joined by "/"; by default all except
+            ``field`` and ``nationality``.
         wording: ``known`` for questions with templates that the split ``train`` uses, ``new`` for
             questions with templates that are held out from ``train``, "" for both, or ``any`` for
             any templates, also in the split ``train``.
     """
 
     protocol: str = "generalist"
-    topics: str = _DEFAULT_TOPICS
+    topics: str = "/".join(topic for topic in TOPICS if topic not in _ADDED)
     wording: Literal["", "known", "new", "any"] = ""
 
     def __post_init__(self) -> None:
@@ -148,7 +151,7 @@ def _task(item: Item, split: str, seed: int, options: _Options, source: str) -> 
         "hops": item.program.hops,
         "kind": item.kind,
         "topic": _topic(item.program),
-        "wording": "new" if new else "known",
+        "wording": options.wording if options.wording == "any" else "new" if new else "known",
         "relation": item.relation,
         "entities": list(item.entities),
         "arithmetic": isinstance(item.program.steps[-1], Computed),
@@ -167,8 +170,7 @@ def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, b
         options = templates if words == "any" else kept(templates)
         return options[int(fraction(seed, program, templates) * len(options))]
 
-    via = _topic(program) == "nationality"
-    via = via or (words == "any" and fraction(seed, "via", program) < 0.5)
+    via = words == "any" and fraction(seed, "via", program) < 0.5
     question = render_people(program, choose, via)
     if fraction(seed, "hasty", program) < _HASTY:
         question = question.lower().rstrip("?.")
@@ -206,7 +208,7 @@ def _is_worded(program: Program) -> bool:
 
 
 def _further(split: str) -> Iterator[Program]:
-    """Yields programs that look up fields, compare values or count border countries."""
+    """Yields programs of the added topics, and programs that compare values or count."""
     names = [name for name in facts() if split_of(name) == split]
     for name in names:
         yield from (Program((Lookup(key, name),)) for key in fields()[name] if key in wording.ASK)
@@ -239,7 +241,7 @@ def _comparison(relation: str, operation: str, names: tuple[str, ...]) -> Progra
 
 
 def _item(program: Program, split: str) -> Item | None:
-    """Returns the item of a field, a comparison or a count.
+    """Returns the item of a program of `_further`.
 
     The result is None if the program has no answer, or uses an entity of another split.
     """

@@ -58,7 +58,8 @@ def render_people(program: Program, choose: Choose, via: bool = False) -> str:
             three values of the same relation, or the number of border countries.
         choose: function that chooses a template for the question, and for each phrase in the
             question.
-        via: whether to prefer the templates of `via_templates`.
+        via: whether to prefer the templates of `via_templates`. Programs with an adjective of
+            nationality always use these templates.
 
     Raises:
         KeyError: there is no template for the program.
@@ -80,7 +81,8 @@ def render_people(program: Program, choose: Choose, via: bool = False) -> str:
     if isinstance(last, Neighbour):
         return _start(choose(wording.ASK_NEIGHBOUR).format(entity=entity(last.subject)))
     first = steps[0]
-    if via and isinstance(first, Inverse) and (templates := via_templates(program)):
+    templates = via_templates(program)
+    if isinstance(first, Inverse) and templates and (via or first.relation == "adjective"):
         template = choose(templates)
         if not first.value.endswith("an"):  # the plural of Swiss is not "Swisss"
             template = template.replace(_PLURAL, _NO_PLURAL)

@@ -1,7 +1,8 @@
 """Holds varied templates of questions about the Factbook, as `factbook_people_grammar` uses them.
 
 The templates are the content of ``factbook_people_wording.toml``, which also explains their slots.
-The last quarter of each tuple, at least one template, is held out: no training question uses it.
+The last quarter of each tuple, at least one template, is held out: no training question uses it,
+except with the option ``wording=any`` of the task source.
 """
 
 from __future__ import annotations

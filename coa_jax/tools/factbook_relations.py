@@ -89,24 +89,26 @@ INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
 
 _PERCENT = r"(-?[\d.]+%)(?: .*)?"
 _PARTNER = r"([A-Z][A-Za-z ]+?) \d+%.*"
-_LARGEST = r"([A-Z][A-Za-z' -]+?)(?: \([^)]*\))? [\d.]+%.*"
-_FIRST = r"([A-Za-z][A-Za-z' -]+?)(?:[,;(].*)?"
+_MOST = r"([A-Z][A-Za-z' -]+?)(?: at least)?(?: \([^)]*\))? (?:[5-9]\d|100)(?:\.\d+)?%.*"
+_ONLY = r"([A-Z][A-Za-z' -]+)(?: \([^)]*\))?"
+_FIRST = r"(?!no |small |sometimes )([A-Za-z](?:(?! is )[A-Za-z' -])+?)(?: \([^)]*\))?(?:[,;].*)?"
+_OFFICIAL = r"([A-Z][a-z]+) \(official\)(?!.*\(official\)).*"  # one official language only
 _PERSON = r"([A-Z][A-Za-z' .-]+?) \(since .*"
-_PATTERNS = (  # key, title of the field, words of the query, pattern
-    ("language", "Languages", "official languages", r"([A-Z][a-z]+) \(official\).*"),
-    ("religion", "Religions", "religions", _LARGEST),
-    ("ethnic_group", "Ethnic groups", "ethnic groups", _LARGEST),
-    ("former_name", "Country name, former", "former country name", _FIRST),
+_PATTERNS = (  # key, title of the field, noun ("" for the key), pattern
+    ("language", "Languages", "official languages", _OFFICIAL),
+    ("religion", "Religions", "religions", _MOST),
+    ("ethnic_group", "Ethnic groups", "ethnic groups", _MOST),
+    ("former_name", "Country name, former", "former country name", _ONLY),
     ("holiday", "National holiday", "national holiday", r".*?, (\d{1,2} [A-Z][a-z]+).*"),
     ("symbol", "National symbol(s)", "national symbol", _FIRST),
     ("voting_age", "Suffrage", "suffrage", r"(\d\d) years of age.*"),
     ("chief_of_state", "Executive branch, chief of state", "", _PERSON),
     ("head_of_government", "Executive branch, head of government", "", _PERSON),
-    ("time_zone", "Capital, time difference", "time difference", r"(UTC[+-]\d+) .*"),
+    ("time_zone", "Capital, time difference", "time difference", r"UTC([+-]\d+) .*"),
     ("export_partner", "Exports - partners", "exports partners", _PARTNER),
     ("import_partner", "Imports - partners", "imports partners", _PARTNER),
     ("export_good", "Exports - commodities", "exports commodities", _FIRST),
-    ("crop", "Agricultural products", "agricultural products", _FIRST),
+    ("farm_product", "Agricultural products", "agricultural products", _FIRST),
     ("unemployment", "Unemployment rate 2024", "unemployment rate 2024", _PERCENT),
     ("inflation", "Inflation rate (consumer prices) 2024", "inflation rate 2024", _PERCENT),
     ("growth", "Population growth rate", "population growth rate", _PERCENT),

@@ -7,7 +7,8 @@ Takes: 1 minute on 2 CPU cores.
 Gives: pass@1 of greedy answers to configs/pretrained/natural_questions.jsonl, by kind of question,
 in evaluate/natural. The policy is released/smollm2/adapter, or another policy, which
 ``--config.model=DIR`` names. ``--config.mixture.natural.tasks=FILE`` evaluates other questions
-about the World Factbook (docs/data.md, question files).
+about the World Factbook (docs/data.md, question files), with columns ``kind`` and ``hops``.
+``natural.py:debug`` scales the config down, see configs/evaluate/tiny.py.
 """
 
 from __future__ import annotations

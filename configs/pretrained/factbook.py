@@ -11,8 +11,9 @@ coa_jax.claims`` makes a table of the result files.
 
 Variants:
 
-- ``factbook.py:ask`` trains the policy for questions in people's own words: SFT is longer, uses all
-  wordings, and adds two topics. There are no controls.
+- ``factbook.py:ask`` trains the policy for questions in people's own words: SFT is longer, and SFT
+  and RL use all wordings and all topics. The controls, the economy, and the evaluations of scaling
+  and unseen tools are left out. Takes 1 hour.
 - ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of agents,
   without the controls.
 - ``factbook.py:debug`` runs the same stages on a tiny policy with random weights.
@@ -20,7 +21,7 @@ Variants:
 Choices:
 
 - The questions have everyday wordings. About a quarter of the wordings are held out, and occur only
-  in the evaluation.
+  in the evaluation (except in ``ask``).
 - An observation has two passages, of which at most one states the fact.
 - The brief prompt saves about 700 tokens per trajectory.
 - Adapters are trained, because they are small enough to publish and take less memory.
@@ -40,14 +41,13 @@ from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.variants import parse_variant
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import complete
+from coa_jax.tasks.factbook_people import TOPICS
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
 _MATHS = (
     "arithmetic:chain_sum,basic_arithmetic,products,decimal_chain_sum,gcd,lcm,simple_equations,"
     "count_primes,count_bits"
 )
-
-_TOPICS = "single/chain/comparison/counting/arithmetic/field/nationality"
 
 
 def _mixture(options: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _mixture(options: str) -> dict[str, Any]:
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a variant."""
     variant, debug = parse_variant(arg, ("tags", "ask", "hermes"))
-    mixture = _mixture(f":topics={_TOPICS},wording=any" if variant == "ask" else "")
+    mixture = _mixture(f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else "")
     config = ConfigDict()
     config.prompt_style = "brief"
     config.format = "hermes" if variant == "hermes" else ""
