@@ -44,6 +44,7 @@ from coa_jax.settings import complete
 from coa_jax.tasks.factbook_people import TOPICS
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
+FURTHER = "configs/pretrained/further_questions.jsonl"
 _MATHS = (
     "arithmetic:chain_sum,basic_arithmetic,products,decimal_chain_sum,gcd,lcm,simple_equations,"
     "count_primes,count_bits"
@@ -121,6 +122,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.sft.optimizer.total_steps = 400
         config.minutes.sft = 31
         del config.measures.scaling, config.measures.unseen
+        for policy in ("sft", "rl"):
+            further = config.measures[f"natural_{policy}"].copy_and_resolve_references()
+            further.evaluate.mixture.natural.tasks = FURTHER
+            config.measures[f"further_{policy}"] = further
     return _in_small(config) if debug else config
 
 

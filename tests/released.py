@@ -1,0 +1,24 @@
+"""The files in released/smollm2, and the directory of a pipeline that is made of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from coa_jax.jsonl import write_lines
+from coa_jax.records.rows import open_rows
+
+RELEASED = Path(__file__).resolve().parent.parent / "released" / "smollm2"
+
+
+def unreleased(run: Path) -> None:
+    """Writes the directory of a pipeline whose release are the released files."""
+    shutil.copytree(RELEASED, run, ignore=shutil.ignore_patterns("report"))
+    for name in ("sft-adapters", "rl-adapters"):
+        shutil.copytree(run / "adapter", run / "models" / name)
+    (run / "models" / "rl").mkdir()
+    shutil.copy(run / "adapter" / "agent.json", run / "models" / "rl")
+    for split in ("train", "validation"):
+        packed = run / "data" / f"{split}.parquet"
+        write_lines(packed.with_suffix(".jsonl"), [row.value for row in open_rows(packed)])
+        packed.unlink()
