@@ -29,13 +29,12 @@ from coa_jax.cli import run_main, workdir_flag
 from coa_jax.distill.card import card as data_card
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
-from coa_jax.jsonl import dumps
+from coa_jax.jsonl import dumps, read_objects
 from coa_jax.model.adapters import Adapter, read_adapter, write_sum
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.hub_card import hub_card
 from coa_jax.protocol.made import FILE as PROTOCOLS
 from coa_jax.records import read_records
-from coa_jax.records.rows import open_rows
 from coa_jax.trajectory import iterate_trajectories
 
 _STAGES = ("sft", "rl")
@@ -128,9 +127,8 @@ def _write_data(run: Path, output: Path) -> None:
         raise missing("writing parquet", "pyarrow", "tasks") from None
     (output / "data").mkdir()
     for split in ("train", "validation"):
-        source = run / "data" / f"{split}.jsonl"
-        rows = pyarrow.Table.from_pylist([row.value for row in open_rows(source)])
-        pyarrow.parquet.write_table(rows, output / "data" / f"{split}.parquet", compression="zstd")
+        table = pyarrow.Table.from_pylist(read_objects(run / "data" / f"{split}.jsonl"))
+        pyarrow.parquet.write_table(table, output / "data" / f"{split}.parquet", compression="zstd")
     records = read_records(output / "data" / "train.parquet")
     text = data_card(f"Distilled trajectories of {run.name}", records)
     (output / "data" / "README.md").write_text(text, encoding="utf-8")

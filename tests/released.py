@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet
+
 from coa_jax.jsonl import write_lines
-from coa_jax.records.rows import open_rows
 
 RELEASED = Path(__file__).resolve().parent.parent / "released" / "smollm2"
 
@@ -20,5 +21,5 @@ def unreleased(run: Path) -> None:
     shutil.copy(run / "adapter" / "agent.json", run / "models" / "rl")
     for split in ("train", "validation"):
         packed = run / "data" / f"{split}.parquet"
-        write_lines(packed.with_suffix(".jsonl"), [row.value for row in open_rows(packed)])
+        write_lines(packed.with_suffix(".jsonl"), pyarrow.parquet.read_table(packed).to_pylist())
         packed.unlink()

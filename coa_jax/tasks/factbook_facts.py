@@ -101,13 +101,13 @@ def inverse_keys() -> dict[tuple[str, str], str]:
 
 
 @functools.cache
-def adjectives() -> dict[str, str]:
-    """Returns the adjectives of nationality that belong to one entity only: adjective -> entity."""
+def adjectives() -> dict[tuple[str, str], str]:
+    """Returns the adjectives of nationality that identify an entity, as `inverse_keys` does."""
     owners = collections.defaultdict(list)
     for name, values in fields().items():
         if "adjective" in values:
             owners[values["adjective"]].append(name)
-    return {adjective: found[0] for adjective, found in owners.items() if len(found) == 1}
+    return {("adjective", key): names[0] for key, names in owners.items() if len(names) == 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,8 @@ def solve(program: Program) -> Solution | None:
     used: list[str] = []
     for step in program.steps:
         if isinstance(step, Inverse):
-            by_adjective = step.relation == "adjective"
-            key = (step.relation, step.value)
-            value = adjectives().get(step.value) if by_adjective else inverse_keys().get(key)
+            known = adjectives() if step.relation == "adjective" else inverse_keys()
+            value = known.get((step.relation, step.value))
             used += [value] if value else []
         elif isinstance(step, Arithmetic):
             value = compute(step.operation, values[step.a.step], values[step.b.step])
@@ -152,8 +151,8 @@ def solve(program: Program) -> Solution | None:
         else:
             subject = values[step.subject.step] if isinstance(step.subject, Ref) else step.subject
             key = "neighbour" if isinstance(step, Neighbour) else step.relation
-            known = fields() if key in FIELDS else facts()
-            value = known.get(subject, {}).get(key)
+            values_of = fields() if key in FIELDS else facts()
+            value = values_of.get(subject, {}).get(key)
             used.append(subject)
             if value and key in ("neighbour", "borders"):
                 used += value.split("; ")

@@ -213,7 +213,7 @@ def _further(split: str) -> Iterator[Program]:
     for name in names:
         yield from (Program((Lookup(key, name),)) for key in fields()[name] if key in wording.ASK)
         adjective = fields()[name].get("adjective", "")
-        if adjectives().get(adjective) == name:
+        if adjectives().get(("adjective", adjective)) == name:
             for relation in wording.ASK_VIA["adjective"]:
                 yield Program((Inverse("adjective", adjective), Lookup(relation, Ref(0))))
         yield Program((Lookup("borders", name), Count(Ref(0))))
