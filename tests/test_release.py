@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,7 @@ from coa_jax.records import read_records
 from coa_jax.release import release
 from coa_jax.report import build_report
 from coa_jax.trajectory import read_trajectories
-
-RELEASED = Path(__file__).resolve().parent.parent / "released" / "smollm2"
+from tests.released import RELEASED, unreleased
 
 
 def test_the_released_files_are_whole_and_below_ten_megabytes():
@@ -34,7 +32,7 @@ def test_the_released_files_are_whole_and_below_ten_megabytes():
         values = stored.astype(np.float32)
         assert np.isfinite(values).all() and values.any(), name
     assert read_card(RELEASED / "adapter")
-    assert len(read_records(RELEASED / "data" / "train.jsonl")) > 700
+    assert len(read_records(RELEASED / "data" / "train.parquet")) > 1_700
 
 
 def test_the_released_directory_is_a_run_for_the_report_and_the_claims(tmp_path):
@@ -97,6 +95,21 @@ def test_the_page_of_claims_has_the_figures_of_the_released_results():
         assert " | ".join(f"{value:{sign}.3f}" for value in figure.seeds) in row, quantity
 
 
+@pytest.mark.parametrize("policy", ["sft", "rl"])
+@pytest.mark.parametrize("questions", ["natural", "further"])
+def test_the_page_has_the_answers_to_peoples_questions(questions, policy):
+    page = (RELEASED.parents[1] / "docs" / "reproduction.md").read_text()
+    stored = RELEASED / "evaluate" / f"{questions}_{policy}" / "results.json"
+    figures = json.loads(stored.read_text())["figures"]
+    kinds = ("single", "two-step", "comparison", "counting", "arithmetic")
+    shares = [figures["by"]["kind"][kind]["pass_at_1"] for kind in kinds]
+    low, high = figures["ci95"]
+    cells = [f"{share:.3f}" for share in shares]
+    cells.append(f"{figures['pass_at_1']:.3f} ({low:.3f}-{high:.3f})")
+    name = {"sft": "SFT", "rl": "SFT + RL"}[policy]
+    assert f"| {questions} questions | {name} | {' | '.join(cells)} |" in page
+
+
 def test_a_run_without_adapters_is_refused(tmp_path):
     for name in ("config.json", "summary.json", "metrics.jsonl"):
         (tmp_path / name).write_text("{}\n")
@@ -111,15 +124,12 @@ def test_a_run_without_adapters_is_refused(tmp_path):
 def run(tmp_path):
     """The directory of a pipeline, made of the released files."""
     run = tmp_path / "run"
-    shutil.copytree(RELEASED, run)
-    for name in ("sft-adapters", "rl-adapters", "rl"):
-        shutil.copytree(run / "adapter", run / "models" / name)
+    unreleased(run)
     return run
 
 
 def test_protocols_of_the_run_are_released(run, monkeypatch, tmp_path):
     monkeypatch.setattr(spec, "_PROTOCOLS", dict(spec._PROTOCOLS))
-    (run / "protocols.json").unlink()  # of the run's unseen tools
     release(run, tmp_path / "plain")
     assert not (tmp_path / "plain" / "protocols.json").exists()
     protocols = {"gambling": {"tools": ["dice"], "described": {"dice": "Throws dice."}}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,12 @@ import pytest
 from coa_jax import storage
 from coa_jax.errors import UserError
 from coa_jax.release import release_to
-
-RELEASED = Path(__file__).resolve().parents[2] / "released" / "smollm2"
+from tests.released import unreleased
 
 
 def test_a_run_in_a_bucket_is_released_to_a_bucket(bucket, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(RELEASED, run, ignore=shutil.ignore_patterns("report"))
-    for stage in ("sft", "rl"):
-        shutil.copytree(run / "adapter", run / "models" / f"{stage}-adapters")
-    (run / "models" / "rl").mkdir()
-    shutil.copy(run / "adapter" / "agent.json", run / "models" / "rl")
+    unreleased(run)
     storage.upload(run, f"{bucket}/run")
     release_to(f"{bucket}/run", f"{bucket}/released")
     assert storage.exists(f"{bucket}/released/adapter/adapter_model.safetensors")
