@@ -123,7 +123,7 @@ FIELDS: dict[str, Relation] = {
     key: Relation(key, title, noun or key.replace("_", " "), "", pattern=pattern)
     for key, title, noun, pattern in _PATTERNS
 }
-"""Key -> relation, for relations whose values are read from a field of the Factbook."""
+"""Key -> relation, for all relations that a passage states in the words of the Factbook."""
 
 
 def relation_of(key: str) -> Relation:
