@@ -13,7 +13,7 @@ RELEASED = Path(__file__).resolve().parent.parent / "released" / "smollm2"
 
 
 def unreleased(run: Path) -> None:
-    """Writes a directory of a pipeline, from which `release` makes the files in released/smollm2."""
+    """Writes a pipeline directory from which `release` makes the files in released/smollm2."""
     shutil.copytree(RELEASED, run, ignore=shutil.ignore_patterns("report"))
     for name in ("sft-adapters", "rl-adapters"):
         shutil.copytree(run / "adapter", run / "models" / name)
