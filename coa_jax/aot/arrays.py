@@ -214,10 +214,8 @@ def critic(setup: Setup) -> TrainState | None:
 def teacher(setup: Setup) -> Params:
     """Returns the shapes and shardings of the local teacher's parameters."""
     assert setup.teacher is not None
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, setup.config.dtype, sharding=x.sharding),
-        abstract_params(setup.teacher, setup.mesh),
-    )
+    params = abstract_params(setup.teacher, setup.mesh)
+    return jax.tree.map(lambda x: x.update(dtype=setup.config.dtype), params)
 
 
 def training_bytes(setup: Setup) -> int:

@@ -268,11 +268,14 @@ def _publish(setup: Setup) -> list[Program]:
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
     model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
     program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels)
-    publish = functools.partial(program.lower, arrays.parameters(setup))
-    devices, policy, kept = tuple(mesh.devices.flat), arrays.policy(setup), arrays.kept_bytes(setup)
+    params, policy = arrays.parameters(setup), arrays.policy(setup)
+    devices, kept = tuple(mesh.devices.flat), arrays.kept_bytes(setup)
     if not policy.frozen:
+        publish = functools.partial(program.lower, params)
         return [Program("publish", publish, 1, kept - chip_bytes(policy.params), devices)]
-    merge = functools.partial(merge_program.lower, setup.model, policy.model)
+    merge = functools.partial(merge_program.lower, setup.model, policy.model, dtype)
+    merged = jax.tree.map(lambda x: x.update(dtype=dtype), params)
+    publish = functools.partial(program.lower, merged)
     return [
         Program("merge", merge, 1, kept - chip_bytes(policy.model), devices),
         Program("publish", publish, 1, kept, devices),

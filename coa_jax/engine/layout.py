@@ -261,7 +261,12 @@ def publish_program(
 
     if mesh is None:
         return jax.jit(program)
-    return jax.jit(program, out_shardings=_places(model, mesh, kernels))
+    # This scheduler of the TPU compiler would start the gathers of all layers at once, and their
+    # results would need as much memory as one and a half copies.
+    tpu = mesh.devices.flat[0].platform == "tpu"
+    options = {"xla_tpu_enable_latency_hiding_scheduler": "false"} if tpu else None
+    places = _places(model, mesh, kernels)
+    return jax.jit(program, out_shardings=places, compiler_options=options)
 
 
 def _places(model: ModelConfig, mesh: Mesh, kernels: KernelLayout) -> DecodeParams:

@@ -85,7 +85,7 @@ class Learner:
         if self.constraint is not None:
             print(f"constraint: {self.constraint}", flush=True)
         self.engines = make_engines(
-            merge_adapters(model.config, self.state.model),
+            self._merged(),
             without_adapters(model.config),
             config.engine,
             eos_ids(model.tokenizer),
@@ -166,7 +166,7 @@ class Learner:
 
     def publish(self) -> None:
         """Copies the current policy to the engines; no slot of an engine may be in use."""
-        publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
+        publish_all(self.engines, self._merged())
 
     def give_back(self) -> None:
         """Frees the engines' memory until the next `publish`; no slot of an engine may be in use.
@@ -182,7 +182,15 @@ class Learner:
 
         The engines may decode while the copies are made.
         """
-        return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
+        return new_copies(self.engines, self._merged())
+
+    def _merged(self) -> Params:
+        """Returns the current policy without adapters, which `publish_program` takes.
+
+        Merged parameters have the dtype of the engines, because a merged copy in float32 would take
+        twice the memory.
+        """
+        return merge_adapters(self.model.config, self.state.model, self._config.engine.dtype)
 
     def overdue(self) -> bool:
         """Returns whether the setting ``checkpoint_seconds`` requires a new checkpoint now."""

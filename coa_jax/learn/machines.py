@@ -56,11 +56,11 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
         },
     },
     "v6e-8": {
-        "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(12_288, 8), "7b": Fit(8_192, 4, 2)},
+        "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(12_288, 8), "7b": Fit(6_144, 4, 2)},
         "rl": {
             "1.5b": Fit(32_768, 8, slots=8),
             "4b": Fit(12_288, 8, slots=16, decode=4),
-            "7b": Fit(8_192, 4, 2, slots=16, decode=4),
+            "7b": Fit(6_144, 4, 2, slots=16, decode=4),
         },
     },
 }

@@ -271,16 +271,17 @@ def split_trained(
     return jax.jit(adapters, out_shardings=places)(), params
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def merge_program(config: ModelConfig, params: Params) -> Params:
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def merge_program(config: ModelConfig, params: Params, dtype: str | None = None) -> Params:
     """The compiled program with which `merge_adapters` adds adapters to the kernels.
 
     Args:
         config: the architecture, with an adapter rank above 0.
         params: parameters with adapters.
+        dtype: dtype of the result; None for the dtype of ``params``.
 
     Returns:
-        Parameters without adapters, in the dtype of ``params``.
+        Parameters without adapters. The sums are computed in the dtype of ``params``.
     """
     layers = bind(config, params).layers
 
@@ -311,18 +312,24 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
     add(("mlp", "gate_up"), mlp.gate_lora, slice(0, 1), 2)
     add(("mlp", "gate_up"), mlp.up_lora, slice(1, 2), 2)
     add(("mlp", "down"), mlp.down_lora, slice(None), 0)
-    return unflatten_dict(merged)
+    return unflatten_dict({path: x.astype(dtype or x.dtype) for path, x in merged.items()})
 
 
-def merge_adapters(config: ModelConfig, params: Params) -> Params:
+def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None) -> Params:
     """Adds the LoRA adapters of a model to its kernels.
+
+    Args:
+        config: the architecture.
+        params: parameters with or without adapters.
+        dtype: dtype of the sums, which are computed in the dtype of ``params``; None for this
+            dtype.
 
     Returns:
         Parameters without adapters; ``params`` itself if the model has no adapters.
     """
     if not config.lora.rank:
         return params
-    return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params)
+    return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params, dtype)
 
 
 # --- placement -----------------------------------------------------------------------------

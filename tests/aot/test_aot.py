@@ -175,7 +175,7 @@ def test_adapters_are_counted_beside_the_model_that_they_belong_to():
     # others, along heads or the width of the MLP, every chip has all.  2 layers, rank 4, float32.
     parted, whole = 5 * 64 + 2 * 64, (64 + 128) + (64 + 2 * 32 + 2 * 128)
     adapters = 2 * 4 * 4 * (parted / 8 + whole)
-    model = result["params"] * 4 / 8
+    model = (result["params"] - 2 * 4 * (parted + whole)) * 4 / 8
     # The model once, adapters with two moments; ids, masks and log-probabilities of the rows.
     state = programs["train"]["bytes_per_chip"]
     batch = 6 * 4 * 8 * 128 / 8

@@ -187,6 +187,16 @@ def test_a_model_trained_as_a_whole_has_no_adapters(base, tmp_path):
     assert not (tmp_path / "m-adapters").exists()
 
 
+def test_sums_in_another_dtype_are_the_rounded_sums(base):
+    model = grown(load_model(base), LORA)
+    exact, rounded = (
+        merge_adapters(model.config, model.params, dtype) for dtype in (None, "bfloat16")
+    )
+    for one, other in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+        assert other.dtype == "bfloat16"
+        np.testing.assert_array_equal(one.astype("bfloat16"), other)
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(UserError, match=r"^rank is -1"):
         LoraConfig(rank=-1)
