@@ -81,21 +81,20 @@ def release(run: Path, output: Path) -> int:
                 folder.mkdir(parents=True)
                 text = json.dumps(files.read_json_object(path, None), separators=(",", ":"))
                 (folder / path.name).write_text(text + "\n", encoding="utf-8")
-        (new / "README.md").write_text(_readme(output, config, new), encoding="utf-8")
+        (new / "README.md").write_text(_readme(config, new), encoding="utf-8")
         files.replace_folder(new, output)
     return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
 
 
-def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
+def _readme(config: dict[str, Any], new: Path) -> str:
     """Returns the README, which lists the contents of the directory and commands that use it."""
-    place = storage.with_urls(str(output))
     summary = files.read_json_object(new / "summary.json")
     rates = [
         f"{summary[stage]['pass_at_1']:.3f} after {stage.upper()} ({summary[stage]['n']} tasks)"
         for stage in _STAGES
     ]
     text = _README.read_text(encoding="utf-8")
-    return text.format(place=place, model=config["model"], rates=" and ".join(rates))
+    return text.format(model=config["model"], rates=" and ".join(rates))
 
 
 def _adapter(run: Path, stage: str) -> Adapter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -97,9 +98,11 @@ def test_the_page_of_claims_has_the_figures_of_the_released_results():
 
 @pytest.mark.parametrize("policy", ["sft", "rl"])
 @pytest.mark.parametrize("questions", ["natural", "further"])
-def test_the_page_has_the_answers_to_peoples_questions(questions, policy):
+@pytest.mark.parametrize("run", ["first", "second"])
+def test_the_page_has_the_answers_to_peoples_questions(run, questions, policy):
     page = (RELEASED.parents[1] / "docs" / "reproduction.md").read_text()
-    stored = RELEASED / "evaluate" / f"{questions}_{policy}" / "results.json"
+    folder = {"first": RELEASED, "second": RELEASED.parent / "seeds" / "ask"}[run]
+    stored = folder / "evaluate" / f"{questions}_{policy}" / "results.json"
     figures = json.loads(stored.read_text())["figures"]
     kinds = ("single", "two-step", "comparison", "counting", "arithmetic")
     shares = [figures["by"]["kind"][kind]["pass_at_1"] for kind in kinds]
@@ -107,7 +110,20 @@ def test_the_page_has_the_answers_to_peoples_questions(questions, policy):
     cells = [f"{share:.3f}" for share in shares]
     cells.append(f"{figures['pass_at_1']:.3f} ({low:.3f}-{high:.3f})")
     name = {"sft": "SFT", "rl": "SFT + RL"}[policy]
-    assert f"| {questions} questions | {name} | {' | '.join(cells)} |" in page
+    assert f"| {run} | {questions} questions | {name} | {' | '.join(cells)} |" in page
+
+
+def test_the_page_of_distillation_has_the_figures_of_the_ablation():
+    page = (RELEASED.parents[1] / "docs" / "distillation.md").read_text()
+    summary = json.loads((RELEASED.parent / "ablation" / "summary.json").read_text())
+    for arm, figures in summary["arms"].items():
+        (records,) = {block["records"] for block in summary["sets"][arm]}
+        difference = ""
+        if other := figures["minus"].get("filtered"):
+            low, high = other["ci95_tasks"]
+            difference = f"{other['mean']:+.3f} ({low:+.3f} to {high:+.3f}) "
+        pattern = rf"\| `{arm}` \| .* \| {records} \| {figures['pass_at_1']['mean']:.3f} \| "
+        assert re.search(pattern + re.escape(f"{difference}|"), page), arm
 
 
 def test_a_run_without_adapters_is_refused(tmp_path):

@@ -19,6 +19,6 @@ def test_a_run_in_a_bucket_is_released_to_a_bucket(bucket, tmp_path):
     release_to(f"{bucket}/run", f"{bucket}/released")
     assert storage.exists(f"{bucket}/released/adapter/adapter_model.safetensors")
     text = Path(storage.local(f"{bucket}/released/README.md")).read_text()
-    assert f"--model={bucket}/released/adapter" in text
+    assert "coa-jax report --workdir=FOLDER" in text
     with pytest.raises(UserError, match="exists already"):
         release_to(f"{bucket}/run", f"{bucket}/released")
