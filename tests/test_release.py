@@ -107,10 +107,10 @@ def test_the_page_has_the_answers_to_peoples_questions(run, questions, policy):
     kinds = ("single", "two-step", "comparison", "counting", "arithmetic")
     shares = [figures["by"]["kind"][kind]["pass_at_1"] for kind in kinds]
     low, high = figures["ci95"]
-    cells = [f"{share:.3f}" for share in shares]
-    cells.append(f"{figures['pass_at_1']:.3f} ({low:.3f}-{high:.3f})")
+    cells = [f"{figures['pass_at_1']:.3f} ({low:.3f}-{high:.3f})"]
+    cells += [f"{share:.3f}" for share in shares]
     name = {"sft": "SFT", "rl": "SFT + RL"}[policy]
-    assert f"| {run} | {questions} questions | {name} | {' | '.join(cells)} |" in page
+    assert f"| {questions}, {run} run | {name} | {' | '.join(cells)} |" in page
 
 
 def test_the_page_of_distillation_has_the_figures_of_the_ablation():
