@@ -225,6 +225,18 @@ def test_gradients_of_norms_compile_on_meshes_with_fsdp_and_tensor():
 
 @needs_tpu_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["1.5b", "4b", "7b"])
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+@pytest.mark.parametrize(("machine", "name"), [("v5e-8", "v5e:2x4"), ("v6e-8", "v6e:2x4")])
+def test_recipes_of_small_slices_fit_with_a_tenth_of_the_memory_free(machine, name, stage, size):
+    config = f"--config=configs/{stage}/web.py:{size},{machine}"
+    code, result, err = aot(config, f"--topology={name}")
+    assert code == 0, err
+    assert result["free_share"] >= 0.1
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor"), [("v5p:8x8x8", 4), ("v6e:8x8", 4), ("v6e:16x16", 2), ("v6e:16x16", 8)]
 )
