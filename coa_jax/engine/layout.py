@@ -261,8 +261,8 @@ def publish_program(
 
     if mesh is None:
         return jax.jit(program)
-    # This scheduler of the TPU compiler would start the gathers of all layers at once, and their
-    # results would need as much memory as one and a half copies.
+    # This scheduler of the TPU compiler starts the gathers of many layers at once, which needs more
+    # memory (7B model on v5e:2x4: 5.8 GB of temporary arrays instead of 3.9).
     tpu = mesh.devices.flat[0].platform == "tpu"
     options = {"xla_tpu_enable_latency_hiding_scheduler": "false"} if tpu else None
     places = _places(model, mesh, kernels)

@@ -235,7 +235,6 @@ class Algorithm(Bounded):
         knobs = {k: v for k, v in dataclasses.asdict(self).items() if v not in ("", UNSET)}
         chosen = dataclasses.replace(known[self.name], **knobs)
         _check(chosen, budget, own_dual_clip=self.dual_clip > 0)
-        _check_use(chosen, known[self.name], knobs)
         return chosen
 
     @functools.cached_property
@@ -406,34 +405,3 @@ def _check(a: Algorithm, budget: int, own_dual_clip: bool) -> None:
         )
     if a.needs_critic and not a.critic_learning_rate:
         refuse("critic_learning_rate", f"advantage={a.advantage} learns values: give more than 0")
-
-
-def _check_use(a: Algorithm, preset: Algorithm, knobs: Mapping[str, Any]) -> None:
-    """Raises `UserError` if a setting of the config has no effect in the algorithm ``a``.
-
-    A config may switch a part off and keep its settings: with ``tis_cap=0``, any ``tis_level`` is
-    accepted.
-
-    Args:
-        a: resolved algorithm.
-        preset: preset of the algorithm.
-        knobs: settings of the config.
-    """
-    critic = ("lam", "critic_learning_rate", "critic_warmup_steps", "value_clip")
-    parts = [
-        (a.kl_coef, ("kl_coef",), ("kl", "kl_in"), "kl_coef above 0"),
-        (a.tis_cap, ("tis_cap",), ("tis_level",), "tis_cap above 0"),
-        (a.masks, ("mask_low", "mask_high"), ("mask_level",), "mask_low or mask_high above 0"),
-        (a.overlong_buffer, ("overlong_buffer",), ("overlong_penalty",), "overlong_buffer above 0"),
-        (a.normalise == "constant", ("normalise",), ("loss_length",), "normalise=constant"),
-        (a.whitened, ("advantage",), ("gamma",), "advantage=gae or batch"),
-        (a.needs_critic, ("advantage",), critic, "advantage=gae"),
-    ]
-    for used, switches, names, need in parts:
-        for name in names:
-            changed = name in knobs and getattr(a, name) != getattr(preset, name)
-            if changed and not used and not any(switch in knobs for switch in switches):
-                raise UserError(
-                    f"algorithm.{name} is {getattr(a, name)!r} (algorithm {a.name}), but it has no "
-                    f"effect without {need}: give {need}, or leave {name} out"
-                )

@@ -261,7 +261,7 @@ def _engines(
     """Creates engines with the current parameters, for a single evaluation."""
     tokenizer = model.tokenizer
     engines: list[Engine] = make_engines(
-        merge_adapters(model.config, state.model),
+        merge_adapters(model.config, state.model, config.engine.dtype),
         without_adapters(model.config),
         config.engine,
         eos_ids(tokenizer),

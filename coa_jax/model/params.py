@@ -321,11 +321,11 @@ def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None
     Args:
         config: the architecture.
         params: parameters with or without adapters.
-        dtype: dtype of the sums, which are computed in the dtype of ``params``; None for this
-            dtype.
+        dtype: dtype of all returned parameters; None for the dtype of ``params``. The sums are
+            computed in the dtype of ``params``.
 
     Returns:
-        Parameters without adapters; ``params`` itself if the model has no adapters.
+        Parameters without adapters; ``params`` itself, in its dtype, if the model has no adapters.
     """
     if not config.lora.rank:
         return params
