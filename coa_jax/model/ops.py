@@ -126,28 +126,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 
 
-@jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """Computes ``silu(gate) * up`` (arXiv 2002.05202 eq 6).
 
     The argument ``[..., 2, F]`` holds gate at index 0 and up at index 1; the result is float32
     ``[..., F]``.
     """
-    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-
-
-def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    # One formula computes the gradients of both halves. Automatic differentiation would pad the
-    # gradient of each half and add the two, which takes 1.7 % of a step of a 32B model in the
-    # schedule of the compiler for v5p (docs/lab_notes.md).
-    share = jax.nn.sigmoid(gate_up[..., :1, :])
-    slope = 1 + gate_up[..., :1, :] * (1 - share)
-    of_gate = jnp.arange(2)[:, None] == 0
-    other = jnp.flip(gate_up, axis=-2)
-    return (g[..., None, :] * share * other * jnp.where(of_gate, slope, 1.0),)
-
-
-swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_bwd)
+    gate, up = (gate_up[..., half, :].astype(jnp.float32) for half in (0, 1))
+    return jax.nn.silu(gate) * up
 
 
 # --- reductions over the vocabulary and over keys ------------------------------------------

@@ -22,7 +22,6 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.ops import einsum as einsum
 from coa_jax.model.ops import first_passed as first_passed
 from coa_jax.model.ops import product as product
-from coa_jax.model.ops import swiglu as swiglu
 from coa_jax.model.ops_tpu import matmul_sum as row_sum
 from coa_jax.model.ops_tpu import rms_norm as rms_norm
 
@@ -93,6 +92,30 @@ def materialize(x: jax.Array) -> jax.Array:
 
 
 materialize.defvjp(lambda x: (materialize(x), None), lambda _, g: (g,))
+
+
+# --- SwiGLU --------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """Computes `ops.swiglu` with a gradient that stacks the gradients of gate and up.
+
+    The automatic gradient pads both and adds them. XLA for CPUs adds slowly in bfloat16: a
+    fine-tuning step of SmolLM2-135M in bfloat16 takes 5.4 instead of 4.8 s.
+    """
+    return ops.swiglu(gate_up)
+
+
+def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    gate, up = (gate_up[..., half, :].astype(jnp.float32) for half in (0, 1))
+    share = jax.nn.sigmoid(gate)
+    slope = 1 + gate * (1 - share)
+    halves = (g * share * slope * up, g * share * gate)
+    return (jnp.stack(halves, axis=-2).astype(gate_up.dtype),)
+
+
+swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_bwd)
 
 
 # --- decoding ------------------------------------------------------------------------------
