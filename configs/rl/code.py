@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "format_reward": True,
             "mini_batch": 32,
             "temperature": 1.0,
-            "rows": 32 if size == "32b" else 64,
+            "rows": 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
             "remat": "full",
@@ -88,7 +88,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "mesh": {
                 "data": 1,
                 "fsdp": -1,
-                "tensor": 4 if size == "32b" else 1,
+                "tensor": 2 if size == "32b" else 1,
                 "decode_tensor": 2 if size == "3b" else 4,
             },
         },

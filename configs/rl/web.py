@@ -55,10 +55,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "max_sampled": 4.0,
             "format_reward": False,
             "temperature": 1.0,
-            "rows": 32 if size == "32b" else 64,
+            "rows": 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
-            "remat": "attention_block" if size == "32b" else "attention",
+            "remat": "attention",
             "algorithm": {
                 "name": "dapo",
                 "dual_clip": 10.0,
@@ -106,7 +106,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "mesh": {
                 "data": 1,
                 "fsdp": -1,
-                "tensor": 4 if size == "32b" else 1,
+                "tensor": 2 if size == "32b" else 1,
                 "decode_tensor": 2 if size == "3b" else 4,
             },
         },

@@ -52,10 +52,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rename_share": 0.0,
             "seed": 0,
             "batch_size": 256,
-            "rows": 32 if size == "32b" else 64,
+            "rows": 64,
             "row_length": 32_768,
             "dtype": "bfloat16",
-            "remat": "attention_block" if size == "32b" else "attention",
+            "remat": "attention",
             "validate_every": 20,
             "checkpoint_every": 20,
             "optimizer": {
@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "b2": 0.999,
                 "weight_decay": 0.0,
             },
-            "mesh": {"data": 1, "fsdp": -1, "tensor": 4 if size == "32b" else 1},
+            "mesh": {"data": 1, "fsdp": -1, "tensor": 2 if size == "32b" else 1},
         },
     )
     if machine:
