@@ -45,22 +45,22 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
     },
     "v5e-8": {
         "sft": {
-            "1.5b": Fit(14_336, 8),
-            "4b": Fit(6_144, 8, lora=32),
-            "7b": Fit(4_096, 8, lora=32),
+            "1.5b": Fit(32_768, 8),
+            "4b": Fit(16_384, 8, lora=32),
+            "7b": Fit(8_192, 8, lora=32),
         },
         "rl": {
-            "1.5b": Fit(12_288, 8, slots=8),
-            "4b": Fit(6_144, 8, lora=32, slots=16, decode=4),
-            "7b": Fit(4_096, 8, lora=32, slots=16, decode=4),
+            "1.5b": Fit(32_768, 8, slots=8),
+            "4b": Fit(14_336, 8, lora=32, slots=16, decode=4),
+            "7b": Fit(8_192, 8, lora=32, slots=16, decode=4),
         },
     },
     "v6e-8": {
-        "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(12_288, 8), "7b": Fit(6_144, 4, 2)},
+        "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(32_768, 8), "7b": Fit(20_480, 4, 2)},
         "rl": {
             "1.5b": Fit(32_768, 8, slots=8),
-            "4b": Fit(12_288, 8, slots=16, decode=4),
-            "7b": Fit(6_144, 4, 2, slots=16, decode=4),
+            "4b": Fit(24_576, 8, slots=16, decode=4),
+            "7b": Fit(20_480, 4, 2, slots=16, decode=4),
         },
     },
 }
