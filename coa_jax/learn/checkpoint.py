@@ -128,6 +128,8 @@ class Checkpoints:
             policy = checkpoint_managers.AnyPreservationPolicy([policy, highest])
         self.directory, self._wait_seconds = prepared(directory), wait_seconds
         self._before_save = before_save
+        if not read_only and processes.index() == 0 and not self.directory.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
         verbosity = logging.get_verbosity()
         if read_only:
             logging.set_verbosity(logging.ERROR)  # hides Orbax's warning of a read-only directory
@@ -137,7 +139,13 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policy,
                     best_fn=self._quality if best else None,
-                    create=not read_only,
+                    create=False,
+                    # Without a list of processes, Orbax's barriers are programs on all devices,
+                    # outside the order of `turn`.
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(
+                        active_processes=set(range(processes.count()))
+                    ),
+                    save_root_metadata=False,  # there is none, and Orbax would wait with a deadline
                     read_only=read_only,
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,
@@ -195,6 +203,7 @@ class Checkpoints:
         Raises:
             OSError: the previous checkpoint could not be written, for example because the disk is
                 full. Older checkpoints are intact.
+            Outage: the bucket could not be reached for several minutes.
         """
         self.wait()
         self._before_save()
@@ -210,16 +219,18 @@ class Checkpoints:
                 step,
                 self.best_metric,
             )
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{name: ocp.args.StandardSave(_plain(tree)) for name, tree in trees.items()},
-                extra=ocp.args.JsonSave(extra),
-                fingerprint=ocp.args.JsonSave(marks),
-            ),
-            metrics={self.best_metric: float(value)} if math.isfinite(value) else None,
-            force=True,
-        )
+        # Orbax's barriers have a deadline, which processes miss if a bucket holds up process 0.
+        with telling_outage(self.directory):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    **{name: ocp.args.StandardSave(_plain(tree)) for name, tree in trees.items()},
+                    extra=ocp.args.JsonSave(extra),
+                    fingerprint=ocp.args.JsonSave(marks),
+                ),
+                metrics={self.best_metric: float(value)} if math.isfinite(value) else None,
+                force=True,
+            )
 
     def wait(self) -> None:
         """Waits until the last checkpoint has been written.

@@ -45,6 +45,7 @@ import numpy as np
 from absl import logging
 
 from coa_jax.errors import UserError
+from coa_jax.parallel.turns import turn
 from coa_jax.storage.places import seconds_of
 
 T = TypeVar("T")
@@ -323,11 +324,12 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
 
     payload = np.frombuffer(pickle.dumps(list(items)), np.uint8)
     meet(what, seconds)
-    sizes = multihost_utils.process_allgather(np.asarray([payload.size], np.int32)).reshape(-1)
-    width = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
-    padded = np.zeros(width, np.uint8)
-    padded[: payload.size] = payload
-    rows = np.asarray(multihost_utils.process_allgather(padded))
+    with turn(jax.sharding.Mesh(jax.devices(), "all")):
+        sizes = multihost_utils.process_allgather(np.asarray([payload.size], np.int32)).reshape(-1)
+        width = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
+        padded = np.zeros(width, np.uint8)
+        padded[: payload.size] = payload
+        rows = np.asarray(multihost_utils.process_allgather(padded))
     parts = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
     total = sum(map(len, parts))
     return [parts[at % len(parts)][at // len(parts)] for at in range(total)]

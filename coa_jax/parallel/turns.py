@@ -8,7 +8,8 @@ program into all queues before another thread begins. The thread does not wait u
 ended.
 
 Programs that span processes are launched only by the main threads, in the same order in every
-process. The programs of an engine belong to one process.
+process. The programs of an engine belong to one process. The barriers of checkpoints launch no
+programs: the processes wait through JAX's coordination service.
 """
 
 from __future__ import annotations

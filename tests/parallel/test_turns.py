@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.parallel import processes
 from coa_jax.parallel.turns import in_turn, turn
 from tests.parallel.launched import launch
 
@@ -59,6 +64,64 @@ def test_an_update_of_two_processes_and_their_engines_run_beside_each_other(tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     said = sorted(line for line in done.stdout.splitlines() if "sums" in line)
     assert said == ["[0] sums 6.0 3.0", "[1] sums 6.0 3.0"]
+
+
+def spread(devices) -> jax.Array:
+    place = NamedSharding(Mesh(devices, "x"), PartitionSpec("x"))
+    host = np.arange(64, dtype=np.float32)
+    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+
+
+def save_and_gather(folder: str) -> None:
+    """The part of the test below that each of two processes plays."""
+    outside: list[str] = []
+    allgather = multihost_utils.process_allgather
+
+    def watched(*arguments, **options):  # `sync_global_devices` calls this function, too
+        if not turn(_Two())._is_owned():
+            outside.append(what)
+        return allgather(*arguments, **options)
+
+    multihost_utils.process_allgather = watched
+    local, everywhere = spread(jax.local_devices()), spread(jax.devices())
+    done, rounds, total = threading.Event(), [], jax.jit(jax.numpy.sum)
+
+    def engine():
+        while not done.is_set():
+            rounds.append(in_turn(local.sharding.mesh, total, local))
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    what = "open"
+    with contextlib.closing(Checkpoints(folder, keep=1)) as checkpoints:
+        for step in (1, 2, 3):
+            what = "save"
+            if step == 1 + processes.index():
+                time.sleep(1)  # the other process waits
+            checkpoints.save(step, {"w": everywhere}, {"step": step})
+            what = "gather"
+            assert processes.gather([processes.index()], "numbers", 60) == [0, 1]
+        checkpoints.wait()
+        what = "restore"
+        restored = checkpoints.newest({"w": everywhere})
+        what = "close"
+    done.set()
+    thread.join()
+    print("restored", restored.extra, bool(rounds), "outside:", *outside, flush=True)
+
+
+def test_saving_and_gathering_launch_no_program_out_of_turn_beside_engines(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "from coa_jax.cli import run_main\n"
+        "def main(argv):\n"
+        "    from tests.parallel.test_turns import save_and_gather\n"
+        f"    save_and_gather({str(tmp_path / 'c')!r})\n"
+        "run_main(main)\n"
+    )
+    done = launch(2, 2, str(tmp_path / "program.py"), timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = sorted(line for line in done.stdout.splitlines() if "restored" in line)
+    assert said == [f"[{n}] restored {{'step': 3}} True outside:" for n in (0, 1)]
 
 
 def test_a_thread_begins_when_the_program_of_another_is_in_all_queues():
