@@ -25,6 +25,7 @@ class Hub:
         gated: repositories that ask for an agreement.
         objects: large files by their SHA-256.
         requests: method and path of each request.
+        served: (file, bytes) of each answer with a file or a range of a file.
         messages: message of each commit that was uploaded.
     """
 
@@ -33,6 +34,7 @@ class Hub:
         self.gated: set[str] = set()
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.served: list[tuple[str, int]] = []
         self.messages: list[str] = []
         self.url = ""
 
@@ -137,10 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{_sha(data)}"', "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None:
+            if self.command == "GET":
+                self.hub.served.append((file, len(data)))
             return self._answer(200, data, {**headers, "Content-Length": str(len(data))})
         first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
         last = min(last, len(data) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        self.hub.served.append((file, last + 1 - first))
         return self._answer(206, data[first : last + 1], headers)
 
     # --- writing ---------------------------------------------------------------------------

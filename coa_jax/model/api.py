@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -22,9 +23,17 @@ from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
-from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint, read_index
+from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
-from coa_jax.storage import is_url, local, model_folder, weights_apart
+from coa_jax.parallel import processes
+from coa_jax.storage import (
+    hub_files,
+    is_url,
+    local,
+    model_folder,
+    weights_apart,
+    weights_on_hub,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +79,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    model, source = _open(path, weights=True)
+    model, source = _open(path, weights=True, mesh=mesh)
     return dataclasses.replace(model, params=_load(source, model.config, dtype, mesh))
 
 
@@ -100,7 +109,7 @@ def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Par
     The parameters are a nested dict of arrays, see `model.params`. The arguments and errors are
     those of :func:`load_model`, but no tokenizer is read.
     """
-    model, source = _open(path, weights=True, tokenizer=False)
+    model, source = _open(path, weights=True, tokenizer=False, mesh=mesh)
     return _load(source, model.config, "float32", mesh)
 
 
@@ -112,13 +121,21 @@ def _load(
 
 
 def _open(
-    path: str | Path, *, weights: bool, tokenizer: bool = True
+    path: str | Path,
+    *,
+    weights: bool,
+    tokenizer: bool = True,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Model, TensorSource | None]:
     """Returns a model without parameters and, if ``weights`` is set, the source of its tensors.
 
-    If ``tokenizer`` is False, the model has a `MissingTokenizer`.
+    If ``tokenizer`` is False, the model has a `MissingTokenizer`. If ``mesh`` spans several
+    processes, the weights of a model on the Hub are not downloaded: `_read_parts` of
+    `model.hf_weights` then requests only a part of them in each process.
     """
-    folder = model_folder(path, weights=weights)
+    together = mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
+    on_hub = weights and together and weights_on_hub(path)
+    folder = model_folder(path, weights=weights and not on_hub)
     source: TensorSource | None = None
 
     def read(find: Callable[[Any], Any], place: Path | GgufFile) -> Any:
@@ -128,7 +145,7 @@ def _open(
         try:
             if read_adapter(model_folder(adapter.base, weights=False)) is not None:
                 raise UserError("that is an adapter too: merge the two with PEFT first")
-            base, source = _open(adapter.base, weights=weights, tokenizer=tokenizer)
+            base, source = _open(adapter.base, weights=weights, tokenizer=tokenizer, mesh=mesh)
         except UserError as error:
             raise UserError(
                 f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
@@ -138,9 +155,9 @@ def _open(
         own = base.tokenizer if isinstance(own, MissingTokenizer) else own
         model = Model(base.config, {}, own, read_card(folder) or base.card)
         if source is not None:
-            # The safetensors of a model in a bucket are read in ranges, but an adapter is small:
-            # copy the whole adapter.
-            whole = Path(local(str(path))) if is_url(path) else folder
+            # If a model is in a bucket or on the Hub, ranges of its safetensors are read, but an
+            # adapter is small: copy the whole adapter.
+            whole = Path(local(str(path))) if is_url(path) else model_folder(path)
             source = AdaptedTensors(source, dataclasses.replace(adapter, folder=whole))
     elif (gguf := gguf_file(folder)) is not None:
         source = file = GgufFile(gguf)
@@ -150,11 +167,7 @@ def _open(
             raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
         model = Model(read_config(folder), {}, read(find_tokenizer, folder), read_card(folder))
         if weights:
-            apart = weights_apart(path)
-            # The folder may also contain shards of an earlier save.
-            if apart is not None and (named := set(read_index(folder).values())):
-                apart = dataclasses.replace(apart, names=tuple(sorted(named)))
-            source = local_checkpoint(folder) if apart is None else Checkpoint(str(path), apart)
+            source = _checkpoint(path, folder, on_hub)
     if not isinstance(model.tokenizer, MissingTokenizer):
         largest = max(model.tokenizer.get_vocab().values())
         if largest >= model.config.vocab_size:
@@ -163,6 +176,37 @@ def _open(
                 f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
             )
     return model, source
+
+
+def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
+    """Opens the weights of a model.
+
+    Args:
+        path: path, URL or id of the model.
+        folder: local folder with the index of the weights, if the model has an index.
+        on_hub: whether weights that are not in ``folder`` are read from the Hub. If True, all
+            processes must call this function.
+
+    Raises:
+        UserError: the weights cannot be read, or the processes have different commits of the model.
+    """
+    named = tuple(sorted(set(read_index(folder).values())))
+    if (apart := weights_apart(path)) is not None:
+        # The bucket may also contain shards of an earlier save.
+        return Checkpoint(str(path), dataclasses.replace(apart, names=named or apart.names))
+    if on_hub:
+        commit, names = folder.name, named or (SINGLE_FILE,)  # folders of the cache: commits
+        # A push between the requests of two processes would mix the weights of two commits.
+        what = f"commit of {path}"
+        commits = asyncio.run(processes.exchange(commit, what, 60.0, "commit of a model"))
+        if len(set(commits)) > 1:
+            raise UserError(
+                f"{path}: the processes have different commits of the model; name one of them, as "
+                f"in {hub_files(path, max(commits), ()).root}"
+            )
+        if not all((folder / name).exists() for name in names):
+            return Checkpoint(str(path), hub_files(path, commit, names))
+    return local_checkpoint(folder)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))

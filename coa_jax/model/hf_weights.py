@@ -176,20 +176,32 @@ def _read_parts(
     mesh = place.mesh
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
+    def padded(name: str, start: int, stop: int) -> np.ndarray:
+        count, *rest = source.shapes[name]
+        first = min(start, count - 1)  # devices beyond the last row get only padding
+        values = source.read(name, slice(first, min(stop, count)))[start - first :]
+        if values.itemsize >= dtype.itemsize:  # narrower values are sent as stored
+            values = values.astype(dtype)
+        _check_finite(source, [name], values)
+        return np.pad(values, [(0, stop - start - len(values)), *((0, 0) for _ in rest)])
+
     def tensor(name: str) -> jax.Array:
         count, *rest = source.shapes[name]
         each = -(-count // mesh.size)
+        whole = (each * mesh.size, *rest)
+        starts = [_first_row(i) for i in by_rows.addressable_devices_indices_map(whole).values()]
+        begin, end = min(starts), max(starts) + each
+        # If the rows of this process are contiguous, they are read at once, because each read from
+        # a bucket or from the Hub is a request.
+        own = padded(name, begin, end) if end - begin == each * len(starts) else None
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            start = (index[0].start or 0) if index else 0
-            first = min(start, count - 1)  # devices beyond the last row get only padding
-            values = source.read(name, slice(first, min(first + each, count)))[start - first :]
-            if values.itemsize >= dtype.itemsize:  # narrower values are sent as stored
-                values = values.astype(dtype)
-            _check_finite(source, [name], values)
-            return np.pad(values, [(0, each - len(values)), *((0, 0) for _ in rest)])
+            start = _first_row(index)
+            if own is None:
+                return padded(name, start, start + each)
+            return own[start - begin : start - begin + each]
 
-        return jax.make_array_from_callback((each * mesh.size, *rest), by_rows, part)
+        return jax.make_array_from_callback(whole, by_rows, part)
 
     rows = tuple(source.shapes[name][0] for name in names(row, 0))
     move = _mover(row.join, rows, shape[stacked:], dtype, place)
@@ -199,6 +211,10 @@ def _read_parts(
     for layer in range(shape[0]):
         stack = move(stack, np.int32(layer), [tensor(name) for name in names(row, layer)])
     return stack
+
+
+def _first_row(index: tuple[slice, ...] | None) -> int:
+    return (index[0].start or 0) if index else 0
 
 
 @functools.cache

@@ -33,25 +33,34 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 def architecture_of(model: str) -> tuple[str, ModelConfig]:
     """Returns the name and the architecture of a model, without reading weights.
 
-    The architecture comes from the ``config.json`` of the directory ``model``. If the directory
-    does not exist, the path must contain a name of `ARCHITECTURES`, as
+    The architecture comes from the ``config.json`` of ``model``, which is a directory, a URL, or an
+    id of the Hugging Face Hub. If there is no such directory, and the Hub has no such model or
+    cannot be reached, ``model`` must contain a name of `ARCHITECTURES`, as
     ``weights/Qwen2.5-Coder-7B-Instruct`` does; coder and instruct models have the shapes of their
     base model. The name ``tiny`` counts only as the last part of the path, because the names of
     other models may contain this word.
 
     Raises:
-        UserError: the directory does not exist, and its path contains no known name.
+        UserError: the model cannot be read, and its path contains no known name; or its config is
+            not supported.
     """
     if storage.is_url(model) or (Path(model) / "config.json").is_file():
         return model, read_config(storage.model_folder(model, weights=False))
-    if (adapter := read_adapter(Path(model))) is not None:
+    why = "there is no such directory"
+    try:
+        folder = storage.hub_description(model) or Path(model)
+    except UserError as error:
+        folder, why = Path(model), str(error).removeprefix(f"{model}: ")
+    if (folder / "config.json").is_file():
+        return model, read_config(folder)
+    if (adapter := read_adapter(folder)) is not None:
         return architecture_of(adapter.base)
     text = model.lower().replace("-coder", "")
     last = Path(text).name
     named = [name for name in ARCHITECTURES if (name == last if name == "tiny" else name in text)]
     if not named:
         raise UserError(
-            f"model {model!r}: there is no such directory, and the path names no architecture; "
-            f"known are {', '.join(ARCHITECTURES)}"
+            f"model {model!r}: {why}; and the path names no architecture; known are "
+            f"{', '.join(ARCHITECTURES)}"
         )
     return (name := max(named, key=len)), ARCHITECTURES[name]

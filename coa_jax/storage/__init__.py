@@ -7,7 +7,16 @@ docs/storage.md describes when files are uploaded.
 """
 
 from coa_jax.storage.copies import exists, local, output, upload, version, with_urls
-from coa_jax.storage.hub import check_push, hub_id, model_folder, push_model, weights_apart
+from coa_jax.storage.hub import (
+    check_push,
+    hub_description,
+    hub_files,
+    hub_id,
+    model_folder,
+    push_model,
+    weights_apart,
+    weights_on_hub,
+)
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
 from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
 from coa_jax.storage.shared import SharedCache, closing_caches
@@ -21,6 +30,8 @@ __all__ = [
     "check_writable",
     "closing_caches",
     "exists",
+    "hub_description",
+    "hub_files",
     "hub_id",
     "is_url",
     "join",
@@ -34,5 +45,6 @@ __all__ = [
     "version",
     "visited",
     "weights_apart",
+    "weights_on_hub",
     "with_urls",
 ]

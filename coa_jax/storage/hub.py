@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _ID = re.compile(
 )
 _DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.md")
 _WEIGHTS = ("*.safetensors",)
+_PATIENCE = 5.0  # seconds to wait for the Hub if a command can continue without it
 
 
 def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
@@ -49,7 +50,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
     A model of the Hub is downloaded to the cache of huggingface_hub, which lets only one process
     download at a time. If the model is in a bucket, its safetensors files are not copied, see
-    `weights_apart`.
+    `weights_apart`. Several processes that load a model of the Hub together use `weights_on_hub`.
 
     Args:
         place: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
@@ -180,6 +181,111 @@ def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
     with telling(text):
         found = sorted(name.rpartition("/")[2] for name in fs.glob(f"{root}/*.safetensors"))
     return RemoteFiles(text.rstrip("/"), tuple(found), fs)
+
+
+@dataclasses.dataclass(frozen=True)
+class HubFiles:
+    """The files of a model on the Hub, from which ranges of bytes can be read.
+
+    Attributes:
+        place: id of the model, used in messages.
+        root: repository and commit, ``Org/Name@COMMIT``.
+        names: names of the files.
+    """
+
+    place: str
+    root: str
+    names: tuple[str, ...]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Reads the bytes ``[start, stop)`` of a file, by one request and without read-ahead.
+
+        Args:
+            name: name of the file.
+            start: position of the first byte.
+            stop: position one past the last byte.
+
+        Raises:
+            UserError: the repository has no such file, or the Hub refuses the request or cannot be
+                reached.
+        """
+        from huggingface_hub import HfFileSystem
+
+        if stop <= start:
+            return b""
+        path = f"{self.root}/{name}"
+        with _telling(self.place):
+            try:
+                # `HfFileSystem()` returns the same object each time, so a folder is listed once.
+                found = HfFileSystem().cat_file(path, start=start, end=stop, cache_type="none")
+            except FileNotFoundError as error:
+                raise UserError(f"{self.place}: the repository has no file {name}") from error
+        return bytes(found)
+
+
+def weights_on_hub(place: str | os.PathLike[str]) -> bool:
+    """Returns whether ranges of a model's safetensors files can be requested from the Hub.
+
+    The result is False if ``place`` is not an id of the Hub or names a GGUF file, and in offline
+    mode.
+    """
+    from huggingface_hub import constants
+
+    found = hub_id(place)
+    return found is not None and found[2] is None and not constants.HF_HUB_OFFLINE
+
+
+def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> HubFiles:
+    """Returns files of a model on the Hub, none of which is downloaded.
+
+    Args:
+        place: id of the model, for which `weights_on_hub` is True.
+        commit: commit of the repository.
+        names: names of the files.
+    """
+    text = os.fspath(place)
+    found = hub_id(text)
+    assert found is not None
+    return HubFiles(text, f"{found[0]}@{commit}", tuple(names))
+
+
+def hub_description(place: str | os.PathLike[str]) -> Path | None:
+    """Downloads the file of a model on the Hub that describes the architecture, and no other file.
+
+    The file is ``config.json`` or, in a repository without it, ``adapter_config.json``.
+
+    Returns:
+        The folder of the file; None if ``place`` is not an id of the Hub or names a GGUF file, or
+        if the repository has neither file.
+
+    Raises:
+        UserError: the Hub refuses the request; or it does not answer within seconds, and the cache
+            has neither file.
+    """
+    from huggingface_hub import HfApi, constants, errors, hf_hub_download
+
+    if (found := hub_id(place)) is None or found[2] is not None:
+        return None
+    name, revision, _ = found
+    reached, missing = not constants.HF_HUB_OFFLINE, errors.EntryNotFoundError()
+    with _telling(os.fspath(place)):
+        if reached:
+            # `hf_hub_download` repeats its requests for minutes.
+            try:
+                HfApi().model_info(name, revision=revision, timeout=_PATIENCE)
+            except errors.HfHubHTTPError:
+                raise
+            except errors.HTTPError:
+                reached = False
+        for file in ("config.json", "adapter_config.json"):
+            try:
+                path = hf_hub_download(name, file, revision=revision, local_files_only=not reached)
+                return Path(path).parent
+            except errors.EntryNotFoundError as error:
+                missing = error
+        if isinstance(missing, errors.LocalEntryNotFoundError):
+            raise missing
+    return None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Loads a model on a mesh of all processes, and prints the bytes that this one has read.
 
-python -m tests.parallel.counted_loading MODEL DATA,FSDP,TENSOR
+python -m tests.parallel.counted_loading MODEL DATA,FSDP,TENSOR [COPY]
+
+With COPY, the parameters are compared with those of this local copy of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ READ = 0
 
 def main(argv: list[str]) -> None:
     sizes = map(int, argv[2].split(","))
-    alone = load_weights(argv[1])
+    alone = load_weights(argv[-1] if len(argv) > 3 else argv[1])
     read = Checkpoint.read
 
     def counted(self: Checkpoint, name: str, rows: slice = slice(None)) -> np.ndarray:

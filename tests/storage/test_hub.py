@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +152,53 @@ def test_a_command_that_the_hub_refuses_says_so_in_a_line(hub, tmp_path):
     done = run(hub, tmp_path, "-m", "coa_jax.ask", "--model=Org/Nothing", "who?")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: Org/Nothing: there is no such folder")
+
+
+def architecture(*places: str) -> tuple[str, str]:
+    """A program that prints name and number of layers of architectures, or why there is none."""
+    lines = (
+        "from coa_jax.errors import UserError",
+        "from coa_jax.model.shapes import architecture_of",
+        f"for place in {places!r}:",
+        "    try:",
+        "        name, config = architecture_of(place)",
+        "        print(name, config.num_layers)",
+        "    except UserError as error:",
+        "        print(error)",
+    )
+    return "-c", "\n".join(lines)
+
+
+def test_the_architecture_of_a_model_of_the_hub_comes_from_its_config(hub, tmp_path):
+    samples.write_model(tmp_path / "model")
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    base, adapter = "Org/Qwen2.5-7B-Pruned", {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    hub.add(base, whole)
+    first = hub.find(base, "main")
+    assert first is not None
+    hub.add(base, {"config.json": b"{}"})
+    text = json.dumps({**adapter, "base_model_name_or_path": base, "revision": first[0]})
+    hub.add("Org/Adapter", {"adapter_config.json": text.encode()})
+    hub.add("Org/Qwen2.5-3B-GGUF", {"a.gguf": b"GGUF", "README.md": b"a card"})
+    places = (f"{base}@{first[0]}", "Org/Adapter", "Org/Qwen2.5-3B-GGUF", "Org/Qwen3-4B-Private")
+    done = run(hub, tmp_path / "home", *architecture(*places))
+    here = f"{places[0]} 2"
+    assert done.stdout.splitlines() == [here, here, "qwen2.5-3b 36", "qwen3-4b 36"], done.stderr
+    assert {name for name, _ in hub.served} == {"config.json", "adapter_config.json"}
+    cached = run(hub, tmp_path / "home", *architecture(*places[:2]), HF_HUB_OFFLINE="1")
+    assert cached.stdout.splitlines() == [here, here], cached.stderr
+
+
+def test_without_network_an_architecture_is_known_by_its_name(hub, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        done = run(hub, tmp_path, *architecture("Qwen/Qwen2.5-7B"), HF_ENDPOINT=url)
+        assert time.monotonic() - start < 30
+    assert done.stdout.strip() == "qwen2.5-7b 28", done.stderr
+    refused = run(hub, tmp_path, *architecture("Org/Other"), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "the Hub cannot be reached" in refused.stdout, refused.stderr
+    assert "the path names no architecture; known are tiny" in refused.stdout
 
 
 def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
