@@ -223,8 +223,9 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
     """Checks work directory, disk and memory."""
     yield _tried("workdir", lambda: (None, _writable(workdir)))[1]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-    if cache and "://" not in cache:
-        yield _tried("compiled programs", lambda: (None, _written(Path(cache))))[1]
+    # JAX also writes to stores that this package does not open.
+    if cache and ("://" not in cache or cache.partition("://")[0] in storage.SCHEMES):
+        yield _tried("compiled programs", lambda: (None, _written(cache)))[1]
     if not isinstance(config, FitConfig | RLRun):
         return
     setup, line = _tried("mesh", lambda: _setup(config))
@@ -238,8 +239,12 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
         yield _tried("programs", lambda: (None, _compiled(setup)))[1]
 
 
-def _written(folder: Path) -> str:
-    """Checks that a folder can be written: creates it, and writes and removes a file."""
+def _written(place: str) -> str:
+    """Checks that a folder or bucket can be written: writes and removes a file."""
+    if storage.is_url(place):
+        storage.check_writable(place)
+        return f"{place} can be written"
+    folder = Path(place)
     probe = folder / f".check-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,12 +258,11 @@ def _written(folder: Path) -> str:
 def _writable(place: str) -> str:
     """Checks that the work directory can be written, and that all hosts share it."""
     if storage.is_url(place):
-        storage.check_writable(place)
-        return f"{place} can be written"
+        return _written(place)
     text, fault, workdir = "", None, Path(place)
     mine = workdir / f".check-of-{processes.index()}"
     try:
-        text = _written(workdir)
+        text = _written(place)
         mine.write_bytes(b"")
     except (UserError, OSError) as error:
         fault = error

@@ -42,7 +42,7 @@ from coa_jax.evaluate.policy import weights_name
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.storage import run_folder, with_urls
+from coa_jax.storage import cache_folder, run_folder, with_urls
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
@@ -109,7 +109,7 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
     with RunDir(workdir) as run:
         run.write_config(config)
         passages = read_corpus(tools.corpus) if tools.corpus else None
-        index = load_index(tools.passage_chars, passages)
+        index = load_index(tools.passage_chars, passages, cache_folder("wiki", tools.corpus))
         source = Path(tools.corpus).name if tools.corpus else "factbook"
         summary = asyncio.run(_work(config, command, index, source, workdir))
         run.summary(summary, anew=True)

@@ -60,19 +60,22 @@ def copy_compiled(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def started(words: Sequence[str], compiled: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    words: Sequence[str], compiled: Path, cwd: Path = ROOT, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """Starts ``python -m WORDS`` on a CPU; at the end of the block the process is killed.
 
     Args:
         words: the module and its arguments.
         compiled: folder of compiled programs, see `copy_compiled`.
+        cwd: folder in which the process runs.
         env: more environment variables.
     """
     settings = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env={**os.environ, **settings, **env},
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **settings, **env},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )

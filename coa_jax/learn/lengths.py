@@ -2,7 +2,7 @@
 
 Each process of a run counts the tokens of a part of the records, with worker processes if there are
 many records, and the processes exchange their counts. The counts are cached in ``$COA_JAX_LENGTHS``
-(default: ``~/.cache/coa_jax/lengths``), in a file whose name depends on the records' files, the
+(default: see `storage.cache_folder`), in a file whose name depends on the records' files, the
 tokenizer and the prompt style. A later run with the same data reads the cache.
 """
 
@@ -33,7 +33,7 @@ from coa_jax.model.tokenizer import chat_template
 from coa_jax.parallel import processes
 from coa_jax.progress import progress
 from coa_jax.records import Counts, LeftOut
-from coa_jax.storage import is_url
+from coa_jax.storage import cache_folder, is_url
 from coa_jax.tasks.base import one_with_level
 from coa_jax.tasks.prompts import Wording, wording_of
 
@@ -91,7 +91,7 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
     Raises:
         UserError: a file cannot be read.
     """
-    path = _folder() / f"{_digest(reader)}.npz"
+    path = _folder(reader.records.source) / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
     told = [known is not None]
     if processes.count() > 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
@@ -167,11 +167,11 @@ def fitting(reader: RecordReader, measured: TokenCounts, length: int) -> Example
 # --- the cache ------------------------------------------------------------------------------
 
 
-def _folder() -> Path:
+def _folder(source: str) -> Path:
     named = os.environ.get("COA_JAX_LENGTHS")
     if named and is_url(named):
         raise UserError(f"COA_JAX_LENGTHS is {named}; give a local folder")
-    return Path(named) if named else files.cache_folder("lengths")
+    return Path(named) if named else cache_folder("lengths", source)
 
 
 def _digest(reader: RecordReader) -> str:

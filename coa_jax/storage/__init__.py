@@ -6,7 +6,15 @@ directory, which `coa_jax.run_dir` opens. `SharedCache` is a cache to which seve
 docs/storage.md describes when files are uploaded.
 """
 
-from coa_jax.storage.copies import exists, local, output, upload, version, with_urls
+from coa_jax.storage.copies import (
+    cache_folder,
+    exists,
+    local,
+    output,
+    upload,
+    version,
+    with_urls,
+)
 from coa_jax.storage.hub import (
     check_push,
     hub_description,
@@ -25,6 +33,7 @@ __all__ = [
     "SCHEMES",
     "Mirror",
     "SharedCache",
+    "cache_folder",
     "check",
     "check_push",
     "check_writable",

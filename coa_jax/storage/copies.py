@@ -1,4 +1,7 @@
-"""Copies files between buckets and this host; keeps copies of inputs in the temporary folder."""
+"""Copies files between buckets and this host.
+
+Copies of inputs, and caches of what is computed from them, are in the temporary folder.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,21 @@ def own_folder() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise UserError(f"{path}: belongs to another user; set TMPDIR to a folder of your own")
     return path
+
+
+def cache_folder(name: str, source: str) -> Path:
+    """Returns the folder of a cache of results that are computed from an input.
+
+    For an input in a bucket, the folder is in the temporary folder, like the copy of the input: a
+    run whose places are all in a bucket writes nothing else to this machine. For other inputs this
+    is `files.cache_folder`.
+
+    Args:
+        name: name of the cache.
+        source: path or URL of the input, or several, separated by commas; "" for no file.
+    """
+    in_bucket = "://" in with_urls(source)
+    return own_folder() / "caches" / name if in_bucket else files.cache_folder(name)
 
 
 def local(place: str, leave_out: str = "") -> str:

@@ -128,13 +128,14 @@ def load_retriever(
     encoder: EncoderConfig,
     passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
+    folder: Path | None = None,
 ) -> Index:
     """Loads a search index from the cache, or builds and stores the index.
 
     Args:
         retrieval: kind of retrieval.
         encoder: model that computes the vectors for dense and hybrid retrieval.
-        passage_chars, passages: see `coa_jax.tools.wiki_search.load_index`.
+        passage_chars, passages, folder: see `coa_jax.tools.wiki_search.load_index`.
 
     Raises:
         UserError: the encoder is missing or cannot be read, or
@@ -142,8 +143,8 @@ def load_retriever(
     """
     check_retrieval(retrieval, encoder)
     if retrieval == "bm25":
-        return load_index(passage_chars, passages)
-    words = load_index(passage_chars, passages) if retrieval == "hybrid" else None
+        return load_index(passage_chars, passages, folder)
+    words = load_index(passage_chars, passages, folder) if retrieval == "hybrid" else None
     if words is not None:
         corpus = words.passages
     else:
@@ -151,7 +152,7 @@ def load_retriever(
         if not corpus:
             raise UserError("wiki_search has no text to index; give it passages with words")
     model = TextEncoder(encoder)
-    dense = DenseIndex(corpus, _load_vectors(model, corpus), model)
+    dense = DenseIndex(corpus, _load_vectors(model, corpus, folder), model)
     return dense if words is None else HybridIndex((words, dense))
 
 
@@ -168,8 +169,10 @@ def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
         )
 
 
-def _load_vectors(encoder: TextEncoder, corpus: Sequence[Passage]) -> np.ndarray:
-    folder = files.cache_folder("wiki") / _name(encoder, corpus)
+def _load_vectors(
+    encoder: TextEncoder, corpus: Sequence[Passage], folder: Path | None
+) -> np.ndarray:
+    folder = (folder or files.cache_folder("wiki")) / _name(encoder, corpus)
     shape = (len(corpus), encoder.width)
     if folder.is_dir():
         try:

@@ -37,7 +37,7 @@ from coa_jax.protocol import (
     split_level,
 )
 from coa_jax.settings import build
-from coa_jax.storage import version
+from coa_jax.storage import cache_folder, version
 from coa_jax.tools.base import Tool
 from coa_jax.tools.budgeted import Budgeted
 from coa_jax.tools.code import CodeTool
@@ -214,7 +214,8 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
             )
     passages = read_corpus(config.corpus) if config.corpus else None
     check_retrieval(config.retrieval, config.encoder)
-    load = functools.partial(load_retriever, config.retrieval, config.encoder)
+    folder = cache_folder("wiki", config.corpus)
+    load = functools.partial(load_retriever, config.retrieval, config.encoder, folder=folder)
     search = WikiSearch(config.top_k, config.passage_chars, passages=passages, load=load)
     tools = [_made(name, config, search) for name in config.names]
     if config.protocol:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.storage import cache_folder
 from coa_jax.tools.code_libraries import Libraries, find_libraries, split_libraries
 from coa_jax.tools.corpus import join_contents, read_corpus
 from coa_jax.tools.dense import RETRIEVALS, load_retriever
@@ -233,7 +234,8 @@ def _serve(options: argparse.Namespace) -> None:
     listener = listen(options.host, options.port, "choose another --port or --host")
     prefixes = options.query_prefix, options.passage_prefix
     encoder = EncoderConfig(options.encoder, *prefixes, device=options.encoder_device)
-    index = load_retriever(options.retrieval, encoder, passages=corpus)
+    folder = cache_folder("wiki", options.corpus)
+    index = load_retriever(options.retrieval, encoder, passages=corpus, folder=folder)
     local = is_local(options.host)
     app = make_app(index, isolation, key, local, limits, log, libraries.directories)
     asyncio.run(run_until_signal(Server(app, limits, log), listener))

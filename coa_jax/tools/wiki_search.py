@@ -197,20 +197,24 @@ def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
     return digest.hexdigest()[:24]
 
 
-def load_index(passage_chars: int = 300, passages: Sequence[Passage] | None = None) -> WikiIndex:
+def load_index(
+    passage_chars: int = 300,
+    passages: Sequence[Passage] | None = None,
+    folder: Path | None = None,
+) -> WikiIndex:
     """Loads an index from the cache. If the index is missing or damaged, it is built and stored.
 
-    If the folder of the cache, see `files.cache_folder`, cannot be written, the index is built in
-    every call.
+    If the folder of the cache cannot be written, the index is built in every call.
 
     Args:
         passage_chars: maximum length of a passage of the World Factbook, in characters.
         passages: passages of the corpus; None for the World Factbook.
+        folder: folder of the cache; None for `files.cache_folder`.
 
     Raises:
         UserError: the World Factbook is not installed, or the corpus contains no words.
     """
-    folder = files.cache_folder("wiki") / _key(passage_chars, passages)
+    folder = (folder or files.cache_folder("wiki")) / _key(passage_chars, passages)
     if folder.is_dir():
         try:
             return WikiIndex.load(folder)

@@ -6,8 +6,10 @@ import contextlib
 import json
 import random
 import secrets
+import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
 from tests.evaluate.tiny_evaluation import CONFIG
-from tests.killing import assert_same_run, copy_compiled, kill, started
+from tests.killing import assert_same_run, copy_compiled, started
 from tests.learn.tiny_runs import rows
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
 
@@ -70,6 +72,8 @@ def check_everything_is_in_the_bucket(root: str, kind: str, name: str, run: Path
     if kind == "rl":
         there = read_trajectories(f"{root}/{name}/traces.jsonl")
         assert {t.metadata["step"] for t in there} == set(range(1, STEPS[kind] + 1))
+        seen_by_policy = "".join(call.observation for t in there for call in t.tool_calls)
+        assert all(passage.text in seen_by_policy for passage in tiny_policy.PASSAGES)
 
 
 def check_readers(root: str, kind: str, name: str, output: Path) -> None:
@@ -89,6 +93,9 @@ def check_readers(root: str, kind: str, name: str, output: Path) -> None:
 @pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
 def test_a_run_whose_places_are_all_urls(root_of, kind, tmp_path, monkeypatch):
     root = root_of(kind)
+    for variable in ("COA_JAX_LENGTHS", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     run = run_kind(kind, root, f"{kind}-plain")
     assert list(tmp_path.iterdir()) == []
@@ -115,27 +122,67 @@ def test_a_model_in_a_bucket_is_evaluated_as_its_local_copy_is(bucket, tmp_path)
 # --- runs that are killed ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def whole(root_of, tmp_path_factory):
-    """Runs that nobody interrupts, by kind; their compiled programs serve the others."""
-    found = {}
+@contextlib.contextmanager
+def running(
+    kind: str, root: str, name: str, machine: Path, count: int
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts the processes of a run with a home, temporary and current folder of their own.
 
-    def of(kind: str) -> tuple[str, Path, Path]:
-        if kind not in found:
-            root = root_of(kind)
-            run_kind(kind, root, "whole")
-            compiled = copy_compiled(tmp_path_factory.mktemp("compiled") / kind)
-            found[kind] = root, seen(f"{root}/whole"), compiled
-        return found[kind]
+    The folders, and the folder of compiled programs, are below ``machine``.
+    """
+    env = {
+        "HOME": str(machine / "home"),
+        "XDG_CACHE_HOME": "",
+        "TMPDIR": str(machine / "tmp"),
+        "COA_JAX_LENGTHS": "",
+        "COA_JAX_SYNC_SECONDS": "0.3",
+        "COA_JAX_LEASE_SECONDS": "4",
+    }
+    for place in ("home", "tmp", "cwd"):
+        (machine / place).mkdir(exist_ok=True)
+    if count > 1:
+        env["COA_JAX_COORDINATOR"] = f"127.0.0.1:{free_port()}"
+        env["COA_JAX_NUM_PROCESSES"] = str(count)
+    words = ["tests.storage.bucket_runs", kind, root, name]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number in range(count):
+            own = {**env, "COA_JAX_PROCESS_ID": str(number)}
+            one = started(words, machine / "compiled", machine / "cwd", **own)
+            processes.append(stack.enter_context(one))
+        yield processes
 
-    return of
+
+def check_ended(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        errors = process.communicate(timeout=400)[1].decode()
+        assert process.returncode == 0, errors[-3000:]
 
 
-def start(
-    kind: str, root: str, name: str, compiled: Path, **env: str
-) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-    settings = {"COA_JAX_SYNC_SECONDS": "0.3", "COA_JAX_LEASE_SECONDS": "4", **env}
-    return started(["tests.storage.bucket_runs", kind, root, name], compiled, **settings)
+def run_to_the_end(kind: str, root: str, name: str, machine: Path, count: int) -> None:
+    with running(kind, root, name, machine, count) as processes:
+        check_ended(processes)
+    check_what_is_written(machine)
+    left = files_below(machine / "tmp")
+    assert {path.parts[1] for path in left} == {"copies", "caches"}, left
+
+
+def kill_once(kind: str, root: str, name: str, machine: Path, count: int, delay: float) -> bool:
+    """Kills a run so many seconds after it has the directory; False if it ended before."""
+    with running(kind, root, name, machine, count) as processes:
+        first = processes[0]
+        while first.poll() is None and holder(root, name) != first.pid:
+            time.sleep(0.05)
+        end = time.monotonic() + delay
+        while first.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if killed := first.poll() is None:
+            for process in processes:
+                process.kill()
+        else:
+            check_ended(processes)
+    check_what_is_written(machine)
+    return killed
 
 
 def holder(root: str, name: str) -> int:
@@ -147,70 +194,55 @@ def holder(root: str, name: str) -> int:
         return 0
 
 
-def kill_once(kind: str, root: str, name: str, compiled: Path, delay: float) -> bool:
-    """Kills a run so many seconds after it has the directory; False if it ended before."""
-    with start(kind, root, name, compiled) as process:
-        while process.poll() is None and holder(root, name) != process.pid:
-            time.sleep(0.05)
-        end = time.monotonic() + delay
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-        return kill(process)
+def files_below(folder: Path) -> list[Path]:
+    return [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
 
 
-def check_same(root: str, kind: str, name: str, first: Path) -> None:
-    assert_same_run(first, seen(f"{root}/{name}"), kind, STEPS[kind])
+def check_what_is_written(machine: Path) -> None:
+    """A run, even a killed one, writes to the temporary folder only."""
+    for place in ("home", "cwd"):
+        assert files_below(machine / place) == []
+
+
+@pytest.fixture(scope="module")
+def whole(root_of, tmp_path_factory):
+    """Runs that nobody interrupts, by kind and number of processes; their compiled programs serve
+    the others.
+    """
+    found = {}
+
+    def of(kind: str, count: int) -> tuple[str, Path, Path]:
+        if (kind, count) not in found:
+            root, machine = root_of(kind), tmp_path_factory.mktemp("machine")
+            copy_compiled(machine / "compiled")
+            run_to_the_end(kind, root, f"whole-{count}", machine, count)
+            found[kind, count] = root, seen(f"{root}/whole-{count}"), machine / "compiled"
+        return found[kind, count]
+
+    return of
+
+
+KILLED = [(store, kind, 1) for store in SCHEMES for kind in STEPS]
+KILLED += [("gs", "sft", 2), ("s3", "rl", 2)]  # the other two would take minutes more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(STEPS))
-def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(whole, kind):
-    root, first, compiled = whole(kind)
-    chance, kills, part, longest = random.Random(5), 0, 0, 8.0
+@pytest.mark.parametrize(("store", "kind", "count"), KILLED, indirect=["store"])
+def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(
+    whole, kind, count, tmp_path
+):
+    root, first, compiled = whole(kind, count)
+    shutil.copytree(compiled, tmp_path / "compiled")
+    chance, kills, part, longest = random.Random(5), 0, 0, 8.0 * count
     while kills < 10:
-        name = f"{kind}-killed-{part}"
+        name = f"{kind}-{count}-killed-{part}"
         begun = time.monotonic()
-        if kill_once(kind, root, name, compiled, chance.uniform(0, longest)):
+        if kill_once(kind, root, name, tmp_path, count, chance.uniform(0, longest)):
             kills += 1
             continue
         longest = max(2.0, min(longest, 0.7 * (time.monotonic() - begun)))
-        check_same(root, kind, name, first)  # it came to its end; the next one begins anew
+        # The run came to its end; the next run begins anew.
+        assert_same_run(first, seen(f"{root}/{name}"), kind, STEPS[kind])
         part += 1
-    with start(kind, root, name, compiled) as process:
-        errors = process.communicate()[1].decode()
-        assert process.returncode == 0, errors[-3000:]
-    check_same(root, kind, name, first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(STEPS))
-def test_two_processes_that_are_killed_end_with_the_parameters_of_two(whole, kind):
-    root, _, compiled = whole(kind)
-    chance = random.Random(6)
-    run_two(root, kind, f"{kind}-two", compiled, None)
-    first = seen(f"{root}/{kind}-two")
-    for _ in range(3):
-        run_two(root, kind, f"{kind}-two-killed", compiled, chance.uniform(2, 12))
-    run_two(root, kind, f"{kind}-two-killed", compiled, None)
-    check_same(root, kind, f"{kind}-two-killed", first)
-
-
-def run_two(root: str, kind: str, name: str, compiled: Path, delay: float | None) -> None:
-    """Runs two processes to their end, or kills both after a time."""
-    address = f"127.0.0.1:{free_port()}"
-    settings = {"COA_JAX_COORDINATOR": address, "COA_JAX_NUM_PROCESSES": "2"}
-    with contextlib.ExitStack() as stack:
-        both = []
-        for number in ("0", "1"):
-            two = {**settings, "COA_JAX_PROCESS_ID": number}
-            both.append(stack.enter_context(start(kind, root, name, compiled, **two)))
-        if delay is None:
-            for process in both:
-                errors = process.communicate(timeout=400)[1].decode()
-                assert process.returncode == 0, errors[-3000:]
-            return
-        while both[0].poll() is None and holder(root, name) != both[0].pid:
-            time.sleep(0.05)
-        time.sleep(delay)
-        for process in both:
-            process.kill()
+    run_to_the_end(kind, root, name, tmp_path, count)
+    assert_same_run(first, seen(f"{root}/{name}"), kind, STEPS[kind])
