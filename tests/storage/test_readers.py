@@ -1,0 +1,65 @@
+"""Commands that read finished runs in a bucket: replay, report and compare."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coa_jax import compare, storage
+from coa_jax.api import evaluate_policy
+from coa_jax.trajectory import read_trajectories
+from tests import tiny_policy
+from tests.evaluate.tiny_evaluation import CONFIG
+from tests.killing import ROOT
+from tests.storage.bucket_runs import prepare, run_kind, tools_of
+
+
+def told(*words: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "coa_jax", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def text_at(url: str) -> str:
+    return Path(storage.local(url)).read_text()
+
+
+def evaluate(root: str, run: str, policy: str) -> None:
+    places = {"policy": f"{root}/{policy}", "tools": tools_of(root)}
+    evaluate_policy(CONFIG, f"{root}/{run}", **places, tasks=tiny_policy.TASKS, stage="rl")
+
+
+@pytest.mark.slow
+def test_finished_runs_are_replayed_reported_and_compared_by_url(bucket):
+    prepare("rl", bucket)
+    run_kind("rl", bucket, "run")
+    sampled = len(read_trajectories(f"{bucket}/run/traces.jsonl"))
+    replayed = told("rl", f"--replay={bucket}/run")
+    assert "3 steps, 24 trajectories: 24 identical" in replayed
+    assert "parameters identical after every step" in replayed
+
+    evaluate(bucket, "run", "run/model")
+    evaluate(bucket, "before", "model")
+    samples = len(tiny_policy.TASKS) * CONFIG.samples
+    assert len(read_trajectories(f"{bucket}/run/traces.jsonl")) == sampled + samples
+
+    page = f"{bucket}/run/report/index.html"
+    assert told("report", f"--workdir={bucket}/run").strip() == page
+    assert all(task.question in text_at(page) for task in tiny_policy.TASKS)
+
+    both = told("compare", f"{bucket}/before", f"{bucket}/run", f"--out={bucket}/runs.json")
+    page = f"{bucket}/run/report/compare.html"
+    assert f"report -> {page}" in both
+    assert tiny_policy.TASKS[0].question in text_at(page)
+    results = [f"{bucket}/{run}/evaluate/rl/results.json" for run in ("before", "run")]
+    compare.run(results, out=f"{bucket}/results.json")
+    found = json.loads(text_at(f"{bucket}/results.json"))
+    assert found["tasks"] == len(tiny_policy.TASKS)
+    stage = json.loads(text_at(f"{bucket}/runs.json"))["stages"]["rl"]
+    assert stage == {key: found[key] for key in stage}
