@@ -194,8 +194,8 @@ def _temporaries(analysis: Any) -> int:
     """Returns the bytes of a TPU program's temporary arrays, from the compiler's memory analysis.
 
     The compiler refuses a program if `peak_memory_in_bytes`, which includes arguments and results,
-    exceeds the memory of the chip. `temp_size_in_bytes` counts some results of the program again,
-    up to 14.5 GB in the training program of a 32B model.
+    exceeds the memory of the chip. `temp_size_in_bytes` would lead to a sum that exceeds
+    `peak_memory_in_bytes`, by up to 15 GB in the training program of a 32B model.
     """
     inputs = analysis.argument_size_in_bytes - analysis.alias_size_in_bytes
     return int(max(0, analysis.peak_memory_in_bytes - inputs - analysis.output_size_in_bytes))

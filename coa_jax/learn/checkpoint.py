@@ -145,7 +145,8 @@ class Checkpoints:
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
                         active_processes=set(range(processes.count()))
                     ),
-                    save_root_metadata=False,  # there is none, and Orbax would wait with a deadline
+                    # These checkpoints have no root metadata, for which processes would wait.
+                    save_root_metadata=False,
                     read_only=read_only,
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,

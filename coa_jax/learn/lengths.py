@@ -1,9 +1,9 @@
 """Counts the tokens of records, which decide which records are used and how rows are packed.
 
 Each process of a run counts the tokens of a part of the records, with worker processes if there are
-many records, and the processes exchange their counts. The counts are cached in ``$COA_JAX_LENGTHS``
-(default: see `storage.cache_folder`), in a file whose name depends on the records' files, the
-tokenizer and the prompt style. A later run with the same data reads the cache.
+many records, and the processes exchange their counts. The folder ``$COA_JAX_LENGTHS`` (default:
+`storage.cache_folder`) caches the counts. The name of a cache file depends on the records' files,
+the tokenizer and the prompt style. A later run with the same data reads the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies files between buckets and this host.
 
-Copies of inputs, and caches of what is computed from them, are in the temporary folder.
+The temporary folder holds copies of inputs, and caches of results that are computed from inputs.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def weights_on_hub(place: str | os.PathLike[str]) -> bool:
 
 
 def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> HubFiles:
-    """Returns files of a model on the Hub, none of which is downloaded.
+    """Returns files of a model on the Hub, without a download.
 
     Args:
         place: id of the model, for which `weights_on_hub` is True.

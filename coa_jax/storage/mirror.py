@@ -177,7 +177,9 @@ class Mirror:
     def _local(self) -> Iterator[tuple[str, Path]]:
         for folder, folders, names in os.walk(self.path):
             folders[:] = [n for n in folders if n != CHECKPOINTS and not n.startswith(".")]
-            for name in names:
+            # The config of a model goes first: if the upload is killed, `save_model` recognises the
+            # folder as a model, which the resumed run may replace.
+            for name in sorted(names, key=lambda name: name != "config.json"):
                 path = Path(folder) / name
                 if not name.startswith(".") and path.is_file():
                     yield path.relative_to(self.path).as_posix(), path

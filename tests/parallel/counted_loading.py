@@ -2,7 +2,7 @@
 
 python -m tests.parallel.counted_loading MODEL DATA,FSDP,TENSOR [COPY]
 
-With COPY, the parameters are compared with those of this local copy of the model.
+The parameters are compared with the parameters of COPY, a local copy of the model (default: MODEL).
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ def settings_of(hub: Hub, home: Path) -> dict[str, str]:
 
 
 def fetched(hub: Hub, copy: Path, **env: str) -> list[int]:
-    """Loads a model of the Hub in two processes, and compares the parameters with those of a copy.
+    """Loads a model of the Hub in two processes, which compare the parameters with a local copy.
 
-    Returns the sizes of the parts of the safetensors files that the Hub has sent.
+    Returns:
+        Number of bytes of each part of a safetensors file that the Hub has sent.
     """
     hub.served.clear()
     command = ("-m", "tests.parallel.counted_loading", "Org/Tiny", "1,2,2", str(copy))

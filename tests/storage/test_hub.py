@@ -155,7 +155,7 @@ def test_a_command_that_the_hub_refuses_says_so_in_a_line(hub, tmp_path):
 
 
 def architecture(*places: str) -> tuple[str, str]:
-    """A program that prints name and number of layers of architectures, or why there is none."""
+    """A program that prints the name and number of layers of each architecture, or the error."""
     lines = (
         "from coa_jax.errors import UserError",
         "from coa_jax.model.shapes import architecture_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import types
 from pathlib import Path
@@ -15,10 +16,14 @@ from hypothesis import strategies as st
 
 from coa_jax import files, storage
 from coa_jax.errors import UserError
+from coa_jax.model.api import Model, save_model
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.tokenizer import MissingTokenizer
 from coa_jax.report import __main__ as report
 from coa_jax.run_dir import RunDir
 from coa_jax.storage import mirror as mirrors
 from coa_jax.storage.places import opened
+from tests.random_params import random_params
 
 URL = "gs://bucket/run"
 
@@ -121,6 +126,24 @@ def test_a_removal_that_fails_is_repeated(memory):
     memory.left = 9
     mirror.sync()
     assert read() == {}
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_a_model_is_saved_again_after_a_kill_during_its_upload(memory, writes, tmp_path):
+    config = ModelConfig("qwen2", 32, 16, 16, 1, 2, 1, 8, qkv_bias=True, tie_embeddings=True)
+    model = Model(config, random_params(config), MissingTokenizer(tmp_path), {"id": "base"})
+    mirror = storage.Mirror(URL)
+    save_model(model, mirror.path / "model", max_shard_bytes=4000)
+    memory.left = writes
+    with contextlib.suppress(Killed):
+        mirror.sync()
+    memory.left = 10**9
+    again = storage.Mirror(URL)
+    again.fill(("model",), own=True)
+    assert len([*again.path.glob("model/*")]) == writes  # the upload was not complete
+    save_model(model, again.path / "model", max_shard_bytes=4000, overwrite=True)
+    again.sync()
+    assert set(read()) == {f"model/{path.name}" for path in again.path.glob("model/*")}
 
 
 def test_a_growing_file_is_sent_in_parts_and_not_again_and_again(memory):
