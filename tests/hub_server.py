@@ -1,4 +1,4 @@
-"""A server that speaks the routes of the Hugging Face Hub which huggingface_hub uses for models."""
+"""Servers that speak the routes of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -230,16 +230,79 @@ def _oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+class _DataSet(BaseHTTPRequestHandler):
+    """The routes of the Hub that the data set ``me/sums``, which has one file, needs."""
+
+    data: bytes
+    requests: list[str]
+    commit = "a" * 40
+
+    def _answer(self, body: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        file = {"path": "train.jsonl", "type": "file", "size": len(self.data), "oid": "b" * 40}
+        path = self.path.partition("?")[0]
+        if path.startswith("/datasets/me/sums/resolve/") and path.endswith("/train.jsonl"):
+            self._answer(self.data, ETag='"b"', X_Repo_Commit=self.commit)
+        elif path.startswith("/api/datasets/me/sums/tree/"):
+            self._answer(json.dumps([file]).encode(), Content_Type="application/json")
+        elif path.startswith("/api/datasets/me/sums"):
+            about = {
+                "id": "me/sums",
+                "sha": self.commit,
+                "siblings": [{"rfilename": "train.jsonl"}],
+            }
+            self._answer(json.dumps(about).encode(), Content_Type="application/json")
+        else:
+            known = path.startswith("/datasets/me/sums/")
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+            self.send_header("X-Repo-Commit", self.commit)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        file = {"path": "train.jsonl", "type": "file", "size": len(self.data), "oid": "b" * 40}
+        self._answer(json.dumps([file]).encode(), Content_Type="application/json")
+
+    def log_message(self, *arguments: object) -> None:
+        self.requests.append(f"{self.command} {self.path}")
+
+
 @contextlib.contextmanager
 def hub_server() -> Iterator[Hub]:
     """Starts an empty Hub; clients find it by ``HF_ENDPOINT``."""
     hub = Hub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
+    with _serving(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
+        yield hub
+
+
+@contextlib.contextmanager
+def data_set_server(rows: list[dict[str, Any]]) -> Iterator[Hub]:
+    """Starts a Hub that has only the data set ``me/sums``, with the file train.jsonl of ``rows``."""
+    hub = Hub()
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    handler = type("Handler", (_DataSet,), {"data": data, "requests": hub.requests})
+    with _serving(handler) as hub.url:
+        yield hub
+
+
+@contextlib.contextmanager
+def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

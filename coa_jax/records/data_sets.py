@@ -10,15 +10,19 @@ TFDS has prepared.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import reading
+from coa_jax import files, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
-from coa_jax.storage import is_url, local
+from coa_jax.parallel import processes
+from coa_jax.parallel.spread import from_first
+from coa_jax.storage import is_url, local, own_folder
 
 
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
@@ -26,6 +30,10 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
 
     The library stores downloads in the folder that the environment variable ``HF_HOME`` names.
     ``HF_HUB_OFFLINE=1`` forbids downloads, and ``HF_TOKEN`` gives access to gated data sets.
+
+    In a run of several processes, process 0 downloads the data set and sends the split to the other
+    processes. All processes must therefore call this function in the same order, see
+    `parallel.spread`. If NAME is a folder that every process has, each process reads the folder.
 
     Args:
         source: ``hf:NAME:CONFIG:SPLIT``.
@@ -49,12 +57,31 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
         import datasets
     except ImportError:
         raise missing(where, "datasets", "hub") from None
-    try:
-        return datasets.load_dataset(
-            name, config or None, split=part or split, revision=revision or None
-        )
-    except Exception as error:  # the library and its readers raise many kinds of errors
-        raise _refused(where, error) from error
+
+    def load() -> Any:
+        try:
+            return datasets.load_dataset(
+                name, config or None, split=part or split, revision=revision or None
+            )
+        except Exception as error:  # the library and its readers raise many kinds of errors
+            raise _refused(where, error) from error
+
+    def fetch() -> Path:
+        found = load()
+        folder = own_folder() / "data_sets" / found._fingerprint
+        if not folder.is_dir():
+            files.make_folder(folder, found.save_to_disk)
+        return folder
+
+    if processes.count() == 1 or _is_everywhere(name):
+        return load()
+    return datasets.load_from_disk(from_first(fetch, where))
+
+
+def _is_everywhere(folder: str) -> bool:
+    """Returns whether all processes have a folder."""
+    told = processes.exchange(os.path.exists(folder), f"data set {folder}", 60.0)
+    return all(asyncio.run(told))
 
 
 def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") -> Sequence[Any]:

@@ -140,16 +140,17 @@ def data_set(path: Path) -> Opened:
             not exist.
     """
     if str(path).startswith("hf:"):
-        return len(_hub(path)), functools.partial(_data_set_row, _hub, (path,))
+        # A pickled data set consists of the paths of its files, so that workers download nothing.
+        return len(_hub(path)), _hub(path).__getitem__
     seen = stamp(path)
-    return len(_tfds(path, seen)), functools.partial(_data_set_row, _tfds, (path, seen))
+    return len(_tfds(path, seen)), functools.partial(_tfds_row, path, seen)
 
 
-def _data_set_row(opened: Callable[..., Any], arguments: tuple[Any, ...], index: int) -> Any:
-    return opened(*arguments)[index]
+def _tfds_row(path: Path, seen: str, index: int) -> Any:
+    return _tfds(path, seen)[index]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _hub(path: Path) -> Any:
     return open_hub(str(path), "train")
 

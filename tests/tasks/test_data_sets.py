@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
+from tests.hub_server import data_set_server
 
 ROWS = [{"q": f"{i}?", "a": str(i), "difficulty": i} for i in range(6)]
 COLUMNS = {"question": "q", "answer": "a", "level": "difficulty"}
@@ -78,54 +77,6 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
         load_tasks("hf:", "train")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The routes of the hub that a data set of one file needs."""
-
-    data = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    commit = "a" * 40
-
-    def _answer(self, body: bytes, **headers: str) -> None:
-        self.send_response(200)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        file = {"path": "train.jsonl", "type": "file", "size": len(self.data), "oid": "b" * 40}
-        path = self.path.partition("?")[0]
-        if path.startswith("/datasets/me/sums/resolve/") and path.endswith("/train.jsonl"):
-            self._answer(self.data, ETag='"b"', X_Repo_Commit=self.commit)
-        elif path.startswith("/api/datasets/me/sums/tree/"):
-            self._answer(json.dumps([file]).encode(), Content_Type="application/json")
-        elif path.startswith("/api/datasets/me/sums"):
-            about = {
-                "id": "me/sums",
-                "sha": self.commit,
-                "siblings": [{"rfilename": "train.jsonl"}],
-            }
-            self._answer(json.dumps(about).encode(), Content_Type="application/json")
-        else:
-            known = path.startswith("/datasets/me/sums/")
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
-            self.send_header("X-Repo-Commit", self.commit)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        file = {"path": "train.jsonl", "type": "file", "size": len(self.data), "oid": "b" * 40}
-        self._answer(json.dumps([file]).encode(), Content_Type="application/json")
-
-    def log_message(self, *arguments: object) -> None:
-        print(self.command, self.path, file=sys.stderr)
-
-
 _LOAD = """
 import json, sys
 from coa_jax.errors import UserError
@@ -139,14 +90,7 @@ except UserError as error:
 
 def test_a_data_set_comes_from_the_hub_and_stays_when_that_is_gone(tmp_path):
     pytest.importorskip("datasets")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    settings = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-    }
+    settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
 
     def load(source, **more):
         arguments = [source, "train", 2, 0, "", {"columns": COLUMNS}]
@@ -160,14 +104,12 @@ def test_a_data_set_comes_from_the_hub_and_stays_when_that_is_gone(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    try:
+    with data_set_server(ROWS) as server:
+        settings["HF_ENDPOINT"] = server.url
         first = load("hf:me/sums")
         assert first.startswith("[") and len(json.loads(first.replace("'", '"'))) == 2
         absent = load("hf:me/nothing")
         assert absent.startswith("error: tasks=hf:me/nothing: ") and "\n" not in absent
-    finally:
-        server.shutdown()
-        server.server_close()
     assert load("hf:me/sums", HF_HUB_OFFLINE="1") == first
     gone = load("hf:me/others", HF_HUB_OFFLINE="1")
     assert gone.startswith("error: tasks=hf:me/others: ") and "\n" not in gone
