@@ -170,11 +170,12 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether at least ``seconds`` have passed since the last save.
+        """Returns whether ``seconds`` have passed since the last save, and its writing has ended.
 
         Before the first save, the time counts from the creation of this object.
         """
-        return time.monotonic() - self._saved >= seconds
+        late = time.monotonic() - self._saved >= seconds
+        return late and not self._manager.is_saving_in_progress()
 
     def best(self) -> int | None:
         """Returns the step of the checkpoint with the best metric; None if none has the metric."""

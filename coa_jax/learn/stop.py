@@ -42,18 +42,18 @@ class Stop:
         Args:
             wait_seconds: number of seconds to wait for the slowest process, see
                 `processes.exchange`.
-            due: whether, by the clock of this process, it is time for a checkpoint.
+            due: whether a checkpoint is due in this process, see `Checkpoints.overdue`.
 
         Returns:
             Two booleans: whether any process was asked to stop, and whether a checkpoint is due in
-            any process.
+            all processes.
         """
         if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs a loop
             return self.requested, due
         # This exchange runs no program on the devices: a rollout thread may be launching one.
         mine = [self.requested, due]
         told = asyncio.run(processes.exchange(mine, "the end of a step", wait_seconds))
-        return any(stop for stop, _ in told), any(due for _, due in told)
+        return any(stop for stop, _ in told), all(due for _, due in told)
 
 
 @contextlib.contextmanager

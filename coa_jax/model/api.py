@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,23 @@ from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
-from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
+from coa_jax.model.safetensors_io import (
+    SINGLE_FILE,
+    Checkpoint,
+    LocalFiles,
+    local_checkpoint,
+    read_index,
+)
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
-from coa_jax.parallel import processes
+from coa_jax.parallel.spread import from_first
 from coa_jax.storage import (
+    hub_cached,
     hub_files,
+    is_on_hub,
     is_url,
     local,
     model_folder,
     weights_apart,
-    weights_on_hub,
 )
 
 
@@ -126,26 +132,37 @@ def _open(
     weights: bool,
     tokenizer: bool = True,
     mesh: jax.sharding.Mesh | None = None,
+    is_base: bool = False,
 ) -> tuple[Model, TensorSource | None]:
     """Returns a model without parameters and, if ``weights`` is set, the source of its tensors.
 
-    If ``tokenizer`` is False, the model has a `MissingTokenizer`. If ``mesh`` spans several
-    processes, the weights of a model on the Hub are not downloaded: `_read_parts` of
-    `model.hf_weights` then requests only a part of them in each process.
+    If ``tokenizer`` is False, the model has a `MissingTokenizer`. If ``is_base`` is True, the model
+    is the base model of an adapter, and must not be an adapter.
+
+    If ``mesh`` spans several processes, process 0 downloads the files of a model on the Hub except
+    safetensors, and sends the files to the other processes. `_read_parts` of `model.hf_weights`
+    requests only a part of the safetensors in each process.
     """
     together = mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
-    on_hub = weights and together and weights_on_hub(path)
-    folder = model_folder(path, weights=weights and not on_hub)
+    on_hub = weights and together and is_on_hub(path)
+
+    def download(weights: bool, leave_out: Sequence[str] = ()) -> Path:
+        fetch = functools.partial(model_folder, path, weights=weights)
+        return from_first(fetch, f"model {path}", leave_out) if on_hub else fetch()
+
+    folder = download(weights and not on_hub, ("*.safetensors", "*.gguf"))
     source: TensorSource | None = None
 
     def read(find: Callable[[Any], Any], place: Path | GgufFile) -> Any:
         return find(place) if tokenizer else MissingTokenizer(f"{folder}: no tokenizer was read")
 
     if (adapter := read_adapter(folder)) is not None:
+        if is_base:
+            raise UserError("that is an adapter too: merge the two with PEFT first")
         try:
-            if read_adapter(model_folder(adapter.base, weights=False)) is not None:
-                raise UserError("that is an adapter too: merge the two with PEFT first")
-            base, source = _open(adapter.base, weights=weights, tokenizer=tokenizer, mesh=mesh)
+            base, source = _open(
+                adapter.base, weights=weights, tokenizer=tokenizer, mesh=mesh, is_base=True
+            )
         except UserError as error:
             raise UserError(
                 f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
@@ -157,7 +174,7 @@ def _open(
         if source is not None:
             # If a model is in a bucket or on the Hub, ranges of its safetensors are read, but an
             # adapter is small: copy the whole adapter.
-            whole = Path(local(str(path))) if is_url(path) else model_folder(path)
+            whole = Path(local(str(path))) if is_url(path) else download(True)
             source = AdaptedTensors(source, dataclasses.replace(adapter, folder=whole))
     elif (gguf := gguf_file(folder)) is not None:
         source = file = GgufFile(gguf)
@@ -184,11 +201,10 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
     Args:
         path: path, URL or id of the model.
         folder: local folder with the index of the weights, if the model has an index.
-        on_hub: whether weights that are not in ``folder`` are read from the Hub. If True, all
-            processes must call this function.
+        on_hub: whether weights that are not in the cache of this host are read from the Hub.
 
     Raises:
-        UserError: the weights cannot be read, or the processes have different commits of the model.
+        UserError: the weights cannot be read.
     """
     named = tuple(sorted(set(read_index(folder).values())))
     if (apart := weights_apart(path)) is not None:
@@ -196,16 +212,9 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
         return Checkpoint(str(path), dataclasses.replace(apart, names=named or apart.names))
     if on_hub:
         commit, names = folder.name, named or (SINGLE_FILE,)  # folders of the cache: commits
-        # A push between the requests of two processes would mix the weights of two commits.
-        what = f"commit of {path}"
-        commits = asyncio.run(processes.exchange(commit, what, 60.0, "commit of a model"))
-        if len(set(commits)) > 1:
-            raise UserError(
-                f"{path}: the processes have different commits of the model; name one of them, as "
-                f"in {hub_files(path, max(commits), ()).root}"
-            )
-        if not all((folder / name).exists() for name in names):
-            return Checkpoint(str(path), hub_files(path, commit, names))
+        cached = hub_cached(path, commit, names)
+        remote = hub_files(path, commit, names)
+        return Checkpoint(str(path), LocalFiles(cached, names) if cached else remote)
     return local_checkpoint(folder)
 
 

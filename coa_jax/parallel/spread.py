@@ -9,7 +9,7 @@ import asyncio
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from absl import logging
 from coa_jax import files
 from coa_jax.parallel import processes
 from coa_jax.parallel.turns import turn
-from coa_jax.storage import own_folder
+from coa_jax.storage import own_folder, stands_for, with_urls
 
 _BLOCK = 1 << 24
 """Number of bytes that one program copies."""
@@ -28,21 +28,22 @@ _BLOCK = 1 << 24
 _LOG_SECONDS = 60.0
 
 
-def from_first(fetch: Callable[[], Path], what: str) -> Path:
-    """Calls ``fetch`` in process 0 alone, and gives all processes the folder that it returns.
+def from_first(fetch: Callable[[], Path], what: str, leave_out: Sequence[str] = ()) -> Path:
+    """Calls ``fetch`` in process 0 alone, and gives all processes the files that it returns.
 
     All processes must call this function, in their main threads and in the same order. The other
-    processes get a copy in `own_folder`. The copy is kept: if the folder of process 0 has the same
-    name and the same files in a later run, nothing is copied.
+    processes get a copy in `own_folder`. The copy is kept: if process 0 has files with the same
+    names and sizes in a folder of the same name in a later run, nothing is copied.
 
     Args:
-        fetch: function that returns the path of a folder, such as a download. The name of the
-            folder must change with the contents of its files, because copies are recognised by the
-            name of the folder, and by the names and sizes of the files.
+        fetch: function that returns the path of a folder or of a file, such as a download. The name
+            of the folder must change with the contents of its files, because copies are recognised
+            by names and sizes.
         what: description of the files, used in messages.
+        leave_out: patterns of names of files that are not copied from a folder.
 
     Returns:
-        The folder that ``fetch`` returned in process 0, or a copy of this folder.
+        The path that ``fetch`` returned in process 0, or the path of a copy.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -51,25 +52,30 @@ def from_first(fetch: Callable[[], Path], what: str) -> Path:
         return fetch()
     first = processes.index() == 0
     processes.doing(f"{what}: download")
-    source = fetch() if first else Path()
+    header, source = b"", Path()
+    if first:
+        found = fetch()
+        source, inside = found.parent, [found]
+        if found.is_dir():
+            left = {path for pattern in leave_out for path in found.rglob(pattern)}
+            source, inside = found, sorted(set(found.rglob("*")) - left)
+        present = [path for path in inside if path.is_file()]
+        sizes = {str(path.relative_to(source)): path.stat().st_size for path in present}
+        single = "" if found.is_dir() else found.name
+        header = json.dumps([source.name, single, with_urls(source), sizes]).encode()
     processes.meet(what, _LOG_SECONDS)
-    sizes = _sizes(source) if first else {}
-    header = _broadcast(json.dumps([source.name, sizes]).encode() if first else b"")
-    name, sizes = json.loads(header)
+    header = _broadcast(header)
+    name, single, shown, sizes = json.loads(header)
     digest = hashlib.blake2b(header, digest_size=16).hexdigest()
     target = source if first else own_folder() / "spread" / digest / name
-    present = asyncio.run(processes.exchange(target.is_dir(), f"{what}: copies", _LOG_SECONDS))
-    if not all(present):
+    copied = asyncio.run(processes.exchange(target.is_dir(), f"{what}: copies", _LOG_SECONDS))
+    if not all(copied):
         logging.info("%s: process 0 sends %d bytes", what, sum(sizes.values()))
         copy = functools.partial(_copy, source, sizes)
         copy(None) if first else files.make_folder(target, copy)
-    return target
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the number of bytes of each file in a folder, by its path in the folder."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
+    if not first:
+        stands_for(target, shown)
+    return target / single
 
 
 def _copy(source: Path, sizes: dict[str, int], target: Path | None) -> None:

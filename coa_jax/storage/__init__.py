@@ -12,19 +12,21 @@ from coa_jax.storage.copies import (
     local,
     output,
     own_folder,
+    stands_for,
     upload,
     version,
     with_urls,
 )
 from coa_jax.storage.hub import (
     check_push,
+    hub_cached,
     hub_description,
     hub_files,
     hub_id,
+    is_on_hub,
     model_folder,
     push_model,
     weights_apart,
-    weights_on_hub,
 )
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
 from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
@@ -40,9 +42,11 @@ __all__ = [
     "check_writable",
     "closing_caches",
     "exists",
+    "hub_cached",
     "hub_description",
     "hub_files",
     "hub_id",
+    "is_on_hub",
     "is_url",
     "join",
     "local",
@@ -52,10 +56,10 @@ __all__ = [
     "own_folder",
     "push_model",
     "run_folder",
+    "stands_for",
     "upload",
     "version",
     "visited",
     "weights_apart",
-    "weights_on_hub",
     "with_urls",
 ]

@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
     A model of the Hub is downloaded to the cache of huggingface_hub, which lets only one process
     download at a time. If the model is in a bucket, its safetensors files are not copied, see
-    `weights_apart`. Several processes that load a model of the Hub together use `weights_on_hub`.
+    `weights_apart`.
 
     Args:
         place: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
@@ -135,20 +135,27 @@ def _only_gguf(text: str, name: str, revision: str | None, folder: Path) -> str 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFiles:
-    """The files in a folder of a bucket, from which ranges of bytes can be read.
+    """Files in a folder of a bucket or of the Hub, from which ranges of bytes can be read.
 
     Attributes:
-        url: URL of the folder, used in messages.
+        where: URL of the folder, or id of the model on the Hub, used in messages.
         names: names of the files in the folder.
+        root: path of the folder in ``fs``.
         fs: file system of fsspec.
+        telling: function that returns a context manager, which converts errors to `UserError`. Its
+            argument is the text that names the file in messages.
+        options: further arguments of ``fs.cat_file``.
     """
 
-    url: str
+    where: str
     names: tuple[str, ...]
+    root: str = dataclasses.field(repr=False)
     fs: Any = dataclasses.field(repr=False)
+    telling: Callable[[str], contextlib.AbstractContextManager[None]] = telling
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Reads the bytes ``[start, stop)`` of a file.
+        """Reads the bytes ``[start, stop)`` of a file by one request.
 
         Args:
             name: name of the file in the folder.
@@ -156,12 +163,12 @@ class RemoteFiles:
             stop: position one past the last byte.
 
         Raises:
-            UserError: the store refuses access or cannot be reached, see `places.telling`.
+            UserError: there is no such file, or the store refuses access or cannot be reached.
         """
         if stop <= start:
             return b""
-        with telling(f"{self.url}/{name}"):
-            found = self.fs.cat_file(f"{self.url}/{name}", start=start, end=stop)
+        with self.telling(f"{self.where}/{name}"):
+            found = self.fs.cat_file(f"{self.root}/{name}", start=start, end=stop, **self.options)
         return bytes(found)
 
 
@@ -180,73 +187,52 @@ def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
     fs, root = opened(text)
     with telling(text):
         found = sorted(name.rpartition("/")[2] for name in fs.glob(f"{root}/*.safetensors"))
-    return RemoteFiles(text.rstrip("/"), tuple(found), fs)
+    where = text.rstrip("/")
+    return RemoteFiles(where, tuple(found), where, fs)
 
 
-@dataclasses.dataclass(frozen=True)
-class HubFiles:
-    """The files of a model on the Hub, from which ranges of bytes can be read.
+def is_on_hub(place: str | os.PathLike[str]) -> bool:
+    """Returns whether ``place`` is the id of a model, and the Hub may be asked for its files.
 
-    Attributes:
-        place: id of the model, used in messages.
-        root: repository and commit, ``Org/Name@COMMIT``.
-        names: names of the files.
-    """
-
-    place: str
-    root: str
-    names: tuple[str, ...]
-
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Reads the bytes ``[start, stop)`` of a file, by one request and without read-ahead.
-
-        Args:
-            name: name of the file.
-            start: position of the first byte.
-            stop: position one past the last byte.
-
-        Raises:
-            UserError: the repository has no such file, or the Hub refuses the request or cannot be
-                reached.
-        """
-        from huggingface_hub import HfFileSystem
-
-        if stop <= start:
-            return b""
-        path = f"{self.root}/{name}"
-        with _telling(self.place):
-            try:
-                # `HfFileSystem()` returns the same object each time, so a folder is listed once.
-                found = HfFileSystem().cat_file(path, start=start, end=stop, cache_type="none")
-            except FileNotFoundError as error:
-                raise UserError(f"{self.place}: the repository has no file {name}") from error
-        return bytes(found)
-
-
-def weights_on_hub(place: str | os.PathLike[str]) -> bool:
-    """Returns whether ranges of a model's safetensors files can be requested from the Hub.
-
-    The result is False if ``place`` is not an id of the Hub or names a GGUF file, and in offline
-    mode.
+    In offline mode, the result is False.
     """
     from huggingface_hub import constants
 
-    found = hub_id(place)
-    return found is not None and found[2] is None and not constants.HF_HUB_OFFLINE
+    return hub_id(place) is not None and not constants.HF_HUB_OFFLINE
 
 
-def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> HubFiles:
+def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> RemoteFiles:
     """Returns files of a model on the Hub, without a download.
 
     Args:
-        place: id of the model, for which `weights_on_hub` is True.
+        place: id of the model, for which `is_on_hub` is True.
         commit: commit of the repository.
         names: names of the files.
     """
-    text = os.fspath(place)
-    found = hub_id(text)
+    from huggingface_hub import HfFileSystem
+
+    found = hub_id(place)
     assert found is not None
-    return HubFiles(text, f"{found[0]}@{commit}", tuple(names))
+    root = f"{found[0]}@{commit}"
+    # Without this option, HfFileSystem reads more than the requested bytes.
+    options = {"cache_type": "none"}
+    return RemoteFiles(os.fspath(place), tuple(names), root, HfFileSystem(), _telling, options)
+
+
+def hub_cached(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> Path | None:
+    """Returns the folder of a model in the cache of this host; None if a file is missing there.
+
+    Args:
+        place: id of the model, for which `is_on_hub` is True.
+        commit: commit of the repository.
+        names: names of the files, at least one.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    found = hub_id(place)
+    assert found is not None
+    paths = [try_to_load_from_cache(found[0], name, revision=commit) for name in names]
+    return Path(str(paths[0])).parent if all(isinstance(path, str) for path in paths) else None
 
 
 def hub_description(place: str | os.PathLike[str]) -> Path | None:
@@ -316,6 +302,8 @@ def _telling(text: str) -> Iterator[None]:
     except errors.HTTPError as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{text}: the Hub refuses the request ({reason})") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{text}: the repository has no such file") from error
 
 
 def push_model(folder: Path, name: str, message: str) -> str:

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import jax
@@ -77,6 +78,18 @@ def test_what_is_saved_is_the_state_of_that_step_although_it_is_donated_at_once(
             restored = checkpoints.restore(step, state)
             assert restored.extra == {"cursor": 10 * step}
             same(restored.state, kept[step])
+
+
+def test_no_further_checkpoint_is_due_while_one_is_being_written(tmp_path):
+    with opened(tmp_path / "c") as checkpoints:
+        assert checkpoints.overdue(0) and not checkpoints.overdue(60)
+        checkpoints.save(1, made(0, rows=400_000), {})
+        assert not checkpoints.overdue(0)
+        end = time.monotonic() + 60
+        while not checkpoints.overdue(0):  # although nobody waits for the writing
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert checkpoints.steps() == [1]
 
 
 def test_a_checkpoint_whose_writing_began_a_day_ago_is_waited_for(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def main(argv):
         asyncio.run(processes.exchange(0, "the update of step 3", 1.5))
     elif case.startswith("late to end"):
         from coa_jax.learn.stop import Stop
-        assert Stop().agreed(1.5, due=me == 1) == (False, True)
+        assert Stop().agreed(1.5, due=me == 1) == (False, False)
     elif case.startswith("late"):
         processes.meet("the update of step 3", 1.5)
     if case.startswith("late"):
