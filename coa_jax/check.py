@@ -10,7 +10,6 @@ fails on any host.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -88,7 +87,7 @@ def check(command: str) -> int:
         faults += not ok
         host = f"{socket.gethostname()} ({processes.index()}): " if processes.count() > 1 else ""
         print(f"{host}{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
-    told = asyncio.run(processes.exchange(faults, "the check of the other hosts", _WAIT_S))
+    told = processes.exchange(faults, "the check of the other hosts", _WAIT_S)
     if not any(told):
         print("ready", flush=True)
         return 0

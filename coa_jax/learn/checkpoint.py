@@ -9,7 +9,6 @@ power cut, a flipped bit, an incomplete copy), the run resumes from the checkpoi
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import logging as python_logging
@@ -347,14 +346,12 @@ class Checkpoints:
         A `UserError` of any process takes precedence over `Damaged`, because the checkpoint may be
         intact if the file system refuses access.
         """
-        if processes.count() == 1:
-            if fault is not None:
-                raise fault
-            return
+        if processes.count() == 1 and fault is not None:
+            raise fault
         passes = isinstance(fault, Outage)
         damaged = isinstance(fault, Damaged)
         mine = [isinstance(fault, UserError) and not passes, passes, damaged, str(fault)]
-        told = asyncio.run(processes.exchange(mine, "reading of a checkpoint", self._wait_seconds))
+        told = processes.exchange(mine, "reading of a checkpoint", self._wait_seconds)
         for at, kind in enumerate((UserError, Outage, Damaged)):
             for number, verdict in enumerate(told):
                 if verdict[at]:

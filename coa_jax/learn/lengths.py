@@ -8,7 +8,6 @@ the tokenizer and the prompt style. A later run with the same data reads the cac
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -93,9 +92,7 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
     """
     path = _folder(reader.records.source) / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
-    told = [known is not None]
-    if processes.count() > 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
-        told = asyncio.run(processes.exchange(told[0], "known lengths of records", seconds))
+    told = processes.exchange(known is not None, "known lengths of records", seconds)
     if known is not None and all(told):
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))

@@ -6,7 +6,6 @@ step of the main thread takes groups from the stream, and makes one or more poli
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -443,4 +442,4 @@ def _loop(
 
 def _all_say(answer: bool, what: str, seconds: float) -> bool:
     """Returns whether ``answer`` is True in every process; see `processes.exchange`."""
-    return all(asyncio.run(processes.exchange(answer, what, seconds)))
+    return all(processes.exchange(answer, what, seconds))

@@ -5,7 +5,6 @@ A cluster sends SIGTERM before it preempts a machine.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -48,11 +47,9 @@ class Stop:
             Two booleans: whether any process was asked to stop, and whether a checkpoint is due in
             all processes.
         """
-        if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs a loop
-            return self.requested, due
         # This exchange runs no program on the devices: a rollout thread may be launching one.
         mine = [self.requested, due]
-        told = asyncio.run(processes.exchange(mine, "the end of a step", wait_seconds))
+        told = processes.exchange(mine, "the end of a step", wait_seconds)
         return any(stop for stop, _ in told), all(due for _, due in told)
 
 

@@ -273,7 +273,7 @@ class Stream:
             self._cancel_late(tasks)
             events, self._events = self._events, []
             news = (self._version, events)
-            told = await processes.exchange(news, "news of rollouts", self._wait_seconds)
+            told = await processes.exchange_async(news, "news of rollouts", self._wait_seconds)
             ledger.version = min(version for version, _ in told)
             for _, news in told:
                 for kind, *arguments in news:

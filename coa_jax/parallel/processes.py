@@ -234,7 +234,7 @@ def meet(what: str, seconds: float) -> None:
         return
     before, here.doing = here.doing, f"waiting at: {what}"
     here.tell()
-    told = asyncio.run(exchange(what, what, seconds, "met"))
+    told = exchange(what, what, seconds, "met")
     assert set(told) == {what}, told
     here.doing = before
 
@@ -252,7 +252,14 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
         logging.warning("%s: waiting for %.0f s for %s", what, waited, names)
 
 
-async def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
+def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
+    """Exchanges a value between all processes, see `exchange_async`."""
+    if _joined is None:
+        return [value]
+    return asyncio.run(exchange_async(value, what, seconds, place))
+
+
+async def exchange_async(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
     """Exchanges a value between all processes.
 
     The exchange runs no program on the devices. A thread may therefore call this function while

@@ -5,7 +5,6 @@ The copy goes over the network of the devices, which is faster than a download b
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 import json
@@ -68,7 +67,7 @@ def from_first(fetch: Callable[[], Path], what: str, leave_out: Sequence[str] = 
     name, single, shown, sizes = json.loads(header)
     digest = hashlib.blake2b(header, digest_size=16).hexdigest()
     target = source if first else own_folder() / "spread" / digest / name
-    copied = asyncio.run(processes.exchange(target.is_dir(), f"{what}: copies", _LOG_SECONDS))
+    copied = processes.exchange(target.is_dir(), f"{what}: copies", _LOG_SECONDS)
     if not all(copied):
         logging.info("%s: process 0 sends %d bytes", what, sum(sizes.values()))
         copy = functools.partial(_copy, source, sizes)

@@ -10,7 +10,6 @@ TFDS has prepared.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Sequence
@@ -80,8 +79,7 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
 
 def _is_everywhere(folder: str) -> bool:
     """Returns whether all processes have a folder."""
-    told = processes.exchange(os.path.exists(folder), f"data set {folder}", 60.0)
-    return all(asyncio.run(told))
+    return all(processes.exchange(os.path.exists(folder), f"data set {folder}", 60.0))
 
 
 def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") -> Sequence[Any]:

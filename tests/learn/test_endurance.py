@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     async def timed_exchange(value, *others):
         """Waits for the other processes in real time; then their clocks show the same time."""
         mine = [clock.now, value]
-        told = await asyncio.to_thread(lambda: asyncio.run(exchange(mine, *others)))
+        told = await asyncio.to_thread(exchange, mine, *others)
         clock.now = max(now for now, _ in told)
         return [value for _, value in told]
 
@@ -114,7 +114,9 @@ def main(argv: list[str]) -> None:
     judge.chat = functools.partial(reply, steps, random.Random(me))
     learner.update, StepLog.learned = held_update, noted
     stream._NEWS_S = 1.0  # of the virtual clock, on which an exchange takes no time
-    stream.processes = types.SimpleNamespace(**{**vars(processes), "exchange": timed_exchange})
+    stream.processes = types.SimpleNamespace(
+        **{**vars(processes), "exchange_async": timed_exchange}
+    )
     rl.Stream = functools.partial(stream.Stream, loop_factory=clock.new_loop)
     config = rl_config(
         folder / "model",

@@ -12,7 +12,7 @@ import pytest
 from tests.parallel.launched import ROOT, launch
 
 PROGRAM = """
-import asyncio, os, signal, sys, time
+import os, signal, sys, time
 from coa_jax.cli import run_main
 
 def main(argv):
@@ -26,7 +26,7 @@ def main(argv):
     merged = processes.gather(items, "gathering", 60)
     assert [(n, len(text)) for n, text in merged] == [(n, 10**n) for n in range(7)]
     for turn in range(3):
-        told = asyncio.run(processes.exchange([turn, me], "telling", 60))
+        told = processes.exchange([turn, me], "telling", 60)
         assert told == [[turn, 0], [turn, 1]]
     print("gathered", mine, flush=True)
     if me == int(case[-1]):
@@ -48,7 +48,7 @@ def main(argv):
         processes.meet("rollouts", 60)
         time.sleep(60)
     if case.startswith("late to tell"):
-        asyncio.run(processes.exchange(0, "the update of step 3", 1.5))
+        processes.exchange(0, "the update of step 3", 1.5)
     elif case.startswith("late to end"):
         from coa_jax.learn.stop import Stop
         assert Stop().agreed(1.5, due=me == 1) == (False, False)
@@ -206,21 +206,21 @@ def test_a_process_whose_output_nobody_reads_ends_the_others_at_once(tmp_path):
 
 
 STOPPING = """
-import asyncio, os, signal, threading, time
+import os, signal, threading, time
 from coa_jax.cli import run_main
 
 def main(argv):
     from coa_jax.learn.stop import stop_on_sigterm
     from coa_jax.parallel import processes
     me, abandoned = processes.index(), threading.Event()
-    pids = asyncio.run(processes.exchange(os.getpid(), "pids", 60))
+    pids = processes.exchange(os.getpid(), "pids", 60)
     with stop_on_sigterm(abandoned.set) as stop:
         assert not abandoned.wait(2.5) and stop.agreed(60) == (False, False)
         if me == 1:
             os.kill(pids[0], signal.SIGTERM)  # which waits for this one
             assert abandoned.wait(30)
         if os.environ["CASE"] == "exchange":
-            told = asyncio.run(processes.exchange(abandoned.is_set(), "rollouts", 60))
+            told = processes.exchange(abandoned.is_set(), "rollouts", 60)
             assert told == [False, True], told
         else:
             processes.meet("rollouts", 60)
