@@ -169,7 +169,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether ``seconds`` have passed since the last save, and its writing has ended.
+        """Returns whether the last save began ``seconds`` ago, and no checkpoint is being written.
 
         Before the first save, the time counts from the creation of this object.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,16 @@ from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
-from coa_jax.model.safetensors_io import (
-    SINGLE_FILE,
-    Checkpoint,
-    LocalFiles,
-    local_checkpoint,
-    read_index,
-)
+from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
-from coa_jax.parallel.spread import from_first
+from coa_jax.parallel import processes
 from coa_jax.storage import (
-    hub_cached,
     hub_files,
-    is_on_hub,
     is_url,
     local,
     model_folder,
     weights_apart,
+    weights_on_hub,
 )
 
 
@@ -137,20 +130,13 @@ def _open(
     """Returns a model without parameters and, if ``weights`` is set, the source of its tensors.
 
     If ``tokenizer`` is False, the model has a `MissingTokenizer`. If ``is_base`` is True, the model
-    is the base model of an adapter, and must not be an adapter.
-
-    If ``mesh`` spans several processes, process 0 downloads the files of a model on the Hub except
-    safetensors, and sends the files to the other processes. `_read_parts` of `model.hf_weights`
-    requests only a part of the safetensors in each process.
+    is the base model of an adapter, and must not be an adapter. If ``mesh`` spans several
+    processes, the weights of a model on the Hub are not downloaded: `_read_parts` of
+    `model.hf_weights` then requests only a part of them in each process.
     """
     together = mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
-    on_hub = weights and together and is_on_hub(path)
-
-    def download(weights: bool, leave_out: Sequence[str] = ()) -> Path:
-        fetch = functools.partial(model_folder, path, weights=weights)
-        return from_first(fetch, f"model {path}", leave_out) if on_hub else fetch()
-
-    folder = download(weights and not on_hub, ("*.safetensors", "*.gguf"))
+    on_hub = weights and together and weights_on_hub(path)
+    folder = model_folder(path, weights=weights and not on_hub)
     source: TensorSource | None = None
 
     def read(find: Callable[[Any], Any], place: Path | GgufFile) -> Any:
@@ -174,7 +160,7 @@ def _open(
         if source is not None:
             # If a model is in a bucket or on the Hub, ranges of its safetensors are read, but an
             # adapter is small: copy the whole adapter.
-            whole = Path(local(str(path))) if is_url(path) else download(True)
+            whole = Path(local(str(path))) if is_url(path) else model_folder(path)
             source = AdaptedTensors(source, dataclasses.replace(adapter, folder=whole))
     elif (gguf := gguf_file(folder)) is not None:
         source = file = GgufFile(gguf)
@@ -201,10 +187,11 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
     Args:
         path: path, URL or id of the model.
         folder: local folder with the index of the weights, if the model has an index.
-        on_hub: whether weights that are not in the cache of this host are read from the Hub.
+        on_hub: whether weights that are not in ``folder`` are read from the Hub. If True, all
+            processes must call this function.
 
     Raises:
-        UserError: the weights cannot be read.
+        UserError: the weights cannot be read, or the processes have different commits of the model.
     """
     named = tuple(sorted(set(read_index(folder).values())))
     if (apart := weights_apart(path)) is not None:
@@ -212,9 +199,16 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
         return Checkpoint(str(path), dataclasses.replace(apart, names=named or apart.names))
     if on_hub:
         commit, names = folder.name, named or (SINGLE_FILE,)  # folders of the cache: commits
-        cached = hub_cached(path, commit, names)
-        remote = hub_files(path, commit, names)
-        return Checkpoint(str(path), LocalFiles(cached, names) if cached else remote)
+        # A push between the requests of two processes would mix the weights of two commits.
+        what = f"commit of {path}"
+        commits = processes.exchange(commit, what, 60.0, "commit of a model")
+        if len(set(commits)) > 1:
+            raise UserError(
+                f"{path}: the processes have different commits of the model; name one of them, as "
+                f"in {hub_files(path, max(commits), ()).root}"
+            )
+        if not all((folder / name).exists() for name in names):
+            return Checkpoint(str(path), hub_files(path, commit, names))
     return local_checkpoint(folder)
 
 

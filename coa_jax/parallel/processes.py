@@ -253,7 +253,10 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
 
 
 def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
-    """Exchanges a value between all processes, see `exchange_async`."""
+    """Exchanges a value between all processes, in a thread without an event loop.
+
+    See `exchange_async` for the arguments and the result.
+    """
     if _joined is None:
         return [value]
     return asyncio.run(exchange_async(value, what, seconds, place))

@@ -1,103 +1,186 @@
-"""Copies files from process 0 to the other processes, so that only one host downloads them.
+"""Copies a folder from process 0 to the other processes, so that only one host downloads the files.
 
-The copy goes over the network of the devices, which is faster than a download by every host.
+The bytes go over the network of the devices.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
 from absl import logging
 
-from coa_jax import files
+from coa_jax.errors import UserError
 from coa_jax.parallel import processes
 from coa_jax.parallel.turns import turn
-from coa_jax.storage import own_folder, stands_for, with_urls
 
 _BLOCK = 1 << 24
 """Number of bytes that one program copies."""
 
 _LOG_SECONDS = 60.0
 
+Fetched = tuple[str, Callable[[Path], Any]]
+"""(name of a folder, function that writes the files of the folder into the given empty folder)."""
 
-def from_first(fetch: Callable[[], Path], what: str, leave_out: Sequence[str] = ()) -> Path:
-    """Calls ``fetch`` in process 0 alone, and gives all processes the files that it returns.
 
-    All processes must call this function, in their main threads and in the same order. The other
-    processes get a copy in `own_folder`. The copy is kept: if process 0 has files with the same
-    names and sizes in a folder of the same name in a later run, nothing is copied.
+def from_first(root: Path, fetch: Callable[[], Fetched], what: str) -> Path:
+    """Creates a folder in process 0, and copies it to the processes that do not see its files.
+
+    All processes must call this function, in their main threads and in the same order. The folder
+    is kept: a later run, or another process with the same ``root``, uses the folder again.
 
     Args:
-        fetch: function that returns the path of a folder or of a file, such as a download. The name
-            of the folder must change with the contents of its files, because copies are recognised
-            by names and sizes.
+        root: folder for this folder and others; each host may have its own.
+        fetch: function that finds or downloads the files. Only process 0 calls this function. The
+            name that it returns must change with the content of the files.
         what: description of the files, used in messages.
-        leave_out: patterns of names of files that are not copied from a folder.
 
     Returns:
-        The path that ``fetch`` returned in process 0, or the path of a copy.
+        Path of the folder.
 
     Raises:
-        OSError: a file cannot be read or written.
+        UserError: ``fetch`` raised this error, or a process cannot read or write a file. All
+            processes raise the error.
     """
-    if processes.count() == 1:
-        return fetch()
     first = processes.index() == 0
-    processes.doing(f"{what}: download")
-    header, source = b"", Path()
+    name, sizes, fault = "", dict[str, int](), ""
     if first:
-        found = fetch()
-        source, inside = found.parent, [found]
-        if found.is_dir():
-            left = {path for pattern in leave_out for path in found.rglob(pattern)}
-            source, inside = found, sorted(set(found.rglob("*")) - left)
-        present = [path for path in inside if path.is_file()]
-        sizes = {str(path.relative_to(source)): path.stat().st_size for path in present}
-        single = "" if found.is_dir() else found.name
-        header = json.dumps([source.name, single, with_urls(source), sizes]).encode()
-    processes.meet(what, _LOG_SECONDS)
-    header = _broadcast(header)
-    name, single, shown, sizes = json.loads(header)
-    digest = hashlib.blake2b(header, digest_size=16).hexdigest()
-    target = source if first else own_folder() / "spread" / digest / name
-    copied = processes.exchange(target.is_dir(), f"{what}: copies", _LOG_SECONDS)
-    if not all(copied):
+        try:
+            name, fill = fetch()
+            sizes = _filled(root / name, fill)
+        except (UserError, OSError) as error:
+            fault = _reason(what, error)
+    name, sizes, fault = processes.exchange([name, sizes, fault], what, _LOG_SECONDS)[0]
+    if fault:
+        raise UserError(fault)
+    folder = root / name
+    present = _sizes(folder) == sizes
+    if not all(processes.exchange(present, f"{what}: copies", _LOG_SECONDS)):
         logging.info("%s: process 0 sends %d bytes", what, sum(sizes.values()))
-        copy = functools.partial(_copy, source, sizes)
-        copy(None) if first else files.make_folder(target, copy)
-    if not first:
-        stands_for(target, shown)
-    return target / single
+        fault = _send(folder, sizes, what) if first else _receive(folder, sizes, what)
+        faults = processes.exchange(fault, f"{what}: end of the copies", _LOG_SECONDS)
+        if any(faults):
+            raise UserError(next(filter(None, faults)))
+    return folder
 
 
-def _copy(source: Path, sizes: dict[str, int], target: Path | None) -> None:
-    """Sends the files of ``source`` (if ``target`` is None), or writes the files to ``target``."""
+def _reason(what: str, error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{what}: {error} (process {processes.index()} on {socket.gethostname()})"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Returns the number of bytes of each file in a folder, by its path in the folder."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
+
+
+def _filled(folder: Path, fill: Callable[[Path], Any]) -> dict[str, int]:
+    """Creates a folder unless the folder exists; returns the sizes of its files."""
+    with _lock(folder, wait=True):
+        if not folder.exists():
+            with _replacing(folder) as part:
+                fill(part)
+    return _sizes(folder)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Locks the creation of a folder between the processes that see the folder.
+
+    The value of the context manager is False if another process has the lock and ``wait`` is False.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Returns an empty folder that takes the place of ``folder`` at the end; needs the lock."""
+    part = folder.with_name(f".{folder.name}.part")  # a killed process may have left this folder
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _send(folder: Path, sizes: Mapping[str, int], what: str) -> str:
+    """Sends the files of a folder; returns the reason if a file cannot be read, otherwise "".
+
+    The other processes wait for every block, so this function sends zeros after a fault.
+    """
+    fault = ""
     for name, size in sizes.items():
-        place = (target or source) / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with open(place, "wb" if target else "rb") as file:
-            for at in range(0, size, _BLOCK):
-                count = min(_BLOCK, size - at)
-                block = _broadcast(b"" if target else file.read(count))
-                if target:
-                    file.write(block)
+        with contextlib.ExitStack() as closing:
+            file: IO[bytes] | None = None
+            for count in _blocks(size):
+                block = b""
+                try:
+                    file = file or closing.enter_context(open(folder / name, "rb"))
+                    block = file.read(count)
+                except OSError as error:
+                    fault = fault or _reason(what, error)
+                _broadcast(block, count)
+    return fault
 
 
-def _broadcast(block: bytes) -> bytes:
-    """Returns the bytes of process 0 in every process; the other processes pass b""."""
+def _receive(folder: Path, sizes: Mapping[str, int], what: str) -> str:
+    """Writes the files that process 0 sends; returns the reason if this fails, otherwise "".
+
+    Processes that see the same folder write it only once. Every process receives all blocks,
+    because each block is a program of all processes.
+    """
+    places = [(name, count) for name, size in sizes.items() for count in _blocks(size)]
+    blocks = ((name, _broadcast(b"", count)) for name, count in places)
+    try:
+        with _lock(folder, wait=False) as mine:
+            if mine and _sizes(folder) != sizes:
+                with _replacing(folder) as part:
+                    for name in sizes:
+                        (part / name).parent.mkdir(parents=True, exist_ok=True)
+                        (part / name).touch()
+                    for name, block in blocks:
+                        with open(part / name, "ab") as file:
+                            file.write(block)
+    except OSError as error:
+        return _reason(what, error)
+    finally:
+        for _ in blocks:
+            pass
+    return ""
+
+
+def _blocks(size: int) -> Iterator[int]:
+    """Yields the number of bytes of each block of a file with ``size`` bytes."""
+    return (min(_BLOCK, size - at) for at in range(0, size, _BLOCK))
+
+
+def _broadcast(block: bytes, count: int) -> bytes:
+    """Returns the block of process 0, which has ``count`` bytes, in every process."""
     from jax.experimental import multihost_utils
 
+    # Padding to powers of two limits the number of compiled programs.
+    padded = np.zeros(1 << (count - 1).bit_length(), np.uint8)
+    padded[: len(block)] = np.frombuffer(block, np.uint8)
     with turn(jax.sharding.Mesh(jax.devices(), "all")):
-        size = int(multihost_utils.broadcast_one_to_all(np.asarray(len(block), np.int32)))
-        # Padding to powers of two limits the number of compiled programs.
-        padded = np.zeros(1 << max(size - 1, 1).bit_length(), np.uint8)
-        padded[: len(block)] = np.frombuffer(block, np.uint8)
         found: Any = multihost_utils.broadcast_one_to_all(padded)
-    return np.asarray(found)[:size].tobytes()
+    return np.asarray(found)[:count].tobytes()

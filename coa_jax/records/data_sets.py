@@ -10,18 +10,19 @@ TFDS has prepared.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, reading
+from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.parallel import processes
 from coa_jax.parallel.spread import from_first
-from coa_jax.storage import is_url, local, own_folder
+from coa_jax.storage import is_url, local
 
 
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
@@ -30,9 +31,10 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
     The library stores downloads in the folder that the environment variable ``HF_HOME`` names.
     ``HF_HUB_OFFLINE=1`` forbids downloads, and ``HF_TOKEN`` gives access to gated data sets.
 
-    In a run of several processes, process 0 downloads the data set and sends the split to the other
-    processes. All processes must therefore call this function in the same order, see
-    `parallel.spread`. If NAME is a folder that every process has, each process reads the folder.
+    In a run of several processes, process 0 downloads the data set. The other processes get a copy
+    of the split, in the cache of the library, unless they see the files of process 0. All processes
+    must therefore call this function in the same order, see `parallel.spread`. If NAME is a folder
+    that every process has, each process reads this folder.
 
     Args:
         source: ``hf:NAME:CONFIG:SPLIT``.
@@ -55,31 +57,27 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
     try:
         import datasets
     except ImportError:
-        raise missing(where, "datasets", "hub") from None
+        datasets = None
+    # The processes agree on each step: a process that failed alone would leave the others waiting.
+    state = [datasets is not None, os.path.exists(name)]
+    installed, present = zip(*processes.exchange(state, where, 60.0), strict=True)
+    if datasets is None or not all(installed):
+        raise missing(where, "datasets", "hub")
 
     def load() -> Any:
-        try:
-            return datasets.load_dataset(
-                name, config or None, split=part or split, revision=revision or None
-            )
-        except Exception as error:  # the library and its readers raise many kinds of errors
-            raise _refused(where, error) from error
+        with _telling(where):
+            given = {"split": part or split, "revision": revision or None}
+            return datasets.load_dataset(name, config or None, **given)
 
-    def fetch() -> Path:
+    def fetch() -> tuple[str, Callable[[Path], None]]:
         found = load()
-        folder = own_folder() / "data_sets" / found._fingerprint
-        if not folder.is_dir():
-            files.make_folder(folder, found.save_to_disk)
-        return folder
+        return found._fingerprint, found.save_to_disk
 
-    if processes.count() == 1 or _is_everywhere(name):
+    if processes.count() == 1 or all(present):
         return load()
-    return datasets.load_from_disk(from_first(fetch, where))
-
-
-def _is_everywhere(folder: str) -> bool:
-    """Returns whether all processes have a folder."""
-    return all(processes.exchange(os.path.exists(folder), f"data set {folder}", 60.0))
+    folder = from_first(Path(datasets.config.HF_DATASETS_CACHE) / "coa_jax", fetch, where)
+    with _telling(where):
+        return datasets.load_from_disk(folder)
 
 
 def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") -> Sequence[Any]:
@@ -111,7 +109,7 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
     except ImportError:
         raise missing(where, "tensorflow-datasets", "tfds") from None
     part = part or split
-    try:
+    with _telling(where):
         name = local(name)
         if Path(name).is_dir():
             builder = tfds.builder_from_directory(name)
@@ -120,8 +118,6 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
             builder.download_and_prepare()
         known = list(builder.info.splits)
         rows = builder.as_data_source(split=part) if part.partition("[")[0] in known else None
-    except Exception as error:  # TFDS, ArrayRecord and protobuf each have errors of their own
-        raise _refused(where, error) from error
     if rows is None:
         raise UserError(f"{where}: there is no split {part!r}; there are {', '.join(known)}")
     return rows
@@ -144,5 +140,10 @@ def _name_and_split(source: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else (name, "")
 
 
-def _refused(where: str, error: Exception) -> UserError:
-    return UserError(f"{where}: {type(error).__name__}: {reading.reason(error)}")
+@contextlib.contextmanager
+def _telling(where: str) -> Iterator[None]:
+    """Converts the errors of a library, which are of many types, to `UserError`."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{where}: {type(error).__name__}: {reading.reason(error)}") from error

@@ -50,7 +50,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
     A model of the Hub is downloaded to the cache of huggingface_hub, which lets only one process
     download at a time. If the model is in a bucket, its safetensors files are not copied, see
-    `weights_apart`.
+    `weights_apart`. Several processes that load a model of the Hub together use `weights_on_hub`.
 
     Args:
         place: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
@@ -191,21 +191,23 @@ def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
     return RemoteFiles(where, tuple(found), where, fs)
 
 
-def is_on_hub(place: str | os.PathLike[str]) -> bool:
-    """Returns whether ``place`` is the id of a model, and the Hub may be asked for its files.
+def weights_on_hub(place: str | os.PathLike[str]) -> bool:
+    """Returns whether ranges of a model's safetensors files can be requested from the Hub.
 
-    In offline mode, the result is False.
+    The result is False if ``place`` is not an id of the Hub or names a GGUF file, and in offline
+    mode.
     """
     from huggingface_hub import constants
 
-    return hub_id(place) is not None and not constants.HF_HUB_OFFLINE
+    found = hub_id(place)
+    return found is not None and found[2] is None and not constants.HF_HUB_OFFLINE
 
 
 def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> RemoteFiles:
     """Returns files of a model on the Hub, without a download.
 
     Args:
-        place: id of the model, for which `is_on_hub` is True.
+        place: id of the model, for which `weights_on_hub` is True.
         commit: commit of the repository.
         names: names of the files.
     """
@@ -217,22 +219,6 @@ def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) 
     # Without this option, HfFileSystem reads more than the requested bytes.
     options = {"cache_type": "none"}
     return RemoteFiles(os.fspath(place), tuple(names), root, HfFileSystem(), _telling, options)
-
-
-def hub_cached(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> Path | None:
-    """Returns the folder of a model in the cache of this host; None if a file is missing there.
-
-    Args:
-        place: id of the model, for which `is_on_hub` is True.
-        commit: commit of the repository.
-        names: names of the files, at least one.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    found = hub_id(place)
-    assert found is not None
-    paths = [try_to_load_from_cache(found[0], name, revision=commit) for name in names]
-    return Path(str(paths[0])).parent if all(isinstance(path, str) for path in paths) else None
 
 
 def hub_description(place: str | os.PathLike[str]) -> Path | None:

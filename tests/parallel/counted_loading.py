@@ -3,16 +3,9 @@
 python -m tests.parallel.counted_loading MODEL DATA,FSDP,TENSOR [COPY]
 
 The parameters are compared with the parameters of COPY, a local copy of the model (default: MODEL).
-If the variable HOST is set, each process has folders of its own, as on a host of its own.
 """
 
 from __future__ import annotations
-
-import os
-
-if "HOST" in os.environ:
-    own = os.environ["HOST"] + os.environ["COA_JAX_PROCESS_ID"]
-    os.environ["TMPDIR"] = os.environ["HF_HOME"] = own
 
 import jax
 import numpy as np

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
-from coa_jax.model.api import Model, load_model, save_model
-from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import join, split_trained
-from coa_jax.model.peft_io import save_trained
+from coa_jax.model.api import Model, save_model
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.model.tokenizer import MissingTokenizer
-from tests.damage import samples
 from tests.hub_server import Hub, hub_server
 from tests.parallel.launched import ROOT, launch
 from tests.random_params import random_params
@@ -109,42 +104,23 @@ def test_weights_of_the_hub_that_are_in_the_cache_are_not_fetched(hub, tmp_path)
     assert fetched(hub, folder, **{**env, "HF_HUB_OFFLINE": "1"}) == hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "kind", ["safetensors", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gguf", "adapter"))]
-)
-def test_other_files_of_a_model_of_the_hub_are_downloaded_by_one_host(hub, tmp_path, kind):
-    base, copy = tmp_path / "base", tmp_path / "copy"
-    samples.write_model(base)
-    hub.add("Org/Base", {file.name: file.read_bytes() for file in base.iterdir()})
-    if kind == "gguf":
-        copy = copy.with_suffix(".gguf")
-        samples.write_gguf(copy, base)
-        hub.add("Org/Model", {"model.gguf": copy.read_bytes(), "README.md": b"a card"})
-    elif kind == "adapter":
-        model = load_model(base)
-        config = dataclasses.replace(model.config, lora=LoraConfig(rank=2, alpha=4.0))
-        params = jax.tree.map(lambda x: x + 0.1, join(*split_trained(model.params, config, seed=1)))
-        trained = dataclasses.replace(model, config=config, params=params)
-        save_trained(trained, str(base), tmp_path / "trained", "float32")
-        (tmp_path / "trained-adapters").rename(copy)
-        files = {file.name: file.read_bytes() for file in copy.iterdir()}
-        config_file = files["adapter_config.json"].replace(str(base).encode(), b"Org/Base")
-        hub.add("Org/Model", {**files, "adapter_config.json": config_file})
-    else:
-        copy = base
-        hub.add("Org/Model", {file.name: file.read_bytes() for file in base.iterdir()})
-    for number in range(2):
-        (tmp_path / f"host{number}").mkdir()
-    command = ("-m", "tests.parallel.counted_loading", "Org/Model", "1,2,1", str(copy))
-    env = settings_of(hub, tmp_path) | {"HOST": str(tmp_path / "host")}
-    done = launch(2, 1, *command, **env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 2
-    parts = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # read by requests of ranges
-    served = Counter(name for name, _ in hub.served if not parts.fullmatch(name))
-    assert served and set(served.values()) == {1}, served
-    # What process 1 has are copies of the files that process 0 has downloaded.
-    assert not list((tmp_path / "host1").glob("hub/models--Org--Model/snapshots/*/*"))
-    copied = {path.name for path in (tmp_path / "host1").glob("coa_jax-*/spread/*/*/*")}
-    assert copied >= served.keys() - ({"README.md"} if kind == "gguf" else set())
-    assert not any(parts.fullmatch(path.name) for path in tmp_path.glob("host*/**/*"))
+@pytest.mark.slow
+def test_processes_with_different_commits_of_a_model_are_refused(hub, tmp_path):
+    folder, env = tmp_path / "model", settings_of(hub, tmp_path / "home")
+    saved(folder)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    commits = [hub.add("Org/Tiny", files), hub.add("Org/Tiny", files)]
+    code = (
+        "from coa_jax.errors import UserError",
+        "from coa_jax.model.api import load_weights",
+        "from coa_jax.parallel import processes",
+        "from coa_jax.parallel.mesh import make_mesh",
+        "processes.join()",
+        "try:",
+        f"    load_weights('Org/Tiny@' + {commits!r}[processes.index()], make_mesh(1, 2, 1))",
+        "except UserError as error:",
+        "    print(error)",
+    )
+    done = launch(2, 1, "-c", "\n".join(code), **env)
+    said = f"have different commits of the model; name one of them, as in Org/Tiny@{max(commits)}"
+    assert done.stdout.count(said) == 2, done.stderr[-3000:]

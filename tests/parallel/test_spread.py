@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -25,16 +26,32 @@ from coa_jax.parallel import processes
 FOLDER = (
     HOST
     + """
-import hashlib
+import hashlib, shutil
+from coa_jax.errors import UserError
 from coa_jax.parallel.spread import from_first
 
 def main(argv):
-    for _ in range(2):  # the copy of the first turn serves in the second
-        folder = from_first(lambda: Path(os.environ["SOURCE"]), "files of the test")
-        assert (str(folder) == os.environ["SOURCE"]) == (processes.index() == 0), folder
+    source, root = Path(os.environ["SOURCE"]), Path(os.environ["TMPDIR"])
+
+    def fetch():
+        assert processes.index() == 0
+        if not source.is_dir():
+            raise UserError("there is no source")
+        return "name", lambda folder: shutil.copytree(source, folder, dirs_exist_ok=True)
+
+    for turn in range(3):
+        try:
+            folder = from_first(root, fetch, "files of the test")
+        except UserError as error:
+            print("error:", error)
+            return
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            print(file.relative_to(folder), digest, file.stat().st_mtime_ns)
+            print(turn, file.relative_to(folder), digest, file.stat().st_mtime_ns)
+        shared = str(folder.resolve()) == os.environ["SHARED"]
+        if turn == 1 and processes.index() == 1 and not shared:
+            (folder / "one").unlink()  # as programs do that clean up temporary folders
+        processes.meet("the end of a turn", 60)
 
 run_main(main)
 """
@@ -67,25 +84,60 @@ def said(text: str, process: int) -> list[str]:
     return re.findall(rf"^\[{process}\] (?!\[Gloo)(.*)$", text, re.MULTILINE)
 
 
-def test_a_folder_of_process_0_is_copied_once_with_every_byte(tmp_path, monkeypatch):
-    source, content = tmp_path / "source", random.Random(0)
-    sizes = {"empty": 0, "one": 1, "below/block": 1 << 24, "below/more": (1 << 24) + 3}
-    for name, size in sizes.items():
-        path = source / name
+SIZES = {"empty": 0, "one": 1, "below/block": 1 << 24, "below/more": (1 << 24) + 3}
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    content = random.Random(0)
+    for name, size in SIZES.items():
+        path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.randbytes(size))
-    (tmp_path / "program.py").write_text(FOLDER)
     for number in range(2):
         (tmp_path / f"host{number}").mkdir()
-    done = launch(
-        *(2, 2, str(tmp_path / "program.py")), SOURCE=str(source), HOST=str(tmp_path / "host")
-    )
+    (tmp_path / "program.py").write_text(FOLDER)
+    return tmp_path / "source"
+
+
+def run(tmp_path: Path, source: Path, host: str = "host") -> list[list[str]]:
+    """Returns the lines of the program ``FOLDER`` by process."""
+    shared = (tmp_path / "both1" / "name").resolve()
+    env = {"SOURCE": str(source), "HOST": str(tmp_path / host), "SHARED": str(shared)}
+    done = launch(2, 2, str(tmp_path / "program.py"), timeout=120, **env)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = {name: hashlib.sha256((source / name).read_bytes()).hexdigest() for name in sizes}
-    for number in range(2):
-        lines = said(done.stdout, number)
-        assert len(lines) == 2 * len(sizes) and lines[:4] == lines[4:]
-        assert {line.split()[0]: line.split()[1] for line in lines} == expected
+    return [said(done.stdout, number) for number in range(2)]
+
+
+def test_a_folder_of_process_0_is_copied_once_and_again_if_it_is_damaged(tmp_path, source):
+    expected = {name: hashlib.sha256((source / name).read_bytes()).hexdigest() for name in SIZES}
+    (tmp_path / "host1" / ".name.part").mkdir()  # as a killed process leaves it
+    for lines in run(tmp_path, source):
+        rows = [line.split() for line in lines]
+        assert [{row[1]: row[2] for row in rows if row[0] == str(n)} for n in range(3)] == [
+            expected
+        ] * 3
+        times = [{row[1]: row[3] for row in rows if row[0] == str(n)} for n in range(3)]
+        assert times[0] == times[1]
+    assert times[1] != times[2]  # in process 1
+    assert {path.name for path in tmp_path.glob("host*/*")} == {"name", ".name.lock"}
+
+
+def test_processes_that_see_the_folder_of_process_0_use_this_folder(tmp_path, source):
+    link = tmp_path / "both1"
+    (tmp_path / "both0").mkdir()
+    link.symlink_to(tmp_path / "both0")
+    first, second = run(tmp_path, source, "both")
+    assert len(first) == 3 * len(SIZES) and first == second  # with the same times
+
+
+def test_a_fault_of_one_process_is_raised_in_all(tmp_path, source):
+    assert run(tmp_path, tmp_path / "absent") == [["error: there is no source"]] * 2
+    (tmp_path / "host1").rmdir()
+    (tmp_path / "host1").write_text("not a folder, so nothing can be written there")
+    first, second = run(tmp_path, source)
+    assert first == second and len(first) == 1
+    assert re.fullmatch(r"error: files of the test: .*host1.* \(process 1 on .*\)", first[0])
 
 
 def test_a_data_set_of_the_hub_is_downloaded_by_one_process(tmp_path):
@@ -106,5 +158,6 @@ def test_a_data_set_of_the_hub_is_downloaded_by_one_process(tmp_path):
     assert first == second
     assert first[0] == f"rows {ROWS}" and first[2] == "tasks ['1?', '2?']"
     assert sum(line.startswith("GET") and "train.jsonl" in line for line in hub.requests) == 1
-    assert not list((tmp_path / "host1").rglob("*.jsonl"))
-    assert not (tmp_path / "host1" / "hub").exists()  # nothing was asked of the Hub
+    # The second host has the copies of both splits, and has asked the Hub for nothing.
+    there = [path.suffix for path in (tmp_path / "host1").rglob("*") if path.is_file()]
+    assert there.count(".arrow") == 2 and set(there) <= {".arrow", ".json", ".lock", ""}
