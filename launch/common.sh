@@ -177,6 +177,13 @@ use_slice() {
   case "$check" in yes) checks=(--check) ;; compile) checks=(--check=compile) ;; esac
 }
 
+# on_slice ARGUMENTS...: runs tpu_pod.sh on the slice of `use_slice`.  A dry run prints this command and,
+# as comments, the commands of tpu_pod.sh.
+on_slice() {
+  do_it "${pod[@]}" "$@" || return # with its exit code
+  [ "$dry_run" = no ] || "${pod[@]}" --dry-run "$@" | sed -E 's/^(# )?/  # /'
+}
+
 # end_run CODE REMOVE: ends this script with the exit code CODE of the run.  With --delete, the function
 # REMOVE deletes the machines; otherwise a line on stderr says that they still cost money.
 end_run() {

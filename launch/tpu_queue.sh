@@ -103,14 +103,14 @@ start() {
   local first=(${checks[@]+"${checks[@]}"}) tries code
   for tries in 1 2 3; do
     code=0
-    do_it "${pod[@]}" setup "${words[@]}" || code=$?
+    on_slice setup "${words[@]}" || code=$?
     [ "$code" != 0 ] || break
     [ "$code" != 2 ] && [ "$tries" -lt 3 ] || return "$code" # 2: a fault of the command
     echo "the installation on $name has failed; trying again ($tries of 2)" >&2
     sleep "$poll"
   done
   checks=()
-  do_it "${pod[@]}" ${first[@]+"${first[@]}"} run "${words[@]}"
+  on_slice ${first[@]+"${first[@]}"} run "${words[@]}"
 }
 
 case "$action" in

@@ -66,11 +66,10 @@ case "$action" in
       do_it "${create[@]}"
     fi
     status=0
-    { do_it "${pod[@]}" setup "${words[@]}" &&
-      do_it "${pod[@]}" ${checks[@]+"${checks[@]}"} run "${words[@]}"; } || status=$?
+    { on_slice setup "${words[@]}" && on_slice ${checks[@]+"${checks[@]}"} run "${words[@]}"; } || status=$?
     end_run "$status" remove
     ;;
-  logs) do_it "${pod[@]}" logs ;;
+  logs) on_slice logs ;;
   delete) remove ;;
   *) fail "unknown action $action; run, logs or delete" ;;
 esac

@@ -163,9 +163,10 @@ DRY = [
     for stage in ("sft", "rl")
     for agent in ("web", "mhqa", "code")
     for size in SIZES
-]
+] + [tuple(name.split()) for name in PAPER if name.startswith("evaluate")]
 FEW = {("rl", "web.py:7b")}
 SCRIPTS = {
+    "tpu_vm.sh": ("--name", "v", "--zone", "z", "--type", "v5litepod-8"),
     "tpu_pod.sh": ("--name", "p", "--zone", "z"),
     "tpu_queue.sh": ("--name", "q", "--zone", "z", "--type", "v5p-128"),
     "slurm.sh": ("--nodes", "8"),
@@ -183,7 +184,7 @@ def test_dry_runs_of_paper_configs_show_packages_flags_and_keys(stage, file):
     env = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "COA_JAX_PYTHON": sys.executable}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = (stage, f"--config=configs/{stage}/{file}", "--workdir=/mnt/runs/a")
-    if "web" in file and stage == "rl":
+    if "web" in file and stage != "sft":
         words += ("--config.graders.judge.chat.url=http://10.0.0.2:8000/v1",)
     few = (stage, file) in FEW
     for script in ("xpk.sh",) if few else SCRIPTS:
@@ -194,9 +195,6 @@ def test_dry_runs_of_paper_configs_show_packages_flags_and_keys(stage, file):
             done = run(*command, env=env, cwd=LAUNCH.parent)
             assert (done.returncode, done.stderr) == (0, ""), script
             shown += done.stdout.replace("\\ ", " ").replace("\\\\", "\\")
-        if script == "tpu_queue.sh":  # leaves the rest to tpu_pod.sh
-            assert "tpu_pod.sh --name q --zone z --preset tpu" in shown
-            continue
         chips = "cuda" if script in ("slurm.sh", "sky.sh") else "tpu"
         assert f"setup_env.sh {chips} {' '.join(extras)}" in shown, script
         flag = "--xla_gpu_enable_latency" if chips == "cuda" else "--xla_tpu_enable_async"
