@@ -14,7 +14,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.learn.stream import LocalShare
 from coa_jax.model.api import Model
-from coa_jax.parallel import processes
+from coa_jax.parallel.transfer import gather
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request, prompt_ids
 from coa_jax.tasks import Graders, Task
@@ -50,7 +50,7 @@ def assemble(share: LocalShare, wait_seconds: float) -> Sampled:
     mine = (share.groups, share.dropped)
     everything: dict[int, list[Trajectory]] = {}
     lost: list[list[Trajectory]] = []
-    for part, too_old in processes.gather([mine], "gathering of groups", wait_seconds):
+    for part, too_old in gather([mine], "gathering of groups", wait_seconds):
         everything.update(part)
         lost.extend(too_old)
     used = [everything[index] for index in share.composition.used]

@@ -26,6 +26,7 @@ from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.learn.fingerprints import digest
 from coa_jax.parallel import processes
+from coa_jax.parallel.transfer import gather
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
@@ -247,7 +248,7 @@ class HeldOut:
         return self._figures(sorted(rows, key=lambda row: (row[0], row[1])))
 
     def _gather(self, told: T) -> list[T]:
-        return processes.gather([told], "an evaluation", self._wait_seconds)
+        return gather([told], "an evaluation", self._wait_seconds)
 
     def abandon(self) -> None:
         """Ends a running evaluation; signal handlers may call this method."""

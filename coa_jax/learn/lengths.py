@@ -30,6 +30,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.data import Examples, RecordReader, examples_of, loss_tokens, read_ahead
 from coa_jax.model.tokenizer import chat_template
 from coa_jax.parallel import processes
+from coa_jax.parallel.transfer import gather
 from coa_jax.progress import progress
 from coa_jax.records import Counts, LeftOut
 from coa_jax.storage import cache_folder, is_url
@@ -108,7 +109,7 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
         for part in results:
             parts.append(part)
             bar.update(len(part.sizes))
-    whole = _merged(processes.gather(parts, "lengths of records", seconds))
+    whole = _merged(gather(parts, "lengths of records", seconds))
     with contextlib.suppress(OSError):  # the cache only saves time
         _write(path, whole)
     return whole

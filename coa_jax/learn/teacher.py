@@ -21,6 +21,7 @@ from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
 from coa_jax.parallel import processes
+from coa_jax.parallel.transfer import gather
 from coa_jax.tools.net.chat import Client, ServedModel
 from coa_jax.tools.net.errors import FetchError
 
@@ -164,7 +165,7 @@ def scored_by_server(
 
     flat = [example for group in groups for example in group]
     mine = asyncio.run(ask(processes.share(flat)))
-    scores = iter(processes.gather(mine, "scores of the teacher", seconds))
+    scores = iter(gather(mine, "scores of the teacher", seconds))
     return [
         [dataclasses.replace(e, more={**e.more, "teacher_logp": next(scores)}) for e in group]
         for group in groups

@@ -1,8 +1,9 @@
 """The processes of a run: joining, barriers, exchange of values, and detection of lost processes.
 
 Each process drives its own devices, engines and tools. Processes cooperate in only two ways: they
-run compiled programs over all devices, and they gather samples. Before both, all processes wait for
-each other in `meet`. A waiting process handles signals, and logs which processes are missing.
+run compiled programs over all devices, and they exchange data, see `parallel.transfer`. Before
+both, all processes wait for each other in `meet`. A waiting process handles signals, and logs which
+processes are missing.
 
 A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat ends a
 run: the thread `_watch` then ends every other process with a one-line message.
@@ -31,7 +32,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -41,11 +41,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
-import numpy as np
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.parallel.turns import turn
 from coa_jax.storage.places import seconds_of
 
 T = TypeVar("T")
@@ -58,7 +56,6 @@ _VERDICT = f"{_ROOT}/verdict"
 _STOP = f"{_ROOT}/stop/"
 _COORDINATOR = f"{_ROOT}/alive/0"
 _FINISHED = "finished"
-_SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, so that few programs compile
 
 
 @dataclasses.dataclass
@@ -315,34 +312,6 @@ def asked_to_stop() -> bool:
 def share(items: Sequence[T]) -> list[T]:
     """Returns this process's share of items: with n processes, every n-th item."""
     return list(items[index() :: count()])
-
-
-def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
-    """Gathers the items of all processes, and returns all of them in every process.
-
-    Args:
-        items: items of this process, which pickle can serialise.
-        what: name of the operation, used in messages.
-        seconds: interval at which a waiting process logs which processes are missing.
-
-    Returns:
-        The items of all processes, in the order of the sequence that was split by `share`.
-    """
-    if _joined is None:
-        return list(items)
-    from jax.experimental import multihost_utils
-
-    payload = np.frombuffer(pickle.dumps(list(items)), np.uint8)
-    meet(what, seconds)
-    with turn(jax.sharding.Mesh(jax.devices(), "all")):
-        sizes = multihost_utils.process_allgather(np.asarray([payload.size], np.int32)).reshape(-1)
-        width = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
-        padded = np.zeros(width, np.uint8)
-        padded[: payload.size] = payload
-        rows = np.asarray(multihost_utils.process_allgather(padded))
-    parts = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-    total = sum(map(len, parts))
-    return [parts[at % len(parts)][at // len(parts)] for at in range(total)]
 
 
 # --- detection of lost processes -----------------------------------------------------------

@@ -21,7 +21,7 @@ from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.parallel import processes
-from coa_jax.parallel.spread import from_first
+from coa_jax.parallel.transfer import from_first
 from coa_jax.storage import is_url, local
 
 
@@ -33,8 +33,8 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
 
     In a run of several processes, process 0 downloads the data set. The other processes get a copy
     of the split, in the cache of the library, unless they see the files of process 0. All processes
-    must therefore call this function in the same order, see `parallel.spread`. If NAME is a folder
-    that every process has, each process reads this folder.
+    must therefore call this function in the same order, see `parallel.transfer`. If NAME is a
+    folder that every process has, each process reads this folder.
 
     Args:
         source: ``hf:NAME:CONFIG:SPLIT``.

@@ -18,12 +18,13 @@ from coa_jax.cli import run_main
 def main(argv):
     import jax
     from coa_jax.parallel import processes
+    from coa_jax.parallel.transfer import gather
     case, me = os.environ["CASE"], processes.index()
     assert processes.count() == jax.process_count() == 2 and me == jax.process_index()
     mine = processes.share(list(range(7)))
     # Of very different sizes, and once more than the smallest message.
     items = [(n, "x" * 10**n) for n in mine]
-    merged = processes.gather(items, "gathering", 60)
+    merged = gather(items, "gathering", 60)
     assert [(n, len(text)) for n, text in merged] == [(n, 10**n) for n in range(7)]
     for turn in range(3):
         told = processes.exchange([turn, me], "telling", 60)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.parallel import processes
+from coa_jax.parallel.transfer import gather
 from coa_jax.parallel.turns import in_turn, turn
 from tests.parallel.launched import launch
 
@@ -100,7 +101,7 @@ def save_and_gather(folder: str) -> None:
                 time.sleep(1)  # the other process waits
             checkpoints.save(step, {"w": everywhere}, {"step": step})
             what = "gather"
-            assert processes.gather([processes.index()], "numbers", 60) == [0, 1]
+            assert gather([processes.index()], "numbers", 60) == [0, 1]
         checkpoints.wait()
         what = "restore"
         restored = checkpoints.newest({"w": everywhere})

@@ -28,7 +28,7 @@ FOLDER = (
     + """
 import hashlib, shutil
 from coa_jax.errors import UserError
-from coa_jax.parallel.spread import from_first
+from coa_jax.parallel.transfer import from_first
 
 def main(argv):
     source, root = Path(os.environ["SOURCE"]), Path(os.environ["TMPDIR"])

@@ -1,6 +1,7 @@
-"""Copies a folder from process 0 to the other processes, so that only one host downloads the files.
+"""Moves data between the processes of a run, over the network of the devices.
 
-The bytes go over the network of the devices.
+`gather` gives the items of all processes to every process. `from_first` copies a folder of files
+from process 0 to the other processes, so that only one host downloads the files.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pickle
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,13 +24,46 @@ from coa_jax.errors import UserError
 from coa_jax.parallel import processes
 from coa_jax.parallel.turns import turn
 
+T = TypeVar("T")
+
+_SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, so that few programs compile
+
 _BLOCK = 1 << 24
-"""Number of bytes that one program copies."""
+"""Number of bytes of a file that one program copies."""
 
 _LOG_SECONDS = 60.0
 
 Fetched = tuple[str, Callable[[Path], Any]]
 """(name of a folder, function that writes the files of the folder into the given empty folder)."""
+
+
+def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
+    """Gathers the items of all processes, and returns all of them in every process.
+
+    Args:
+        items: items of this process, which pickle can serialise.
+        what: name of the operation, used in messages.
+        seconds: interval at which a waiting process logs which processes are missing.
+
+    Returns:
+        The items of all processes. If `processes.share` split a sequence into the items, they are
+        in the order of this sequence.
+    """
+    if processes.count() == 1:
+        return list(items)
+    from jax.experimental import multihost_utils
+
+    payload = np.frombuffer(pickle.dumps(list(items)), np.uint8)
+    processes.meet(what, seconds)
+    with turn(jax.sharding.Mesh(jax.devices(), "all")):
+        sizes = multihost_utils.process_allgather(np.asarray([payload.size], np.int32)).reshape(-1)
+        width = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
+        padded = np.zeros(width, np.uint8)
+        padded[: payload.size] = payload
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+    parts = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    total = sum(map(len, parts))
+    return [parts[at % len(parts)][at // len(parts)] for at in range(total)]
 
 
 def from_first(root: Path, fetch: Callable[[], Fetched], what: str) -> Path:
