@@ -44,7 +44,7 @@ from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.questions import questions
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.model.api import describe_model
+from coa_jax.model.api import describe_model, download_once
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel import processes
@@ -182,6 +182,7 @@ def _run(command: str, config: Any) -> Iterator[Line]:
 
 
 def _model(path: str) -> str:
+    download_once(path)
     model = describe_model(path)
     layers, width = model.config.num_layers, model.config.hidden_size
     return f"{path}: {model.config.architecture}, {layers} layers of {width}"

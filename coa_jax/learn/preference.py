@@ -30,7 +30,7 @@ from coa_jax.learn.losses import Net
 from coa_jax.learn.metrics import sequence_lengths
 from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
-from coa_jax.model.api import load_model
+from coa_jax.model.api import download_once, load_model
 from coa_jax.model.hf_weights import to_host
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
@@ -90,6 +90,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         )
     tasks = len({chosen.task_id for chosen, _ in pairs})
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
+    download_once(config.model)
     model = load_model(config.model, mesh=mesh)
     reference = model.params
     compute = config.compute(model.config, mesh)

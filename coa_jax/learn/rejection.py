@@ -24,7 +24,7 @@ from coa_jax.learn.data import RecordReader, Updates, examples_in_memory, join, 
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.lengths import fitting, measure
 from coa_jax.learn.losses import SFTLoss
-from coa_jax.model.api import describe_model, load_weights
+from coa_jax.model.api import describe_model, download_once, load_weights
 from coa_jax.model.config import LoraConfig
 from coa_jax.parallel.placement import own_rows, training_mesh
 from coa_jax.records import ProtocolName, Records, iterate_records
@@ -82,6 +82,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     """
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
+    download_once(config.model)
     model = describe_model(config.model, config.lora)
     sequences = [one for trajectory in chosen for one in trajectory.sequences]
     learned = [one for one in sequences if (one.author == Author.POLICY).any()]

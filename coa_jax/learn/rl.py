@@ -38,6 +38,7 @@ from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.stream import LocalShare, Stream
 from coa_jax.learn.watch import Watch
+from coa_jax.model.api import download_once
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
 from coa_jax.model.peft_io import save_trained
@@ -74,6 +75,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         tools: tools that the policy can call.
     """
     check_loss(config.chosen)
+    download_once(config.model)
     parts, prompt, graders = questions(config)
     tasks = [task for part in parts.values() for task in part]
     warn_of_tools(tools, tasks)

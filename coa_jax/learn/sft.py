@@ -27,7 +27,7 @@ from coa_jax.learn.held_out import METRICS, HeldOut, HeldOutConfig, check_best
 from coa_jax.learn.lengths import TokenCounts, fitting, measure
 from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.learn.step import TrainState
-from coa_jax.model.api import Model, describe_model, load_weights
+from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
@@ -158,6 +158,7 @@ def train(
     if config.rename_share and augmentation is None:
         raise ValueError("rename_share needs an augmentation that renames")
     mesh = training_mesh(config.mesh, config.rows)
+    download_once(config.model)
     prompt = load_prompt(config.prompt_style, config.model)
     model = describe_model(config.model, config.lora)
 

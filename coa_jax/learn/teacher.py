@@ -17,7 +17,7 @@ import numpy as np
 from coa_jax.bounds import Times
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Example
-from coa_jax.model.api import load_model
+from coa_jax.model.api import download_once, load_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
 from coa_jax.parallel import processes
@@ -119,6 +119,7 @@ def load_teacher(
     """
     if not teacher.model or teacher.url:
         return None
+    download_once(teacher.model)
     model = load_model(teacher.model, dtype, mesh)
     own, other = tokenizer.get_vocab(), model.tokenizer.get_vocab()
     if own != other:

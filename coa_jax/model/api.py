@@ -25,7 +25,10 @@ from coa_jax.model.params import Params, bind, param_dtype, shardings
 from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.parallel import processes
+from coa_jax.parallel.transfer import from_first
 from coa_jax.storage import (
+    cached_files,
+    hub_cache,
     hub_files,
     is_url,
     local,
@@ -53,6 +56,30 @@ class Model:
     params: Params
     tokenizer: Any
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def download_once(path: str | Path) -> None:
+    """Lets process 0 download the files of a model of the Hub that every process needs.
+
+    These files are the config, the tokenizer and the card, a GGUF file, and a LoRA adapter. The
+    other processes get copies in the caches of their hosts, so that loading downloads nothing but
+    parts of safetensors. In a run of several processes, all processes must call this function
+    before they load the model. The function does nothing for other models, and in offline mode.
+
+    Args:
+        path: the model, see :func:`load_model`.
+
+    Raises:
+        UserError: the Hub refuses a request, or a file cannot be written.
+    """
+    cache, what = hub_cache(path), f"model {path}"
+    if processes.count() == 1 or not all(processes.exchange(cache is not None, what, 60.0)):
+        return
+    assert cache is not None
+    from_first(cache, functools.partial(cached_files, path, weights=False), what)
+    if (adapter := read_adapter(model_folder(path, weights=False))) is not None:
+        from_first(cache, functools.partial(cached_files, path, weights=True), what)
+        download_once(adapter.base)
 
 
 def load_model(

@@ -1,18 +1,19 @@
 """Moves data between the processes of a run, over the network of the devices.
 
-`gather` gives the items of all processes to every process. `from_first` copies a folder of files
-from process 0 to the other processes, so that only one host downloads the files.
+`gather` gives the items of all processes to every process. `from_first` copies files from process 0
+to the other processes, so that only one host downloads the files.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
+import itertools
 import os
 import pickle
-import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -32,9 +33,6 @@ _BLOCK = 1 << 24
 """Number of bytes of a file that one program copies."""
 
 _LOG_SECONDS = 60.0
-
-Fetched = tuple[str, Callable[[Path], Any]]
-"""(name of a folder, function that writes the files of the folder into the given empty folder)."""
 
 
 def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
@@ -66,45 +64,44 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
     return [parts[at % len(parts)][at // len(parts)] for at in range(total)]
 
 
-def from_first(root: Path, fetch: Callable[[], Fetched], what: str) -> Path:
-    """Creates a folder in process 0, and copies it to the processes that do not see its files.
+def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> list[Path]:
+    """Fetches files in process 0, and copies them to the processes that do not see them.
 
-    All processes must call this function, in their main threads and in the same order. The folder
-    is kept: a later run, or another process with the same ``root``, uses the folder again.
+    All processes must call this function, in their main threads and in the same order. The copies
+    are kept: later runs, and other processes with the same ``root``, use them.
 
     Args:
-        root: folder for this folder and others; each host may have its own.
-        fetch: function that finds or downloads the files. Only process 0 calls this function. The
-            name that it returns must change with the content of the files.
+        root: folder that contains the files; each host may have its own.
+        fetch: function that finds or downloads files below ``root``, and returns their paths. Only
+            process 0 calls this function. The path of a file must change with its content, because
+            a process keeps a file that has the path and the size of a file of process 0.
         what: description of the files, used in messages.
 
     Returns:
-        Path of the folder.
+        Paths of the files below ``root``.
 
     Raises:
         UserError: ``fetch`` raised this error, or a process cannot read or write a file. All
             processes raise the error.
     """
     first = processes.index() == 0
-    name, sizes, fault = "", dict[str, int](), ""
+    sizes, fault = dict[str, int](), ""
     if first:
         try:
-            name, fill = fetch()
-            sizes = _filled(root / name, fill)
+            sizes = {str(path.relative_to(root)): path.stat().st_size for path in fetch()}
         except (UserError, OSError) as error:
             fault = _reason(what, error)
-    name, sizes, fault = processes.exchange([name, sizes, fault], what, _LOG_SECONDS)[0]
+    sizes, fault = processes.exchange([sizes, fault], what, _LOG_SECONDS)[0]
     if fault:
         raise UserError(fault)
-    folder = root / name
-    present = _sizes(folder) == sizes
+    present = not _absent(root, sizes)
     if not all(processes.exchange(present, f"{what}: copies", _LOG_SECONDS)):
         logging.info("%s: process 0 sends %d bytes", what, sum(sizes.values()))
-        fault = _send(folder, sizes, what) if first else _receive(folder, sizes, what)
+        fault = (_send if first else _receive)(root, sizes, what)
         faults = processes.exchange(fault, f"{what}: end of the copies", _LOG_SECONDS)
         if any(faults):
             raise UserError(next(filter(None, faults)))
-    return folder
+    return [root / name for name in sizes]
 
 
 def _reason(what: str, error: Exception) -> str:
@@ -113,53 +110,17 @@ def _reason(what: str, error: Exception) -> str:
     return f"{what}: {error} (process {processes.index()} on {socket.gethostname()})"
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the number of bytes of each file in a folder, by its path in the folder."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
+def _absent(root: Path, sizes: Mapping[str, int]) -> set[str]:
+    """Returns the names of files that are missing or have another size."""
+    return {
+        name
+        for name, size in sizes.items()
+        if not (root / name).is_file() or (root / name).stat().st_size != size
+    }
 
 
-def _filled(folder: Path, fill: Callable[[Path], Any]) -> dict[str, int]:
-    """Creates a folder unless the folder exists; returns the sizes of its files."""
-    with _lock(folder, wait=True):
-        if not folder.exists():
-            with _replacing(folder) as part:
-                fill(part)
-    return _sizes(folder)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Locks the creation of a folder between the processes that see the folder.
-
-    The value of the context manager is False if another process has the lock and ``wait`` is False.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
-@contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Returns an empty folder that takes the place of ``folder`` at the end; needs the lock."""
-    part = folder.with_name(f".{folder.name}.part")  # a killed process may have left this folder
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        yield part
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _send(folder: Path, sizes: Mapping[str, int], what: str) -> str:
-    """Sends the files of a folder; returns the reason if a file cannot be read, otherwise "".
+def _send(root: Path, sizes: Mapping[str, int], what: str) -> str:
+    """Sends files; returns the reason if a file cannot be read, otherwise "".
 
     The other processes wait for every block, so this function sends zeros after a fault.
     """
@@ -170,7 +131,7 @@ def _send(folder: Path, sizes: Mapping[str, int], what: str) -> str:
             for count in _blocks(size):
                 block = b""
                 try:
-                    file = file or closing.enter_context(open(folder / name, "rb"))
+                    file = file or closing.enter_context(open(root / name, "rb"))
                     block = file.read(count)
                 except OSError as error:
                     fault = fault or _reason(what, error)
@@ -178,35 +139,40 @@ def _send(folder: Path, sizes: Mapping[str, int], what: str) -> str:
     return fault
 
 
-def _receive(folder: Path, sizes: Mapping[str, int], what: str) -> str:
+def _receive(root: Path, sizes: Mapping[str, int], what: str) -> str:
     """Writes the files that process 0 sends; returns the reason if this fails, otherwise "".
 
-    Processes that see the same folder write it only once. Every process receives all blocks,
+    Of the processes that see the same folder, only one writes. Every process receives all blocks,
     because each block is a program of all processes.
     """
-    places = [(name, count) for name, size in sizes.items() for count in _blocks(size)]
-    blocks = ((name, _broadcast(b"", count)) for name, count in places)
+    blocks = (_broadcast(b"", count) for size in sizes.values() for count in _blocks(size))
     try:
-        with _lock(folder, wait=False) as mine:
-            if mine and _sizes(folder) != sizes:
-                with _replacing(folder) as part:
-                    for name in sizes:
-                        (part / name).parent.mkdir(parents=True, exist_ok=True)
-                        (part / name).touch()
-                    for name, block in blocks:
-                        with open(part / name, "ab") as file:
-                            file.write(block)
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / ".coa_jax.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            absent = _absent(root, sizes)
+            for name, size in sizes.items():
+                mine = itertools.islice(blocks, len(_blocks(size)))
+                if name in absent:
+                    path = root / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    part = path.with_name(f".{path.name}.part")  # a killed run may have left it
+                    with open(part, "wb") as file:
+                        file.writelines(mine)
+                    os.replace(part, path)
+                collections.deque(mine, maxlen=0)  # receives what was not written
+    except BlockingIOError:
+        pass  # another process of this host writes
     except OSError as error:
         return _reason(what, error)
     finally:
-        for _ in blocks:
-            pass
+        collections.deque(blocks, maxlen=0)
     return ""
 
 
-def _blocks(size: int) -> Iterator[int]:
-    """Yields the number of bytes of each block of a file with ``size`` bytes."""
-    return (min(_BLOCK, size - at) for at in range(0, size, _BLOCK))
+def _blocks(size: int) -> list[int]:
+    """Returns the number of bytes of each block of a file with ``size`` bytes."""
+    return [min(_BLOCK, size - at) for at in range(0, size, _BLOCK)]
 
 
 def _broadcast(block: bytes, count: int) -> bytes:

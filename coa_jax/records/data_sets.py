@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import reading
+from coa_jax import files, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.parallel import processes
@@ -69,13 +69,18 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
             given = {"split": part or split, "revision": revision or None}
             return datasets.load_dataset(name, config or None, **given)
 
-    def fetch() -> tuple[str, Callable[[Path], None]]:
-        found = load()
-        return found._fingerprint, found.save_to_disk
-
     if processes.count() == 1 or all(present):
         return load()
-    folder = from_first(Path(datasets.config.HF_DATASETS_CACHE) / "coa_jax", fetch, where)
+    root = Path(datasets.config.HF_DATASETS_CACHE) / "coa_jax"
+
+    def fetch() -> list[Path]:
+        found = load()
+        folder = root / found._fingerprint
+        if not folder.is_dir():
+            files.make_folder(folder, found.save_to_disk)
+        return sorted(folder.iterdir())
+
+    folder = from_first(root, fetch, where)[0].parent
     with _telling(where):
         return datasets.load_from_disk(folder)
 

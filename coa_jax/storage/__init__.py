@@ -16,7 +16,9 @@ from coa_jax.storage.copies import (
     with_urls,
 )
 from coa_jax.storage.hub import (
+    cached_files,
     check_push,
+    hub_cache,
     hub_description,
     hub_files,
     hub_id,
@@ -34,11 +36,13 @@ __all__ = [
     "Mirror",
     "SharedCache",
     "cache_folder",
+    "cached_files",
     "check",
     "check_push",
     "check_writable",
     "closing_caches",
     "exists",
+    "hub_cache",
     "hub_description",
     "hub_files",
     "hub_id",

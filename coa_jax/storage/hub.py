@@ -83,6 +83,28 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
     return path
 
 
+def hub_cache(place: str | os.PathLike[str]) -> Path | None:
+    """Returns the cache of huggingface_hub, if a model is downloaded to this cache.
+
+    The result is None if ``place`` is not an id of the Hub, and in offline mode.
+    """
+    from huggingface_hub import constants
+
+    online = hub_id(place) is not None and not constants.HF_HUB_OFFLINE
+    return Path(constants.HF_HUB_CACHE) if online else None
+
+
+def cached_files(place: str | os.PathLike[str], *, weights: bool) -> list[Path]:
+    """Downloads a model of the Hub as `model_folder` does; returns the files in the cache."""
+    found = model_folder(place, weights=weights)
+    cache = hub_cache(place)
+    assert cache is not None
+    snapshot = cache.joinpath(*found.relative_to(cache).parts[:3])  # REPOSITORY/snapshots/COMMIT
+    patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
+    there = {path for pattern in patterns for path in snapshot.glob(pattern) if path.is_file()}
+    return sorted(there | ({found} if found.is_file() else set()))
+
+
 def _download(
     text: str, name: str, revision: str | None, patterns: list[str], ignored: list[str]
 ) -> Path:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
-from coa_jax.model.api import Model, save_model
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import join, split_trained
+from coa_jax.model.peft_io import save_trained
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.model.tokenizer import MissingTokenizer
+from tests.damage import samples
 from tests.hub_server import Hub, hub_server
 from tests.parallel.launched import ROOT, launch
 from tests.random_params import random_params
@@ -102,6 +107,50 @@ def test_weights_of_the_hub_that_are_in_the_cache_are_not_fetched(hub, tmp_path)
     assert fetched(hub, folder, **env) == []
     hub.requests.clear()
     assert fetched(hub, folder, **{**env, "HF_HUB_OFFLINE": "1"}) == hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["safetensors", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gguf", "adapter"))]
+)
+def test_other_files_of_a_model_of_the_hub_are_downloaded_by_one_host(hub, tmp_path, kind):
+    base, copy = tmp_path / "base", tmp_path / "copy"
+    samples.write_model(base)
+    hub.add("Org/Base", {file.name: file.read_bytes() for file in base.iterdir()})
+    if kind == "gguf":
+        copy = copy.with_suffix(".gguf")
+        samples.write_gguf(copy, base)
+        hub.add("Org/Model", {"model.gguf": copy.read_bytes(), "README.md": b"a card"})
+    elif kind == "adapter":
+        model = load_model(base)
+        config = dataclasses.replace(model.config, lora=LoraConfig(rank=2, alpha=4.0))
+        params = jax.tree.map(lambda x: x + 0.1, join(*split_trained(model.params, config, seed=1)))
+        trained = dataclasses.replace(model, config=config, params=params)
+        save_trained(trained, str(base), tmp_path / "trained", "float32")
+        (tmp_path / "trained-adapters").rename(copy)
+        files = {file.name: file.read_bytes() for file in copy.iterdir()}
+        config_file = files["adapter_config.json"].replace(str(base).encode(), b"Org/Base")
+        hub.add("Org/Model", {**files, "adapter_config.json": config_file})
+    else:
+        copy = base
+        hub.add("Org/Model", {file.name: file.read_bytes() for file in base.iterdir()})
+    for number in range(2):
+        (tmp_path / f"host{number}").mkdir()
+    command = ("-m", "tests.parallel.counted_loading", "Org/Model", "1,2,1", str(copy))
+    env = settings_of(hub, tmp_path) | {"HOST": str(tmp_path / "host")}
+    done = launch(2, 1, *command, **env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == 2
+    parts = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # read by requests of ranges
+    served = Counter(name for name, _ in hub.served if not parts.fullmatch(name))
+    assert served and set(served.values()) == {1}, served
+    # The second host has the same files in its cache, but no safetensors of the base model.
+    caches = [tmp_path / f"host{number}" / "hub" for number in range(2)]
+    there, copied = (
+        {str(path.relative_to(cache)): path.read_bytes() for path in cache.glob("*/snapshots/*/*")}
+        for cache in caches
+    )
+    assert there == copied and {Path(name).name for name in there} >= served.keys()
+    assert not any(parts.fullmatch(Path(name).name) for name in there)
 
 
 @pytest.mark.slow

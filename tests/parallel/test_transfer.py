@@ -37,20 +37,22 @@ def main(argv):
         assert processes.index() == 0
         if not source.is_dir():
             raise UserError("there is no source")
-        return "name", lambda folder: shutil.copytree(source, folder, dirs_exist_ok=True)
+        if not (root / "name").is_dir():
+            shutil.copytree(source, root / "name")
+        return sorted(path for path in (root / "name").rglob("*") if path.is_file())
 
     for turn in range(3):
         try:
-            folder = from_first(root, fetch, "files of the test")
+            found = from_first(root, fetch, "files of the test")
         except UserError as error:
             print("error:", error)
             return
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for file in found:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            print(turn, file.relative_to(folder), digest, file.stat().st_mtime_ns)
-        shared = str(folder.resolve()) == os.environ["SHARED"]
+            print(turn, file.relative_to(root / "name"), digest, file.stat().st_mtime_ns)
+        shared = str(root.resolve()) == os.environ["SHARED"]
         if turn == 1 and processes.index() == 1 and not shared:
-            (folder / "one").unlink()  # as programs do that clean up temporary folders
+            (root / "name" / "one").unlink()  # as programs do that clean up folders
         processes.meet("the end of a turn", 60)
 
 run_main(main)
@@ -102,16 +104,17 @@ def source(tmp_path) -> Path:
 
 def run(tmp_path: Path, source: Path, host: str = "host") -> list[list[str]]:
     """Returns the lines of the program ``FOLDER`` by process."""
-    shared = (tmp_path / "both1" / "name").resolve()
+    shared = (tmp_path / "both1").resolve()
     env = {"SOURCE": str(source), "HOST": str(tmp_path / host), "SHARED": str(shared)}
     done = launch(2, 2, str(tmp_path / "program.py"), timeout=120, **env)
     assert done.returncode == 0, done.stderr[-3000:]
     return [said(done.stdout, number) for number in range(2)]
 
 
-def test_a_folder_of_process_0_is_copied_once_and_again_if_it_is_damaged(tmp_path, source):
+def test_files_of_process_0_are_copied_once_and_a_lost_one_again(tmp_path, source):
     expected = {name: hashlib.sha256((source / name).read_bytes()).hexdigest() for name in SIZES}
-    (tmp_path / "host1" / ".name.part").mkdir()  # as a killed process leaves it
+    (tmp_path / "host1" / "name").mkdir()
+    (tmp_path / "host1" / "name" / ".one.part").touch()  # as a killed process leaves it
     for lines in run(tmp_path, source):
         rows = [line.split() for line in lines]
         assert [{row[1]: row[2] for row in rows if row[0] == str(n)} for n in range(3)] == [
@@ -119,11 +122,12 @@ def test_a_folder_of_process_0_is_copied_once_and_again_if_it_is_damaged(tmp_pat
         ] * 3
         times = [{row[1]: row[3] for row in rows if row[0] == str(n)} for n in range(3)]
         assert times[0] == times[1]
-    assert times[1] != times[2]  # in process 1
-    assert {path.name for path in tmp_path.glob("host*/*")} == {"name", ".name.lock"}
+    changed = {name for name in SIZES if times[1][name] != times[2][name]}
+    assert changed == {"one"}  # in process 1
+    assert {path.name for path in tmp_path.glob("host*/name/.*")} == set()
 
 
-def test_processes_that_see_the_folder_of_process_0_use_this_folder(tmp_path, source):
+def test_processes_that_see_the_files_of_process_0_use_them(tmp_path, source):
     link = tmp_path / "both1"
     (tmp_path / "both0").mkdir()
     link.symlink_to(tmp_path / "both0")
