@@ -113,10 +113,17 @@ def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterato
     yield "cost", True, needs.worst_case(values)
 
 
-def _tried(name: str, look: Callable[[], tuple[Any, str]]) -> tuple[Any, Line]:
-    """Runs a check; returns the result of the check (None if it fails) and its line."""
+def _tried(
+    name: str, look: Callable[[], tuple[Any, str]], together: bool = False
+) -> tuple[Any, Line]:
+    """Runs a check; returns the result of the check (None if it fails) and its line.
+
+    A check may fail on one host only. The process therefore acts alone unless ``together`` is True:
+    processes that loaded a data set together would wait for the failed one.
+    """
     try:
-        found, text = look()
+        with contextlib.nullcontext() if together else processes.apart():
+            found, text = look()
         return found, (name, True, text)
     except UserError as error:
         return None, (name, False, str(error))
@@ -147,7 +154,7 @@ def _here(wanted: needs.Needs) -> Iterator[Line]:
 def _run(command: str, config: Any) -> Iterator[Line]:
     """Checks the model, data, tools and judge by opening each of them as the run would."""
     if not getattr(config, "endpoint", None):
-        yield _tried("model", lambda: (None, _model(config.model)))[1]
+        yield _tried("model", lambda: (None, _model(config.model)), together=True)[1]
     environment = getattr(config, "environment", EnvironmentConfig())
     # SFT calls tools only in its evaluations, and an agent program has its own tools.
     asks = config.evaluate_every > 0 if isinstance(config, SFTConfig) else hasattr(config, "tools")
@@ -221,7 +228,7 @@ def _tasks(config: Any) -> tuple[Any, str]:
 
 def _places(workdir: str, config: Any) -> Iterator[Line]:
     """Checks work directory, disk and memory."""
-    yield _tried("workdir", lambda: (None, _writable(workdir)))[1]
+    yield _tried("workdir", lambda: (None, _writable(workdir)), together=True)[1]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
     # JAX also writes to stores that this package does not open.
     if cache and ("://" not in cache or cache.partition("://")[0] in storage.SCHEMES):

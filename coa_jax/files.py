@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -108,7 +108,9 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
         OSError: the folder cannot be created; no temporary files remain.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    # `tempfile.mkdtemp` would deny other users access to the folder.
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fresh.mkdir()
     try:
         fill(fresh)
         try:

@@ -23,11 +23,8 @@ def questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]
         UserError: a source cannot be loaded, or its tasks cannot be graded.
     """
     parts = {}
-    # Processes load data sets of the Hub together. A key or a package that only one host lacks is
-    # therefore reported afterwards, see `check`.
-    loaded = load_parts(config, "train", config.num_tasks, config.seed)
     graders = Graders(config.graders)
-    for name, tasks in loaded.items():
+    for name, tasks in load_parts(config, "train", config.num_tasks, config.seed).items():
         rated = with_pass_rates(config.pool, tasks, name or config.tasks)
         parts[name] = graded_by_environment(config.environment, rated)
     graders.check([task for tasks in parts.values() for task in tasks])

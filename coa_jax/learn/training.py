@@ -33,9 +33,10 @@ class TrainingConfig(Bounded):
         checkpoint_every: number of steps between two checkpoints.
         checkpoint_seconds: number of seconds after the last checkpoint at which the next one is
             due. It is saved at the end of the step in progress, in addition to the checkpoints of
-            ``checkpoint_every``, unless an earlier checkpoint is still being written. A run whose
-            steps take longer than this saves every step, and loses at most the step in progress if
-            its machine is preempted. Training continues while a checkpoint is written.
+            ``checkpoint_every``, unless a checkpoint is still being written. If steps take longer
+            than this and the storage writes a checkpoint within one step, the run saves every step.
+            A preemption then costs the step in progress, and also the step before if its checkpoint
+            was not complete. Training continues while a checkpoint is written.
         mesh: sizes of the mesh axes over which parameters and rows are sharded.
         attention: implementation of attention in training: ``auto``, or a name, see
             docs/kernels.md.

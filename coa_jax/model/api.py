@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from coa_jax.storage import (
     is_url,
     local,
     model_folder,
+    snapshot_of,
     weights_apart,
     weights_on_hub,
 )
@@ -58,28 +59,54 @@ class Model:
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def download_once(path: str | Path) -> None:
+def download_once(path: str | Path, *, is_base: bool = False) -> None:
     """Lets process 0 download the files of a model of the Hub that every process needs.
 
     These files are the config, the tokenizer and the card, a GGUF file, and a LoRA adapter. The
-    other processes get copies in the caches of their hosts, so that loading downloads nothing but
-    parts of safetensors. In a run of several processes, all processes must call this function
-    before they load the model. The function does nothing for other models, and in offline mode.
+    other processes get copies in the caches of their hosts, so that loading downloads only parts of
+    safetensors. Every process still asks the Hub for the commit and for the list of the files. In a
+    run of several processes, all processes must call this function before they load the model. The
+    function does nothing for other models, and in offline mode.
 
     Args:
         path: the model, see :func:`load_model`.
+        is_base: whether the model is the base model of an adapter.
 
     Raises:
-        UserError: the Hub refuses a request, or a file cannot be written.
+        UserError: the Hub refuses a request of a process, a file cannot be written, or the
+            processes have different commits of the model. All processes raise the error.
     """
     cache, what = hub_cache(path), f"model {path}"
     if processes.count() == 1 or not all(processes.exchange(cache is not None, what, 60.0)):
         return
     assert cache is not None
     from_first(cache, functools.partial(cached_files, path, weights=False), what)
-    if (adapter := read_adapter(model_folder(path, weights=False))) is not None:
+    folder, commit, fault = Path(), "", ""
+    try:
+        folder = model_folder(path, weights=False)
+        commit = snapshot_of(path, folder).name
+    except UserError as error:
+        fault = str(error)
+    told = processes.exchange([commit, fault], f"commit of {path}", 60.0)
+    for _, other in told:
+        if other:
+            raise UserError(other)
+    _check_commits(path, [each for each, _ in told])
+    if not is_base and (adapter := read_adapter(folder)) is not None:
         from_first(cache, functools.partial(cached_files, path, weights=True), what)
-        download_once(adapter.base)
+        download_once(adapter.base, is_base=True)
+
+
+def _check_commits(path: str | Path, commits: Sequence[str]) -> None:
+    """Raises `UserError` if processes have different commits of a model of the Hub.
+
+    A push between the requests of two processes would mix the files of two commits.
+    """
+    if len(set(commits)) > 1:
+        raise UserError(
+            f"{path}: the processes have different commits of the model; name one of them, as in "
+            f"{hub_files(path, max(commits), ()).root}"
+        )
 
 
 def load_model(
@@ -226,14 +253,8 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
         return Checkpoint(str(path), dataclasses.replace(apart, names=named or apart.names))
     if on_hub:
         commit, names = folder.name, named or (SINGLE_FILE,)  # folders of the cache: commits
-        # A push between the requests of two processes would mix the weights of two commits.
         what = f"commit of {path}"
-        commits = processes.exchange(commit, what, 60.0, "commit of a model")
-        if len(set(commits)) > 1:
-            raise UserError(
-                f"{path}: the processes have different commits of the model; name one of them, as "
-                f"in {hub_files(path, max(commits), ()).root}"
-            )
+        _check_commits(path, processes.exchange(commit, what, 60.0, "commit of a model"))
         if not all((folder / name).exists() for name in names):
             return Checkpoint(str(path), hub_files(path, commit, names))
     return local_checkpoint(folder)

@@ -1,9 +1,9 @@
 """The processes of a run: joining, barriers, exchange of values, and detection of lost processes.
 
 Each process drives its own devices, engines and tools. Processes cooperate in only two ways: they
-run compiled programs over all devices, and they exchange data, see `parallel.transfer`. Before
-both, all processes wait for each other in `meet`. A waiting process handles signals, and logs which
-processes are missing.
+run compiled programs over all devices (also to move data, see `parallel.transfer`), and they
+exchange short values in `exchange` and `meet`. A process that waits there handles signals, and logs
+which processes are missing.
 
 A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat ends a
 run: the thread `_watch` then ends every other process with a one-line message.
@@ -37,7 +37,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -204,6 +204,17 @@ def index() -> int:
 def count() -> int:
     """Returns the number of processes of the run."""
     return 1 if _joined is None else _joined.count
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Lets this process act as the only process of its run, for work that may fail on one host."""
+    global _joined
+    before, _joined = _joined, None
+    try:
+        yield
+    finally:
+        _joined = before
 
 
 # --- working together ----------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import itertools
 import os
 import pickle
@@ -44,8 +43,8 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
         seconds: interval at which a waiting process logs which processes are missing.
 
     Returns:
-        The items of all processes. If `processes.share` split a sequence into the items, they are
-        in the order of this sequence.
+        The items of all processes. If `processes.share` split a sequence into these items, the
+        items are in the order of the sequence.
     """
     if processes.count() == 1:
         return list(items)
@@ -81,42 +80,80 @@ def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> li
         Paths of the files below ``root``.
 
     Raises:
-        UserError: ``fetch`` raised this error, or a process cannot read or write a file. All
-            processes raise the error.
+        UserError: ``fetch`` failed, or a process cannot read or write a file. All processes raise
+            the error.
     """
     first = processes.index() == 0
     sizes, fault = dict[str, int](), ""
     if first:
         try:
             sizes = {str(path.relative_to(root)): path.stat().st_size for path in fetch()}
-        except (UserError, OSError) as error:
+        except Exception as error:  # whatever the reason, the other processes must not wait
             fault = _reason(what, error)
     sizes, fault = processes.exchange([sizes, fault], what, _LOG_SECONDS)[0]
     if fault:
         raise UserError(fault)
-    present = not _absent(root, sizes)
-    if not all(processes.exchange(present, f"{what}: copies", _LOG_SECONDS)):
-        logging.info("%s: process 0 sends %d bytes", what, sum(sizes.values()))
-        fault = (_send if first else _receive)(root, sizes, what)
-        faults = processes.exchange(fault, f"{what}: end of the copies", _LOG_SECONDS)
-        if any(faults):
-            raise UserError(next(filter(None, faults)))
+    absent, place = list[str](), ""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        absent = _absent(root, sizes)
+        status = root.stat()
+        place = f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+    except OSError as error:
+        fault = _reason(what, error)
+    told = _agreed([absent, place, fault], f"{what}: copies")
+    if not (sent := {name: sizes[name] for name in sizes if any(name in row[0] for row in told)}):
+        return [root / name for name in sizes]
+    logging.info("%s: process 0 sends %d bytes", what, sum(sent.values()))
+    # Of the processes that see the same folder, only the first one writes.
+    if [row[1] for row in told].index(place) != processes.index():
+        absent = []
+    fault = _send(root, sent, what) if first else _receive(root, sent, absent, what)
+    _agreed([fault], f"{what}: end of the copies")
+    try:
+        for name in absent:
+            os.replace(_part(root / name), root / name)
+    except OSError as error:
+        fault = _reason(what, error)
+    _agreed([fault], f"{what}: names of the copies")
     return [root / name for name in sizes]
+
+
+def _agreed(value: list[Any], what: str) -> list[list[Any]]:
+    """Exchanges a list whose last item is "" or the description of a fault.
+
+    Raises:
+        UserError: a process has a fault. All processes raise the error of the first one.
+    """
+    told = processes.exchange(value, what, _LOG_SECONDS)
+    for row in told:
+        if row[-1]:
+            raise UserError(row[-1])
+    return told
 
 
 def _reason(what: str, error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
-    return f"{what}: {error} (process {processes.index()} on {socket.gethostname()})"
+    text = str(error)
+    if not isinstance(error, OSError):  # a fault of this project keeps its traceback
+        logging.exception("%s", what)
+        text = repr(error)
+    return f"{what}: {text} (process {processes.index()} on {socket.gethostname()})"
 
 
-def _absent(root: Path, sizes: Mapping[str, int]) -> set[str]:
+def _absent(root: Path, sizes: Mapping[str, int]) -> list[str]:
     """Returns the names of files that are missing or have another size."""
-    return {
+    return [
         name
         for name, size in sizes.items()
         if not (root / name).is_file() or (root / name).stat().st_size != size
-    }
+    ]
+
+
+def _part(path: Path) -> Path:
+    """Returns the name of a file during the copy; a killed run may leave such a file."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.part")
 
 
 def _send(root: Path, sizes: Mapping[str, int], what: str) -> str:
@@ -133,36 +170,32 @@ def _send(root: Path, sizes: Mapping[str, int], what: str) -> str:
                 try:
                     file = file or closing.enter_context(open(root / name, "rb"))
                     block = file.read(count)
+                    if len(block) < count:
+                        raise OSError(f"{root / name} has become shorter")
                 except OSError as error:
                     fault = fault or _reason(what, error)
                 _broadcast(block, count)
     return fault
 
 
-def _receive(root: Path, sizes: Mapping[str, int], what: str) -> str:
-    """Writes the files that process 0 sends; returns the reason if this fails, otherwise "".
+def _receive(root: Path, sizes: Mapping[str, int], written: Sequence[str], what: str) -> str:
+    """Receives the files that process 0 sends, and writes some of them to their `_part`.
 
-    Of the processes that see the same folder, only one writes. Every process receives all blocks,
-    because each block is a program of all processes.
+    Every process receives all blocks, because each block is a program of all processes.
+
+    Returns:
+        The reason if a file cannot be written, otherwise "".
     """
     blocks = (_broadcast(b"", count) for size in sizes.values() for count in _blocks(size))
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with open(root / ".coa_jax.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            absent = _absent(root, sizes)
-            for name, size in sizes.items():
-                mine = itertools.islice(blocks, len(_blocks(size)))
-                if name in absent:
-                    path = root / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    part = path.with_name(f".{path.name}.part")  # a killed run may have left it
-                    with open(part, "wb") as file:
-                        file.writelines(mine)
-                    os.replace(part, path)
-                collections.deque(mine, maxlen=0)  # receives what was not written
-    except BlockingIOError:
-        pass  # another process of this host writes
+        for name, size in sizes.items():
+            mine = itertools.islice(blocks, len(_blocks(size)))
+            if name in written:
+                part = _part(root / name)
+                part.parent.mkdir(parents=True, exist_ok=True)
+                with open(part, "wb") as file:
+                    file.writelines(mine)
+            collections.deque(mine, maxlen=0)  # receives the blocks that were not written
     except OSError as error:
         return _reason(what, error)
     finally:

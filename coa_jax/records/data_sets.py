@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,13 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
     def fetch() -> list[Path]:
         found = load()
         folder = root / found._fingerprint
-        if not folder.is_dir():
-            files.make_folder(folder, found.save_to_disk)
-        return sorted(folder.iterdir())
+        with _telling(where):
+            try:
+                datasets.load_from_disk(folder)
+            except Exception:  # there is no folder, or a killed process left a part of one
+                shutil.rmtree(folder, ignore_errors=True)
+                files.make_folder(folder, found.save_to_disk)
+        return sorted(folder.glob("[!.]*"))
 
     folder = from_first(root, fetch, where)[0].parent
     with _telling(where):

@@ -24,6 +24,7 @@ from coa_jax.storage.hub import (
     hub_id,
     model_folder,
     push_model,
+    snapshot_of,
     weights_apart,
     weights_on_hub,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "output",
     "push_model",
     "run_folder",
+    "snapshot_of",
     "upload",
     "version",
     "visited",

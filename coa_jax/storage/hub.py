@@ -90,16 +90,30 @@ def hub_cache(place: str | os.PathLike[str]) -> Path | None:
     """
     from huggingface_hub import constants
 
-    online = hub_id(place) is not None and not constants.HF_HUB_OFFLINE
-    return Path(constants.HF_HUB_CACHE) if online else None
+    if hub_id(place) is None or constants.HF_HUB_OFFLINE:
+        return None
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve()  # as huggingface_hub does
+
+
+def snapshot_of(place: str | os.PathLike[str], found: Path) -> Path:
+    """Returns the folder in the cache of the commit of a model; its name is the commit.
+
+    Args:
+        place: id of the model, for which `hub_cache` is not None.
+        found: result of `model_folder`.
+    """
+    cache = hub_cache(place)
+    assert cache is not None
+    return cache.joinpath(*found.relative_to(cache).parts[:3])  # REPOSITORY/snapshots/COMMIT
 
 
 def cached_files(place: str | os.PathLike[str], *, weights: bool) -> list[Path]:
-    """Downloads a model of the Hub as `model_folder` does; returns the files in the cache."""
+    """Downloads a model of the Hub as `model_folder` does; returns the files in the cache.
+
+    The arguments and errors are those of `model_folder`. `hub_cache` must not be None.
+    """
     found = model_folder(place, weights=weights)
-    cache = hub_cache(place)
-    assert cache is not None
-    snapshot = cache.joinpath(*found.relative_to(cache).parts[:3])  # REPOSITORY/snapshots/COMMIT
+    snapshot = snapshot_of(place, found)
     patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     there = {path for pattern in patterns for path in snapshot.glob(pattern) if path.is_file()}
     return sorted(there | ({found} if found.is_file() else set()))
@@ -240,7 +254,17 @@ def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) 
     root = f"{found[0]}@{commit}"
     # Without this option, HfFileSystem reads more than the requested bytes.
     options = {"cache_type": "none"}
-    return RemoteFiles(os.fspath(place), tuple(names), root, HfFileSystem(), _telling, options)
+    return RemoteFiles(os.fspath(place), tuple(names), root, HfFileSystem(), _telling_file, options)
+
+
+@contextlib.contextmanager
+def _telling_file(text: str) -> Iterator[None]:
+    """Converts errors of reading a file of the Hub to `UserError`."""
+    with _telling(text):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise UserError(f"{text}: the repository has no such file") from error
 
 
 def hub_description(place: str | os.PathLike[str]) -> Path | None:
@@ -310,8 +334,8 @@ def _telling(text: str) -> Iterator[None]:
     except errors.HTTPError as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{text}: the Hub refuses the request ({reason})") from error
-    except FileNotFoundError as error:
-        raise UserError(f"{text}: the repository has no such file") from error
+    except errors.HFValidationError as error:
+        raise UserError(f"{text}: the Hub has no such model ({error})") from error
 
 
 def push_model(folder: Path, name: str, message: str) -> str:

@@ -134,7 +134,8 @@ def test_other_files_of_a_model_of_the_hub_are_downloaded_by_one_host(hub, tmp_p
         copy = base
         hub.add("Org/Model", {file.name: file.read_bytes() for file in base.iterdir()})
     for number in range(2):
-        (tmp_path / f"host{number}").mkdir()
+        (tmp_path / f"disk{number}").mkdir()
+        (tmp_path / f"host{number}").symlink_to(tmp_path / f"disk{number}")
     command = ("-m", "tests.parallel.counted_loading", "Org/Model", "1,2,1", str(copy))
     env = settings_of(hub, tmp_path) | {"HOST": str(tmp_path / "host")}
     done = launch(2, 1, *command, **env)

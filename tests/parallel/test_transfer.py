@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,10 @@ def main(argv):
             raise UserError("there is no source")
         if not (root / "name").is_dir():
             shutil.copytree(source, root / "name")
-        return sorted(path for path in (root / "name").rglob("*") if path.is_file())
+        for path in sorted(path for path in (root / "name").rglob("*") if path.is_file()):
+            yield path
+            if path.name == os.environ["SHRINKS"]:  # after its size was read
+                os.truncate(path, path.stat().st_size - 1)
 
     for turn in range(3):
         try:
@@ -102,10 +106,15 @@ def source(tmp_path) -> Path:
     return tmp_path / "source"
 
 
-def run(tmp_path: Path, source: Path, host: str = "host") -> list[list[str]]:
+def run(tmp_path: Path, source: Path, host: str = "host", shrinks: str = "") -> list[list[str]]:
     """Returns the lines of the program ``FOLDER`` by process."""
     shared = (tmp_path / "both1").resolve()
-    env = {"SOURCE": str(source), "HOST": str(tmp_path / host), "SHARED": str(shared)}
+    env = {
+        "SOURCE": str(source),
+        "HOST": str(tmp_path / host),
+        "SHARED": str(shared),
+        "SHRINKS": shrinks,
+    }
     done = launch(2, 2, str(tmp_path / "program.py"), timeout=120, **env)
     assert done.returncode == 0, done.stderr[-3000:]
     return [said(done.stdout, number) for number in range(2)]
@@ -114,7 +123,8 @@ def run(tmp_path: Path, source: Path, host: str = "host") -> list[list[str]]:
 def test_files_of_process_0_are_copied_once_and_a_lost_one_again(tmp_path, source):
     expected = {name: hashlib.sha256((source / name).read_bytes()).hexdigest() for name in SIZES}
     (tmp_path / "host1" / "name").mkdir()
-    (tmp_path / "host1" / "name" / ".one.part").touch()  # as a killed process leaves it
+    part = f".one.{socket.gethostname()}.part"
+    (tmp_path / "host1" / "name" / part).write_text("of a killed process")
     for lines in run(tmp_path, source):
         rows = [line.split() for line in lines]
         assert [{row[1]: row[2] for row in rows if row[0] == str(n)} for n in range(3)] == [
@@ -135,6 +145,14 @@ def test_processes_that_see_the_files_of_process_0_use_them(tmp_path, source):
     assert len(first) == 3 * len(SIZES) and first == second  # with the same times
 
 
+def test_a_file_that_cannot_be_read_to_its_end_gets_no_copy(tmp_path, source):
+    first, second = run(tmp_path, source, shrinks="more")
+    assert first == second and len(first) == 1
+    assert re.fullmatch(r"error: files of the test: .*/more has become shorter .*", first[0])
+    copied = [path for path in (tmp_path / "host1").rglob("*") if path.is_file()]
+    assert copied and all(path.name.endswith(".part") for path in copied)
+
+
 def test_a_fault_of_one_process_is_raised_in_all(tmp_path, source):
     assert run(tmp_path, tmp_path / "absent") == [["error: there is no source"]] * 2
     (tmp_path / "host1").rmdir()
@@ -150,18 +168,17 @@ def test_a_data_set_of_the_hub_is_downloaded_by_one_process(tmp_path):
     for number in range(2):
         (tmp_path / f"host{number}").mkdir()
     with data_set_server(ROWS) as hub:
-        done = launch(
-            *(2, 1, str(tmp_path / "program.py")),
-            HOST=str(tmp_path / "host"),
-            HF_ENDPOINT=hub.url,
-            HF_HUB_OFFLINE="0",
-            NO_PROXY="127.0.0.1",
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = said(done.stdout, 0), said(done.stdout, 1)
-    assert first == second
-    assert first[0] == f"rows {ROWS}" and first[2] == "tasks ['1?', '2?']"
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        for _ in range(2):
+            program = str(tmp_path / "program.py")
+            done = launch(2, 1, program, HOST=str(tmp_path / "host"), **env)
+            assert done.returncode == 0, done.stderr[-3000:]
+            first, second = said(done.stdout, 0), said(done.stdout, 1)
+            assert first == second
+            assert first[0] == f"rows {ROWS}" and first[2] == "tasks ['1?', '2?']"
+            # The second host has the copies of both splits, and has asked the Hub for nothing.
+            there = [path.suffix for path in (tmp_path / "host1").rglob("*") if path.is_file()]
+            assert there.count(".arrow") == 2 and set(there) <= {".arrow", ".json"}
+            for file in tmp_path.glob("host0/datasets/coa_jax/*/state.json"):
+                file.unlink()  # as if a killed process had received only a part of the files
     assert sum(line.startswith("GET") and "train.jsonl" in line for line in hub.requests) == 1
-    # The second host has the copies of both splits, and has asked the Hub for nothing.
-    there = [path.suffix for path in (tmp_path / "host1").rglob("*") if path.is_file()]
-    assert there.count(".arrow") == 2 and set(there) <= {".arrow", ".json", ".lock", ""}
