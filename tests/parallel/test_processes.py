@@ -53,6 +53,7 @@ def main(argv):
     elif case.startswith("late to end"):
         from coa_jax.learn.stop import Stop
         assert Stop().agreed(1.5, due=me == 1) == (False, False)
+        assert Stop().agreed(1.5, due=True) == (False, True)
     elif case.startswith("late"):
         processes.meet("the update of step 3", 1.5)
     if case.startswith("late"):
