@@ -141,7 +141,9 @@ def init_state(
     like = abstract_state(params, optimizer)
     places = jax.tree.map(lambda x: x.sharding, like.opt_state)
     opt_state = jax.jit(make_optimizer(optimizer).init, out_shardings=places)(params)
-    counters = (jax.device_put(jnp.zeros((), jnp.int32), like.step.sharding) for _ in range(3))
+    # If each process has one device, `jax.device_put` of a JAX array returns a damaged array, which
+    # Orbax cannot save. A NumPy array does not have this problem.
+    counters = (jax.device_put(np.zeros((), np.int32), like.step.sharding) for _ in range(3))
     return TrainState(params, frozen or {}, opt_state, *counters)
 
 

@@ -12,6 +12,8 @@ from coa_jax.learn.batch import Batch
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import Params, abstract_params, bind
+from coa_jax.parallel.placement import replicate
+from coa_jax.parallel.turns import mesh_of
 
 
 def init_critic(params: Params) -> Params:
@@ -23,9 +25,7 @@ def init_critic(params: Params) -> Params:
     body = {name: value for name, value in params.items() if name != "head"}
     copies = jax.tree.map(jnp.copy, body)
     norm = params["final_norm"]["scale"]
-    head = jnp.zeros(norm.shape, jnp.float32)
-    if isinstance(norm.sharding, NamedSharding):
-        head = jax.device_put(head, NamedSharding(norm.sharding.mesh, PartitionSpec()))
+    head = replicate(jnp.zeros(norm.shape, jnp.float32), mesh_of(norm))
     return {**copies, "value_head": head}
 
 

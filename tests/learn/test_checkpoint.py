@@ -24,6 +24,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
 from coa_jax.learn.fingerprints import fingerprint
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.learn.value import init_critic
 from coa_jax.model.params import DecodeParams
 from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
@@ -303,6 +304,33 @@ def fall_back_together(path: str) -> None:
             if expected == 1:  # the run writes its second step again
                 checkpoints.save(2, over_processes(made(2)), {"cursor": 2})
     print("went on", flush=True)
+
+
+def save_before_an_update(path: str) -> None:
+    """The part of the next test that each of two processes plays."""
+    params = over_processes(made(0)).params
+    state = init_state(params, OPTIMIZER)
+    critic = init_critic({**params, "final_norm": {"scale": params["embed"]["embedding"]}})
+    with opened(path) as checkpoints:
+        checkpoints.save(1, state, {}, more={"critic": critic})
+        checkpoints.wait()
+        restored = checkpoints.restore(1, state, {"critic": critic})
+    assert fingerprint(restored.state) == fingerprint(init_state(made(0).params, OPTIMIZER))
+    assert not np.asarray(restored.more["critic"]["value_head"].addressable_data(0)).any()
+    print("saved", flush=True)
+
+
+def test_a_state_without_updates_is_saved_by_processes_with_one_device_each(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "from coa_jax.cli import run_main\n"
+        "def main(argv):\n"
+        "    from tests.learn.test_checkpoint import save_before_an_update\n"
+        f"    save_before_an_update({str(tmp_path / 'c')!r})\n"
+        "run_main(main)\n"
+    )
+    done = launch(2, 1, str(tmp_path / "program.py"), timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("saved") == 2
 
 
 @pytest.mark.slow
