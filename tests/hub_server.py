@@ -289,7 +289,7 @@ def hub_server() -> Iterator[Hub]:
 
 @contextlib.contextmanager
 def data_set_server(rows: list[dict[str, Any]]) -> Iterator[Hub]:
-    """Starts a Hub with the data set ``me/sums``, whose file train.jsonl has ``rows``."""
+    """Starts a Hub that has the data set ``me/sums`` with one file: train.jsonl with ``rows``."""
     hub = Hub()
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     handler = type("Handler", (_DataSet,), {"data": data, "requests": hub.requests})

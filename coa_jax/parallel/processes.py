@@ -261,9 +261,9 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
 
 
 def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
-    """Exchanges a value between all processes, in a thread without an event loop.
+    """Exchanges a value between all processes, see `exchange_async` for arguments and result.
 
-    See `exchange_async` for the arguments and the result.
+    Code that runs in an event loop must call `exchange_async` instead.
     """
     if _joined is None:
         return [value]

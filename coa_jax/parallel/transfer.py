@@ -29,7 +29,7 @@ T = TypeVar("T")
 _SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, so that few programs compile
 
 _BLOCK = 1 << 24
-"""Number of bytes of a file that one program copies."""
+"""Maximum number of bytes that one program sends."""
 
 _LOG_SECONDS = 60.0
 
@@ -120,7 +120,9 @@ def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> li
 
 
 def _agreed(value: list[Any], what: str) -> list[list[Any]]:
-    """Exchanges a list whose last item is "" or the description of a fault.
+    """Exchanges a list between all processes and returns the lists of all.
+
+    The last item of a list describes a fault of its process, or is "" if there is none.
 
     Raises:
         UserError: a process has a fault. All processes raise the error of the first one.
@@ -143,7 +145,7 @@ def _reason(what: str, error: Exception) -> str:
 
 
 def _absent(root: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names of files that are missing or have another size."""
+    """Returns the names of the files below ``root`` that are missing or have another size."""
     return [
         name
         for name, size in sizes.items()

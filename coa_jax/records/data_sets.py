@@ -59,7 +59,7 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
         import datasets
     except ImportError:
         datasets = None
-    # The processes agree on each step: a process that failed alone would leave the others waiting.
+    # All processes must find the same faults: if one process failed, the others would wait for it.
     state = [datasets is not None, os.path.exists(name)]
     installed, present = zip(*processes.exchange(state, where, 60.0), strict=True)
     if datasets is None or not all(installed):

@@ -110,7 +110,8 @@ def snapshot_of(place: str | os.PathLike[str], found: Path) -> Path:
 def cached_files(place: str | os.PathLike[str], *, weights: bool) -> list[Path]:
     """Downloads a model of the Hub as `model_folder` does; returns the files in the cache.
 
-    The arguments and errors are those of `model_folder`. `hub_cache` must not be None.
+    The model must be on the Hub (`hub_cache` returns a folder). See `model_folder` for the
+    arguments and errors.
     """
     found = model_folder(place, weights=weights)
     snapshot = snapshot_of(place, found)

@@ -343,6 +343,3 @@ def test_a_fingerprint_is_a_sum_of_scrambled_elements():
             bits = scrambled((bits + (place + 1) * 0x9E3779B1) % 2**32)
         wanted += scrambled(bits)
     assert fingerprint({"a": jnp.asarray(array)}) == [wanted % 2**32]
-
-
-# --- other meshes --------------------------------------------------------------------------

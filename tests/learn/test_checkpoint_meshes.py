@@ -1,4 +1,4 @@
-"""Checkpoints of several processes, and of a run that goes on with another mesh."""
+"""Several processes save and restore checkpoints, and a run restarts on another mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from tests.devices import on_devices
 from tests.learn.test_checkpoint import OPTIMIZER, made, numbers, opened, same, truncate
-from tests.parallel.launched import launch
+from tests.parallel.launched import launch_function
 
 
 def on_mesh(state: TrainState, **axes: int) -> TrainState:
@@ -78,28 +78,14 @@ def save_before_an_update(path: str) -> None:
 
 
 def test_a_state_without_updates_is_saved_by_processes_with_one_device_each(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "from coa_jax.cli import run_main\n"
-        "def main(argv):\n"
-        "    from tests.learn.test_checkpoint_meshes import save_before_an_update\n"
-        f"    save_before_an_update({str(tmp_path / 'c')!r})\n"
-        "run_main(main)\n"
-    )
-    done = launch(2, 1, str(tmp_path / "program.py"), timeout=120)
+    done = launch_function(save_before_an_update, tmp_path / "c")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("saved") == 2
 
 
 @pytest.mark.slow
 def test_what_is_damaged_for_one_process_is_damaged_for_all(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "from coa_jax.cli import run_main\n"
-        "def main(argv):\n"
-        "    from tests.learn.test_checkpoint_meshes import fall_back_together\n"
-        f"    fall_back_together({str(tmp_path / 'c')!r})\n"
-        "run_main(main)\n"
-    )
-    done = launch(2, 1, str(tmp_path / "program.py"), timeout=240)
+    done = launch_function(fall_back_together, tmp_path / "c")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("went on") == 2
     assert "[0]" in done.stderr and "checkpoint 2 is damaged (cannot be read" in done.stderr

@@ -5,9 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+def launch_function(
+    function: Callable[[str], None], argument: Path, devices: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Calls a function of a test module, with a path as text, in each of two processes."""
+    module, name = function.__module__, function.__name__
+    code = (
+        "from coa_jax.cli import run_main\n"
+        "def main(argv):\n"
+        f"    from {module} import {name}\n"
+        f"    {name}({str(argument)!r})\n"
+        "run_main(main)"
+    )
+    return launch(2, devices, "-c", code, timeout=240)
 
 
 def launch(

@@ -15,7 +15,7 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import gather
 from coa_jax.parallel.turns import in_turn, turn
-from tests.parallel.launched import launch
+from tests.parallel.launched import launch, launch_function
 
 PROGRAM = """
 import threading
@@ -112,14 +112,7 @@ def save_and_gather(folder: str) -> None:
 
 
 def test_saving_and_gathering_launch_no_program_out_of_turn_beside_engines(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "from coa_jax.cli import run_main\n"
-        "def main(argv):\n"
-        "    from tests.parallel.test_turns import save_and_gather\n"
-        f"    save_and_gather({str(tmp_path / 'c')!r})\n"
-        "run_main(main)\n"
-    )
-    done = launch(2, 2, str(tmp_path / "program.py"), timeout=200)
+    done = launch_function(save_and_gather, tmp_path / "c", devices=2)
     assert done.returncode == 0, done.stderr[-2000:]
     said = sorted(line for line in done.stdout.splitlines() if "restored" in line)
     assert said == [f"[{n}] restored {{'step': 3}} True outside:" for n in (0, 1)]
