@@ -17,13 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model import ops
+from coa_jax.model import ops, ops_tpu
 from coa_jax.model.compute import Compute
 from coa_jax.model.ops import einsum as einsum
 from coa_jax.model.ops import first_passed as first_passed
 from coa_jax.model.ops import product as product
-from coa_jax.model.ops_tpu import matmul_sum as row_sum
-from coa_jax.model.ops_tpu import rms_norm as rms_norm
 
 # --- matmuls -------------------------------------------------------------------------------
 
@@ -80,6 +78,43 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 
 # --- sums ----------------------------------------------------------------------------------
 
+_BLOCK = 128
+"""Number of terms, or of weights in `inverse_cdf`, of one block of a row; a power of two."""
+
+
+@jax.custom_vjp
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sums ``x [..., N]`` over the last axis in float32, in the same order for any number of rows.
+
+    The function adds the second half of each block of terms to the first half until one term is
+    left, and then does the same with the sums of the blocks. These additions of whole arrays have
+    the same order on every processor. The order of a reduction, or of a matmul with ones, is the
+    compiler's choice: it depends on the number of rows and on the width of the vector registers.
+    """
+    x = x.astype(jnp.float32)
+    while (size := x.shape[-1]) > 1:
+        # The largest power of two that divides the size, unless so few terms need many blocks.
+        block = size & -size
+        if block < 8:
+            block = 1 << (size - 1).bit_length()
+        block = min(block, _BLOCK)
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % block)]
+        x = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block)
+        while (half := x.shape[-1] // 2) > 0:
+            x = x[..., :half] + x[..., half:]
+        # The barrier keeps the compiler from recomputing the sums of blocks in later operations.
+        x = jax.lax.optimization_barrier(x[..., 0])
+    return x[..., 0]
+
+
+row_sum.defvjp(lambda x: (row_sum(x), x), ops_tpu.row_sum_bwd)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Computes the root-mean-square normalisation with `row_sum`; see `ops.rms_norm`."""
+    return ops_tpu.rms_norm_with(row_sum, eps, x.astype(jnp.float32), scale)
+
+
 
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
@@ -119,9 +154,6 @@ swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_bwd)
 
 
 # --- decoding ------------------------------------------------------------------------------
-
-_BLOCK = 128
-"""Number of weights in one block of `inverse_cdf`."""
 
 _GROUP = 8
 """Number of sequences per group in attention.

@@ -8,6 +8,7 @@ shorter by 2 % or more.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +24,23 @@ from coa_jax.model.ops import product as product
 from coa_jax.model.ops import row_sum as row_sum
 from coa_jax.model.ops import swiglu as swiglu
 
+RowSum = Callable[[jax.Array], jax.Array]
+
 
 @jax.custom_vjp
 def matmul_sum(x: jax.Array) -> jax.Array:
-    """Sums ``x [..., N]`` over the last axis in float32, by a matmul with ones.
-
-    `ops_cpu` also uses this function, for reproducible sums: on CPUs, the order of the additions
-    does not depend on the number of rows, as it would with XLA's reductions.
-    """
-    # Use four equal columns: one column would be a matrix-vector product, and with eight columns
-    # XLA of jaxlib 0.12 on CPUs changes the order of the terms from 96 rows on.
+    """Sums ``x [..., N]`` over the last axis in float32, by a matmul with ones."""
+    # Use four equal columns: one column would be a matrix-vector product.
     ones = jnp.ones((x.shape[-1], 4), jnp.float32)
     return einsum("...d,dk->...k", x, ones, jnp.float32)[..., 0]
 
 
-def _matmul_sum_bwd(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+def row_sum_bwd(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    """Gives the gradient of a sum over the last axis of x to every term."""
     return (jnp.broadcast_to(g[..., None], x.shape).astype(x.dtype),)
 
 
-matmul_sum.defvjp(lambda x: (matmul_sum(x), x), _matmul_sum_bwd)
+matmul_sum.defvjp(lambda x: (matmul_sum(x), x), row_sum_bwd)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -51,25 +50,26 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     model on v5p:4x4x4 takes 34.5 s with matmuls and 35.5 s with reductions. A step of a 32B model
     on v5p:4x4x8 takes the same time either way.
     """
-    return _rms_norm(eps, x.astype(jnp.float32), scale)
+    return rms_norm_with(matmul_sum, eps, x.astype(jnp.float32), scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * _inverse_rms(eps, x) * scale
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def rms_norm_with(row_sum: RowSum, eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Computes `rms_norm` of a float32 array, and its gradient, with a function that sums rows."""
+    return x * _inverse_rms(row_sum, eps, x) * scale
 
 
-def _inverse_rms(eps: float, x: jax.Array) -> jax.Array:
-    return jax.lax.rsqrt(matmul_sum(x * x)[..., None] / x.shape[-1] + eps)
+def _inverse_rms(row_sum: RowSum, eps: float, x: jax.Array) -> jax.Array:
+    return jax.lax.rsqrt(row_sum(x * x)[..., None] / x.shape[-1] + eps)
 
 
 def _rms_norm_bwd(
-    eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array
+    row_sum: RowSum, eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, scale = saved
-    inverse = _inverse_rms(eps, x)
+    inverse = _inverse_rms(row_sum, eps, x)
     x, scaled = x * inverse, g * scale
-    dx = inverse * (scaled - x * (matmul_sum(scaled * x)[..., None] / x.shape[-1]))
+    dx = inverse * (scaled - x * (row_sum(scaled * x)[..., None] / x.shape[-1]))
     # The sum over rows is a matmul too: on CPUs a reduction that XLA fuses with the computation of
     # its terms takes twenty times as long.
     rows = (g * x).reshape(-1, x.shape[-1])
@@ -79,4 +79,4 @@ def _rms_norm_bwd(
     return dx, jnp.max(d_scale, axis=0).astype(scale.dtype)
 
 
-_rms_norm.defvjp(lambda eps, x, scale: (_rms_norm(eps, x, scale), (x, scale)), _rms_norm_bwd)
+rms_norm_with.defvjp(lambda *args: (rms_norm_with(*args), args[2:]), _rms_norm_bwd)
