@@ -1,86 +1,83 @@
-"""The reading paths of docs/architecture.md name functions that exist and call each other."""
+"""The reading paths of docs/architecture.md are functions that enter one another."""
 
 from __future__ import annotations
 
-import ast
+import re
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "coa_jax"
+from coa_jax.learn import logps, objectives
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.model import decoder
+from tests import tiny_policy
+from tests.learn.tiny_runs import rl_config, run_rl, run_sft, sft_config
+
+PACKAGE = Path(decoder.__file__).parent.parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-
-STEP = [
-    ("learn/step.py", "train_step"),
-    ("learn/step.py", "train_program"),
-    ("learn/step.py", "gradient_sums"),
-]
-PATHS = {
-    "rl": [
-        ("learn/rl.py", "_loop"),
-        ("learn/update.py", "update"),
-        *STEP,
-        ("learn/losses.py", "PolicyLoss"),
-        ("learn/objectives.py", "policy_objective"),
-    ],
-    "sft": [
-        ("learn/sft.py", "train"),
-        ("learn/fit.py", "fit"),
-        *STEP,
-        ("learn/losses.py", "SFTLoss"),
-    ],
-    "decode": [("engine/programs.py", "decode_chunk"), ("model/decoder.py", "Decoder")],
-}
-BOUNDS = {"rl": (5, 6), "sft": (4, 5), "decode": (2, 2)}
+ROW = re.compile(r"^\| \d+ \| `(?P<file>[\w/]+\.py)` \| `(?P<name>[\w.]+)` \|", re.MULTILINE)
 
 
-def definition(file: str, name: str) -> ast.AST:
-    """The function or class of a module."""
-    tree = ast.parse((PACKAGE / file).read_text())
-    found = [node for node in tree.body if getattr(node, "name", "") == name]
-    assert found, f"{file} has no {name}"
-    return found[0]
+class Reached(BaseException):
+    """Ends a run at a function, so that the update is not compiled."""
 
 
-def names_in(node: ast.AST) -> set[str]:
-    """All names and attributes that a definition reads."""
-    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return names | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+def reading_path(section: str) -> list[tuple[str, str]]:
+    """The functions of a table of the page, as (file, name)."""
+    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return [(row["file"], row["name"]) for row in ROW.finditer(text)]
 
 
-@pytest.mark.parametrize("way", PATHS)
-def test_a_reading_path_is_as_short_as_promised(way: str) -> None:
-    files, jumps = BOUNDS[way]
-    assert len({file for file, _ in PATHS[way]}) <= files
-    assert len(PATHS[way]) - 1 <= jumps
+def functions_of(frame: FrameType | None) -> list[tuple[str, str]]:
+    """The package's functions on a stack, without lambdas, from the outermost to the innermost."""
+    functions = []
+    while frame is not None:
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname
+        if path.is_relative_to(PACKAGE) and not name.endswith("<lambda>"):
+            functions.append((path.relative_to(PACKAGE).as_posix(), name.split("<locals>.")[-1]))
+        frame = frame.f_back
+    return functions[::-1]
 
 
-@pytest.mark.parametrize("way", PATHS)
-def test_each_function_of_a_reading_path_is_there_and_on_the_page(way: str) -> None:
-    page = PAGE.read_text()
-    for file, name in PATHS[way]:
-        definition(file, name)
-        assert name in page
-        assert file in page
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory) -> dict[str, list[list[tuple[str, str]]]]:
+    """The functions on the stack where an RL loss, an SFT loss and a decoding layer are entered."""
+    folder = tiny_policy.write_sft_inputs(tmp_path_factory.mktemp("reading"))
+    seen: dict[str, list[list[tuple[str, str]]]] = {"rl": [], "sft": [], "decode": []}
+    layer = decoder.Layer.__call__
+
+    def end_rl(ratio=None, advantages=None) -> None:
+        seen["rl"].append([*functions_of(sys._getframe(1)), ("learn/objectives.py", "clip")])
+        raise Reached
+
+    def end_sft(*_) -> None:
+        seen["sft"].append([*functions_of(sys._getframe(1)), ("learn/head.py", "weighted_sum")])
+        raise Reached
+
+    def through_layer(*arguments, **options):
+        entered = ("model/decoder.py", "Layer.__call__")
+        seen["decode"].append([*functions_of(sys._getframe(1)), entered])
+        return layer(*arguments, **options)
+
+    tasks = tiny_policy.write_tasks(folder / "tasks.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logps, "weighted_sum", end_sft)
+        patch.setattr(objectives, "clip", end_rl)
+        patch.setattr(decoder.Layer, "__call__", through_layer)
+        with pytest.raises(Reached):
+            run_sft(folder / "sft", sft_config(folder / "base", folder / "data.jsonl"))
+        with pytest.raises(Reached):
+            run_rl(folder / "rl", rl_config(folder / "base", tasks, algorithm=Algorithm("grpo")))
+    return seen
 
 
 @pytest.mark.parametrize(
-    ("caller", "callee"),
-    [
-        (PATHS["rl"][0], "update"),
-        (PATHS["rl"][1], "train_step"),
-        (PATHS["rl"][1], "PolicyLoss"),
-        (STEP[0], "train_program"),
-        (STEP[1], "gradient_sums"),
-        (STEP[2], "loss"),
-        (("learn/losses.py", "PolicyLoss"), "policy_objective"),
-        (PATHS["sft"][0], "fit"),
-        (PATHS["sft"][0], "SFTLoss"),
-        (PATHS["sft"][1], "train_step"),
-        (PATHS["decode"][0], "decoder"),
-    ],
+    ("way", "section"),
+    [("rl", "An RL update"), ("sft", "A fine-tuning update"), ("decode", "A decoding step")],
 )
-def test_each_function_of_a_reading_path_calls_the_next(
-    caller: tuple[str, str], callee: str
-) -> None:
-    assert callee in names_in(definition(*caller))
+def test_each_function_of_a_reading_path_enters_the_next(stacks, way, section) -> None:
+    path = reading_path(section)
+    assert path
+    assert any(stack[-len(path) :] == path for stack in stacks[way]), stacks[way]

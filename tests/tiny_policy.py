@@ -143,9 +143,15 @@ def write_sft_inputs(folder: Path) -> Path:
 def write_rl_inputs(folder: Path) -> Path:
     """Writes ``model``, the trained policy, and ``tasks.jsonl``, the questions of `TASKS`."""
     save_model(policy(), folder / "model")
-    lines = [json.dumps({"id": t.id, "question": t.question, "answer": t.gold[0]}) for t in TASKS]
-    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    write_tasks(folder / "tasks.jsonl")
     return folder
+
+
+def write_tasks(path: Path) -> Path:
+    """Writes the questions of `TASKS`."""
+    lines = [json.dumps({"id": t.id, "question": t.question, "answer": t.gold[0]}) for t in TASKS]
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def learn(episodes: Sequence[DistilledRecord], steps: int = 90) -> Model:

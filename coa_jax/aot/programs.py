@@ -187,7 +187,7 @@ def _compute(setup: Setup) -> Compute:
     return Compute(
         config.dtype,
         config.remat,
-        # Kernels for GPUs can only be compiled on a GPU.
+        # The CPU compiler, which compiles for simulated GPUs, has no kernels for GPUs.
         _kernel(setup) if setup.where.tpu else STAND_IN,
         backend_for(setup.platform),
         setup.mesh,

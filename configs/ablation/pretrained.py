@@ -1,4 +1,4 @@
-r"""Compares filters and roles: SFT of SmolLM2-135M-Instruct on different sets of Factbook runs.
+r"""Compares filters and roles: SFT of SmolLM2-135M-Instruct (Q4_1) on sets of Factbook runs.
 
     coa-jax fetch smollm2
     python -m coa_jax.ablation --config=configs/ablation/pretrained.py --workdir=runs/roles

@@ -1,4 +1,4 @@
-r"""Evaluates SmolLM2-135M-Instruct after RL on places that occur in no training question.
+r"""Evaluates SmolLM2-135M-Instruct (Q4_1) after RL on places that no training question has.
 
     python -m coa_jax.evaluate --config=configs/evaluate/smollm2.py --workdir=runs/smollm2-evaluate
 

@@ -1,6 +1,9 @@
-r"""Runs the whole pipeline on SmolLM2-135M-Instruct: the paper's claims at small scale, on a CPU.
+r"""Runs the whole pipeline on SmolLM2-135M-Instruct (Q4_1): the paper's claims at small scale.
 
     bash launch/pretrained.sh --workdir runs/pretrained --seed 0
+
+The base model is a 4-bit file, converted to float32 (README.md). The teacher is a script. Of the 80
+RL tasks of a seed, 37 to 46 are distilled questions, and 72 in ``ask``.
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.

@@ -1,4 +1,4 @@
-r"""Trains the fine-tuned SmolLM2-135M-Instruct by RL with live tools.
+r"""Trains the fine-tuned SmolLM2-135M-Instruct (Q4_1) by RL with live tools.
 
     python -m coa_jax.rl --config=configs/rl/smollm2.py --workdir=runs/smollm2-rl
 

@@ -1,4 +1,4 @@
-r"""Fine-tunes SmolLM2-135M-Instruct, a pretrained model that still fits a CPU.
+r"""Fine-tunes SmolLM2-135M-Instruct (Q4_1), a pretrained model that still fits a CPU.
 
     python -m coa_jax.sft --config=configs/sft/smollm2.py --workdir=runs/smollm2-sft
 

@@ -22,7 +22,7 @@ def page_of(path: Path) -> tuple[str, dict[str, str]]:
             parts.append(_fenced(source, "python"))
             for output in cell["outputs"]:
                 parts += _shown(output, path.stem, figures)
-    file = f"The file is `notebooks/{path.name}`, which also runs on Colab."
+    file = f"The file is `notebooks/{path.name}`."
     title, _, rest = "\n\n".join(parts).partition("\n")
     return f"{title}\n\n{file}\n{rest}\n", figures
 
