@@ -269,8 +269,8 @@ def test_every_declared_package_is_imported():
 def private_names(tree: ast.AST) -> Iterator[str]:
     """Yields the imported modules and names whose path has a part that begins with "_".
 
-    Strings that name such a module count too. A private class of uvicorn has a public name, but
-    uvicorn documents none of the modules below ``uvicorn.protocols``.
+    Strings that name such a module count too, and so do the modules below ``uvicorn.protocols``,
+    none of which uvicorn documents.
     """
     for node in ast.walk(tree):
         paths = []

@@ -123,7 +123,7 @@ def _teach_orbax_s3() -> None:
         chosen = tensorstore_utils._use_gcs_driver
         normalised, google = tensorstore_utils._normalize_path, gcs_utils.get_kvstore_for_gcs
     except AttributeError as error:
-        raise installed.missing("storage on s3://", "another version of Orbax", "s3") from error
+        raise installed.missing("s3://", "orbax-checkpoint in another version", "s3") from error
 
     def driver(path: str) -> dict[str, Any]:
         return _s3_driver(path) if path.startswith("s3://") else google(path)
