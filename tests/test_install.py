@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import setuptools
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from coa_jax import installed
 from coa_jax.__main__ import COMMANDS
@@ -171,6 +173,18 @@ def test_constraints_keep_to_the_floors_of_setup_py(setup):
         assert {"jax", "jaxlib", "flax", "optax", "numpy"} <= pinned.keys()
         below = [n for n in pinned if n in core and pinned[n] not in core[n].specifier]
         assert below == []
+
+
+def test_the_lowest_constraints_are_the_floors_of_setup_py(setup):
+    wanted = [*setup["install_requires"], *itertools.chain(*setup["extras_require"].values())]
+    floors = {
+        f"{canonicalize_name(each.name)}=={bound.version}"
+        for each in map(Requirement, wanted)
+        for bound in each.specifier
+        if bound.operator == ">="
+    }
+    lines = (installed.CONSTRAINTS / "lowest.txt").read_text().split("# Not in setup.py")[0]
+    assert {line for line in lines.splitlines() if not line.startswith("#")} == floors
 
 
 # --- the wheel -----------------------------------------------------------------------------

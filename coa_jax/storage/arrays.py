@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coa_jax import installed
 from coa_jax.errors import Outage
 from coa_jax.storage.mirror import CHECKPOINTS, mirror_of
 from coa_jax.storage.places import file_system, is_url, join, scheme_of
@@ -111,16 +112,23 @@ def _teach_orbax_s3() -> None:
     Orbax writes metadata to any URL that etils.epath supports. For arrays it uses only
     TensorStore's drivers for local files and for Google Cloud Storage. The three patched functions
     choose the driver.
+
+    Raises:
+        UserError: the installed version of Orbax does not have these functions.
     """
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    normalised, google = tensorstore_utils._normalize_path, gcs_utils.get_kvstore_for_gcs
+    try:
+        chosen = tensorstore_utils._use_gcs_driver
+        normalised, google = tensorstore_utils._normalize_path, gcs_utils.get_kvstore_for_gcs
+    except AttributeError as error:
+        raise installed.missing("s3://", "orbax-checkpoint in another version", "s3") from error
 
     def driver(path: str) -> dict[str, Any]:
         return _s3_driver(path) if path.startswith("s3://") else google(path)
 
-    tensorstore_utils._use_gcs_driver = lambda path: path.startswith(("gs://", "s3://"))
+    tensorstore_utils._use_gcs_driver = lambda path: path.startswith("s3://") or chosen(path)
     tensorstore_utils._normalize_path = lambda path: normalised(path).replace("s3:/", "s3://")
     gcs_utils.get_kvstore_for_gcs = driver
 

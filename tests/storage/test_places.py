@@ -252,6 +252,14 @@ def test_faults_of_this_machine_are_not_blamed_on_the_store():
         raise KeyError("a fault of ours")
 
 
+def test_another_version_of_orbax_is_refused_for_s3(monkeypatch):
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    monkeypatch.delattr(tensorstore_utils, "_use_gcs_driver")
+    with pytest.raises(UserError, match="s3:// needs orbax-checkpoint in another version; run: "):
+        arrays._teach_orbax_s3.__wrapped__()
+
+
 def test_a_store_out_of_reach_is_said_so(clouds):
     import s3fs
 
