@@ -42,9 +42,8 @@ from coa_jax.errors import Outage, UserError, causes_of
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import (
-    check_key,
-    join_new_keys,
     join_new_values,
+    readable_overrides,
     suggest,
     switches,
     wrong_value,
@@ -56,7 +55,6 @@ from coa_jax.storage.given import check_places
 flags.disclaim_key_flags()
 
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
-_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
@@ -321,7 +319,6 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
     for key, value in join_new_values(overrides or {}, config).items():
-        check_key(config, key)
         try:
             config_path.set_value(key, config, value)
         except (TypeError, ValueError) as error:
@@ -346,12 +343,8 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
         argv = _config_first(argv)
         spec = argv[1].partition("=")[2]
         config = load_config(spec)
-        argv = join_new_keys(argv, config)
+        argv = readable_overrides(argv, config)
         _config_argv[:] = argv
-        for argument in switches(argv[2:]):
-            override = _OVERRIDE.match(argument)
-            if override:
-                check_key(config, override[1])
     try:
         rest = flags.FLAGS(argv)
     except SystemExit as done:
