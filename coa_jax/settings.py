@@ -111,7 +111,7 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     Raises:
         UserError: a key is unknown, or a field without a default value is missing.
     """
-    return ConfigDict(dataclasses.asdict(build(cls, values)))
+    return ConfigDict(_overridable(dataclasses.asdict(build(cls, values))))
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,3 +123,10 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
             value = merged(known, value)
         result[name] = value
     return result
+
+
+def _overridable(value: Any) -> Any:
+    """Replaces empty tuples by "": ml_collections cannot infer the type of their items."""
+    if isinstance(value, dict):
+        return {key: _overridable(inner) for key, inner in value.items()}
+    return "" if value == () else value

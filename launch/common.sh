@@ -191,7 +191,7 @@ end_run() {
     "$2" || echo "error: $name was not deleted, and still costs money" >&2
   elif [ "$dry_run" = no ]; then
     echo "$name still exists, and costs money; to delete it: bash launch/${0##*/} --name $name" \
-      "${where[@]} delete" >&2
+      "${where[*]} delete" >&2
   fi
   exit "$1"
 }

@@ -86,7 +86,9 @@ class Hosts:
 
 
 def test_a_config_file_may_give_a_list_of_words_as_one_text():
-    assert build(Hosts, complete(Hosts, {})) == Hosts()
+    config = complete(Hosts, {})
+    assert config.to_dict() == {"names": "", "widths": (1,)}
+    assert build(Hosts, config) == Hosts()
     assert build(Hosts, {"names": "a.org, b.org,"}).names == ("a.org", "b.org")
     assert build(Hosts, {"names": ""}).names == ()
 
