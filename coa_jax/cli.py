@@ -375,7 +375,9 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> list[str]:
         raise UserError(f"--config: {_one_line(str(error))}") from error
 
 
-def overridden(config: ml_collections.ConfigDict, overrides: list[str]) -> ml_collections.ConfigDict:
+def overridden(
+    config: ml_collections.ConfigDict, overrides: list[str]
+) -> ml_collections.ConfigDict:
     """Returns a config with overrides ``--config.KEY=VALUE``, for a command without absl's flags.
 
     Raises:

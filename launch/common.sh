@@ -136,7 +136,7 @@ assignments() {
   [ ${#tuned[@]} -eq 0 ] || printf ' %q' "${tuned[@]}"
   [ ${#variables[@]} -eq 0 ] || printf ' %q' "${variables[@]}"
 }
-tuned=() variables=() secrets=() check=no
+tuned=() variables=() secrets=() check=no delete=no zone=""
 
 # presets KIND: sets `tuned` to the variables for a kind of chip (tpu, v6e, cuda, or none).  The TPU
 # compiler accepts all of these flags for every generation (tests/test_launch_presets.py).  Their effect

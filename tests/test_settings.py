@@ -171,9 +171,9 @@ def test_words_may_contain_colons_blanks_and_quotes(monkeypatch, name, text, ite
 
 
 def test_repeated_overrides_of_a_list_are_concatenated(monkeypatch):
-    arguments = ["--config.hosts=a:1,b", "--config.buckets=64", "--config.hosts=c"]
+    arguments = ["--config.blocked=a:1,b", "--config.buckets=64", "--config.blocked=c"]
     given = from_command_line(monkeypatch, *arguments)
-    assert (given.hosts, given.buckets) == (("a:1", "b", "c"), (64,))
+    assert (given.blocked, given.buckets) == (("a:1", "b", "c"), (64,))
 
 
 PLAIN = st.from_regex(r"[^\s,'\"(\[]([^,]*[^\s,])?", fullmatch=True)
@@ -222,9 +222,9 @@ def test_a_list_with_something_of_another_kind_is_refused(values, message):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--config.steps=3,x", r"config\.steps is \('3', 'x'\); give whole numbers with commas"),
-        ("--config.steps=3-5", r"config\.steps is \('3-5',\); give whole numbers"),
-        ("--config.shares=half", r"config\.shares is \('half',\); give numbers with commas"),
+        ("--config.steps=3,x", r"config\.steps is '3,x'; give whole numbers with commas, such as"),
+        ("--config.steps=3-5", r"config\.steps is '3-5'; give whole numbers"),
+        ("--config.shares=half", r"config\.shares is 'half'; give numbers with commas"),
     ],
 )
 def test_a_word_among_numbers_is_named(monkeypatch, argument, message):
