@@ -122,15 +122,15 @@ def _show_tools(path: str, overrides: list[str]) -> int:
             raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
         config = build(ToolsConfig, settings, "config.tools")
         chosen = path or config.names != tuple(TOOLS.built_in)
-        needed = config.names if chosen else ToolsConfig().names
+        optional = () if chosen else set(TOOLS.built_in) - set(ToolsConfig().names)
         found = asyncio.run(findings(config))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     for each in found:
-        missing = "NOT READY" if each.name in needed else "optional"
+        missing = "optional" if each.name in optional else "NOT READY"
         print(f"{'ready' if each.ok else missing:10} {each.name:17} {each.text}")
-    return 0 if all(each.ok for each in found if each.name in needed) else 1
+    return 0 if all(each.ok for each in found if each.name not in optional) else 1
 
 
 def define_options(parser: argparse.ArgumentParser) -> None:
