@@ -115,7 +115,7 @@ def test_chance_is_uniform_and_depends_on_every_argument():
 
 def test_the_message_names_the_documented_setting_of_each_filter():
     page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
-    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| .* \| (.*) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| .* \|(.*)\|$", page, re.MULTILINE)
     settings = dict(rows)
     config = load_config("configs/distill/factbook.py")
     for name, setting in SETTINGS.items():
