@@ -49,6 +49,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
+from coa_jax.reading import made_by
 from coa_jax.records import iterate_records
 from coa_jax.settings import build
 from coa_jax.tasks import Graders
@@ -206,7 +207,7 @@ def _records(path: str, protocol: str) -> tuple[None, str]:
 def _traces(place: str) -> str:
     there = storage.exists(place) if storage.is_url(place) else Path(place).exists()
     if not there:
-        raise UserError(f"{place} does not exist")
+        raise UserError(f"{place} does not exist{made_by(place)}")
     return place
 
 

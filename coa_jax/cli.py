@@ -42,9 +42,8 @@ from coa_jax.errors import Outage, UserError, causes_of
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import (
-    check_key,
-    join_new_keys,
     join_new_values,
+    readable_overrides,
     suggest,
     switches,
     wrong_value,
@@ -56,7 +55,6 @@ from coa_jax.storage.given import check_places
 flags.disclaim_key_flags()
 
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
-_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
@@ -321,7 +319,6 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
     for key, value in join_new_values(overrides or {}, config).items():
-        check_key(config, key)
         try:
             config_path.set_value(key, config, value)
         except (TypeError, ValueError) as error:
@@ -346,27 +343,9 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
         argv = _config_first(argv)
         spec = argv[1].partition("=")[2]
         config = load_config(spec)
-        argv = join_new_keys(argv, config)
+        argv = readable_overrides(argv, config)
         _config_argv[:] = argv
-        for argument in switches(argv[2:]):
-            override = _OVERRIDE.match(argument)
-            if override:
-                check_key(config, override[1])
-    try:
-        rest = flags.FLAGS(argv)
-    except SystemExit as done:
-        # absl exits with code 1 after --help, but a request for help is not a failure.
-        sys.exit(0 if _asks_for_help(argv) else done.code)
-    except flags.UnrecognizedFlagError as error:
-        hint = suggest(error.flagname, [name for name in flags.FLAGS if len(name) > 1])
-        hint = hint if "did you mean" in hint else "; --help lists the flags"
-        raise UserError(f"unknown flag --{error.flagname}{hint}") from error
-    except flags.IllegalFlagValueError as error:
-        raise UserError(wrong_value(" ".join(str(error).split()))) from error
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        # The config file was loaded above, so this error comes from an override on the command
-        # line.
-        raise UserError(f"--config: {_one_line(str(error))}") from error
+    rest = _parsed(flags.FLAGS, argv)
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     given = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
@@ -375,6 +354,41 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
         places |= dict(_leaves(flags.FLAGS.config, "--config"))
     check_places(places, ask=opens_places)
     return rest
+
+
+def _parsed(values: flags.FlagValues, argv: list[str]) -> list[str]:
+    """Parses flags with absl, and raises a `UserError` for a mistake; returns the other words."""
+    try:
+        return values(argv)
+    except SystemExit as done:
+        # absl exits with code 1 after --help, but a request for help is not a failure.
+        sys.exit(0 if _asks_for_help(argv) else done.code)
+    except flags.UnrecognizedFlagError as error:
+        hint = suggest(error.flagname, [name for name in values if len(name) > 1])
+        hint = hint if "did you mean" in hint else "; --help lists the flags"
+        raise UserError(f"unknown flag --{error.flagname}{hint}") from error
+    except flags.IllegalFlagValueError as error:
+        raise UserError(wrong_value(" ".join(str(error).split()))) from error
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        # The config file was loaded above, so this error comes from an override on the command
+        # line.
+        raise UserError(f"--config: {_one_line(str(error))}") from error
+
+
+def overridden(
+    config: ml_collections.ConfigDict, overrides: list[str]
+) -> ml_collections.ConfigDict:
+    """Returns a config with overrides ``--config.KEY=VALUE``, for a command without absl's flags.
+
+    Raises:
+        UserError: an argument is no override, or its setting or its value is wrong.
+    """
+    argv = readable_overrides(["", *overrides], config)
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    if rest := _parsed(values, argv)[1:]:
+        raise UserError(f"unexpected argument {rest[0]!r}; settings are written --config.KEY=VALUE")
+    return values.config
 
 
 def _asks_for_help(argv: list[str]) -> bool:

@@ -8,6 +8,7 @@ in coa_jax/templates. docs/extending.md describes which parameters an extension 
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import keyword
 import re
@@ -83,6 +84,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"give a kind and a name: coa-jax new {'|'.join(kinds())} NAME")
     for path in write_new(argv[1], argv[2]):
         print(path)
+    if importlib.util.find_spec("pytest") is None:
+        print("the test needs pytest: pip install pytest", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
-import functools
-import operator
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,6 +20,9 @@ _NEW_KEY = re.compile(
     re.DOTALL,
 )
 """Matches overrides in groups whose keys the user chooses, such as names of tools or rewards."""
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+_WORD = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""", re.DOTALL)
+"""Matches one item of a list with commas, and the comma; commas in quotes separate no items."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -42,32 +43,83 @@ def switches(arguments: list[str]) -> list[str]:
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
-def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Converts overrides of missing settings to overrides of whole groups.
+def read_tuple(text: str) -> tuple[Any, ...]:
+    """Parses the value of a setting that contains several values.
 
-    The conversion is necessary because ml_collections overrides only existing settings. For example
-    ``--config.tools.mcp.tide.url=U`` becomes ``--config.tools.mcp={'tide': {'url': 'U'}}``. The new
-    value of the group also contains the entries that the config already has.
+    >>> read_tuple("a, b:c, my file.txt")
+    ('a', 'b:c', 'my file.txt')
+
+    Args:
+        text: words with commas, or a Python tuple or list, such as ``("a, b", "c")``. A word with a
+            comma, or with a blank at its beginning or end, needs quotes.
+
+    Raises:
+        ValueError: the text begins with a parenthesis, but is not a tuple.
+    """
+    text = text.strip()
+    if text.startswith(("(", "[")):
+        value = _literal(text)
+        if isinstance(value, tuple | list):
+            return tuple(value)
+        if text.startswith("("):
+            raise ValueError("not a tuple; the shell removes quotes inside a word without quotes")
+    words = (match[1] for match in _WORD.finditer(text) if match[1])
+    return tuple(_literal(word) if word[0] in "'\"" else word for word in words)
+
+
+def _literal(text: str) -> Any:
+    """Parses a Python literal; returns the text itself if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        # For example "[::1]", the address of a host, or nesting too deep for the parser.
+        return text
+
+
+def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
+    """Converts the overrides that ml_collections cannot read.
+
+    - ml_collections overrides only existing settings. An override of a missing setting becomes an
+      override of its whole group, which also contains the entries that the config already has:
+      ``--config.tools.mcp.tide.url=U`` becomes ``--config.tools.mcp={'tide': {'url': 'U'}}``.
+    - The value of a tuple becomes a Python tuple: ``--config.names=a,b:c`` becomes
+      ``--config.names=('a', 'b:c')``. Repeated overrides of a tuple are concatenated.
+
+    Raises:
+        UserError: a setting does not exist, or has no value.
     """
     before = switches(argv)
-    groups: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
     rest: list[str] = []
     given = iter(before)
     for argument in given:
-        key = _NEW_KEY.fullmatch(argument)
-        if key is None:
+        key = _NEW_KEY.fullmatch(argument) or _OVERRIDE.fullmatch(argument)
+        is_new = key is not None and key.re is _NEW_KEY
+        present = check_key(config, key[1]) if key is not None and not is_new else ()
+        if key is None or not isinstance(present, tuple):
             rest.append(argument)
             continue
-        value = key[3] if key[3] is not None else next(given, None)
+        value = key[key.re.groups]
+        value = next(given, None) if value is None else value
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
-        try:
-            read = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            read = value
-        _join(groups, config, key[1], key[2], read)
-    joined = [f"--config.{group}={values!r}" for group, values in groups.items()]
+        if is_new:
+            _join(values, config, key[1], key[2], _literal(value))
+        else:
+            values[key[1]] = values.get(key[1], ()) + _tuple_like(present, value, key[1])
+    joined = [f"--config.{name}={value!r}" for name, value in values.items()]
     return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
+
+
+def _tuple_like(present: tuple[Any, ...], text: str, name: str) -> tuple[Any, ...]:
+    """Parses the new value of a tuple; words become numbers unless the present items are words."""
+    try:
+        value = read_tuple(text)
+    except ValueError as error:
+        raise UserError(f"--config.{name}={text}: {error}; write a,b or \"('a','b')\"") from error
+    if all(isinstance(item, str) for item in present):
+        return value
+    return tuple(_literal(item) if isinstance(item, str) else item for item in value)
 
 
 def join_new_values(
@@ -75,7 +127,7 @@ def join_new_values(
 ) -> dict[str, Any]:
     """Converts overrides of missing settings to overrides of whole groups.
 
-    This is `join_new_keys` for a mapping instead of command-line arguments.
+    This is `readable_overrides` for a mapping instead of command-line arguments.
 
     Args:
         overrides: maps dotted names of settings to values.
@@ -86,7 +138,9 @@ def join_new_values(
     for name, value in overrides.items():
         key = _NEW_KEY.fullmatch(f"--config.{name}")
         if key is None:
-            rest[name] = value
+            present = check_key(config, name)
+            is_text = isinstance(present, tuple) and isinstance(value, str)
+            rest[name] = _tuple_like(present, value, name) if is_text else value
         else:
             _join(groups, config, key[1], key[2], value)
     return rest | {name: ml_collections.ConfigDict(values) for name, values in groups.items()}
@@ -101,9 +155,7 @@ def _join(
 ) -> None:
     """Sets a dotted key of a group, which begins with the settings of the config."""
     if group not in groups:
-        check_key(config, group)
-        node = functools.reduce(operator.getitem, group.split("."), config)
-        groups[group] = node.to_dict()
+        groups[group] = check_key(config, group).to_dict()
     *outer, last = name.split(".")
     inner = groups[group]
     for part in outer:
@@ -113,8 +165,8 @@ def _join(
     inner[last] = value
 
 
-def check_key(config: Any, key: str) -> None:
-    """Checks that a config has a setting with a dotted name, such as ``a.b`` or ``a[0].b``.
+def check_key(config: Any, key: str) -> Any:
+    """Returns the value of a setting with a dotted name, such as ``a.b`` or ``a[0].b``.
 
     Raises:
         UserError: there is no such setting; the message suggests a similar name.
@@ -133,6 +185,7 @@ def check_key(config: Any, key: str) -> None:
             kind = type(node).__name__
             raise UserError(f"--config.{key}: {walked} is a value of type {kind}, without keys")
         node, walked = node[part], f"{walked}.{part}"
+    return node
 
 
 def wrong_value(message: str) -> str:

@@ -44,6 +44,12 @@ _KINDS = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
+_MAKERS = {
+    "runs/debug": "debug-files",
+    "weights/SmolLM2-135M-Instruct": "fetch smollm2",
+    "weights/all-MiniLM-L6-v2": "fetch minilm",
+}
+"""Maps folders, as configs and docs name them, to the commands that write the folders."""
 _PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
 _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ONLY_DIGITS = bytes(ord("0") if chr(code).isdigit() else 0 for code in range(128)) + bytes(128)
@@ -60,6 +66,18 @@ def whole_limit() -> int:
     return machine_memory() // 4
 
 
+def made_by(path: str | os.PathLike[str]) -> str:
+    """Returns a hint for an error message about a missing path that a command of ours creates.
+
+    The hint is " (`coa-jax COMMAND` makes it)", or "" for other paths.
+    """
+    text = os.fspath(path)
+    for place, command in _MAKERS.items():
+        if f"/{place}/" in f"/{text}/":
+            return f" (`coa-jax {command}` makes it)"
+    return ""
+
+
 def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
     """Opens a regular file for reading, without blocking.
 
@@ -69,7 +87,8 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        hint = made_by(path) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"{path}: cannot be read: {error.strerror}{hint}") from error
     except ValueError as error:  # a null byte in the name
         raise UserError(f"{str(path)!r}: cannot be read: {error}") from error
     mode = os.fstat(descriptor).st_mode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from coa_jax.bounds import frozen, has_default, present, shown
 from coa_jax.errors import UserError
+from coa_jax.overrides import read_tuple
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
         elif types[name] in _LISTS:
             value = _parts(value, types[name], f"{where}.{name}")
         elif isinstance(value, str) and typing.get_origin(types[name]) is tuple:
-            value = (_literal(value.strip()) or value) if value else ()
+            with contextlib.suppress(ValueError):  # the dataclass refuses the string
+                value = frozen(read_tuple(value))
         else:
             try:
                 value = frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
@@ -78,23 +80,13 @@ def _types(cls: type[Any]) -> dict[str, Any]:
 
 
 def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
-    """Parses a tuple of strings or numbers from the value of a config file or a command line.
-
-    ml_collections parses ``a,b`` on a command line as one string, or as a tuple with this string if
-    the config had a tuple. It parses ``('a', 'b')`` as one string if the config had an empty tuple.
-    """
+    """Parses a tuple of strings or numbers; a config file may give it as one string."""
     convert, number, example = _LISTS[kind]
     refused = UserError(f"{where} is {shown(value)}; give {number}, such as {example}")
-    if isinstance(value, tuple | list) and len(value) == 1 and isinstance(value[0], str):
-        (value,) = value
-    if isinstance(value, str):
-        text = value.strip()
-        value = _literal(text) or list(filter(None, map(str.strip, text.split(","))))
-        if text.startswith("(") and isinstance(value, list):
-            raise refused  # the shell removed the quotes
-    if not isinstance(value, tuple | list):
-        raise refused
     try:
+        value = read_tuple(value) if isinstance(value, str) else value
+        if not isinstance(value, tuple | list):
+            raise refused
         parts = tuple(map(convert, value))
     except (TypeError, ValueError, OverflowError):
         raise refused from None
@@ -104,18 +96,6 @@ def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
     if any(old != new or isinstance(old, bool) for old, new in pairs):
         raise refused
     return parts
-
-
-def _literal(text: str) -> tuple[Any, ...] | None:
-    """Parses a string that contains a Python tuple or list; returns a tuple, or None for others."""
-    if not text.startswith(("(", "[")):
-        return None
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        # For example "[::1]", the address of a host, or nesting too deep for the parser.
-        return None
-    return frozen(value) if isinstance(value, tuple | list) else None
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:

@@ -136,7 +136,7 @@ assignments() {
   [ ${#tuned[@]} -eq 0 ] || printf ' %q' "${tuned[@]}"
   [ ${#variables[@]} -eq 0 ] || printf ' %q' "${variables[@]}"
 }
-tuned=() variables=() secrets=() check=no
+tuned=() variables=() secrets=() check=no delete=no zone=""
 
 # presets KIND: sets `tuned` to the variables for a kind of chip (tpu, v6e, cuda, or none).  The TPU
 # compiler accepts all of these flags for every generation (tests/test_launch_presets.py).  Their effect
@@ -191,7 +191,7 @@ end_run() {
     "$2" || echo "error: $name was not deleted, and still costs money" >&2
   elif [ "$dry_run" = no ]; then
     echo "$name still exists, and costs money; to delete it: bash launch/${0##*/} --name $name" \
-      "${where[@]} delete" >&2
+      "${where[*]} delete" >&2
   fi
   exit "$1"
 }

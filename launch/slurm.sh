@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command of coa_jax on GPU nodes of a SLURM cluster, from a checkout that all nodes see.
 #
-#   bash launch/slurm.sh [FLAGS] run COMMAND ARG...   e.g. run rl --config=configs/rl/web.py:7b \
+#   bash launch/slurm.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/web.py:7b \
 #                                                          --workdir=/shared/runs/a
 #   bash launch/slurm.sh [FLAGS] setup [COMMAND ARG...]  makes .venv for GPUs (once), with the packages
 #                                                     that the command needs

@@ -2,7 +2,7 @@
 # Runs a command of coa_jax on a TPU slice of Cloud TPU's queue.  If the slice is preempted, the script
 # requests a new slice and runs the command again.
 #
-#   bash launch/tpu_queue.sh [FLAGS] run COMMAND ARG...  e.g. run rl --config=configs/rl/web.py:7b \
+#   bash launch/tpu_queue.sh [FLAGS] run COMMAND ARG...  e.g. run sft --config=configs/sft/web.py:7b \
 #                                                             --workdir=/mnt/runs/a
 #   bash launch/tpu_queue.sh [FLAGS] delete              gives the slice back
 #

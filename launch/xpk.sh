@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command of coa_jax on the TPUs of a GKE cluster with XPK (pip install xpk).
 #
-#   bash launch/xpk.sh [FLAGS] run COMMAND ARG...   e.g. run rl --config=configs/rl/web.py:7b \
+#   bash launch/xpk.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/web.py:7b \
 #                                                        --workdir=/mnt/runs/a
 #   bash launch/xpk.sh [FLAGS] list                 workloads of the cluster
 #   bash launch/xpk.sh [FLAGS] delete               ends the workload

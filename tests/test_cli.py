@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from coa_jax import cli
 from coa_jax.errors import UserError
-from coa_jax.overrides import join_new_keys
+from coa_jax.overrides import readable_overrides
 from coa_jax.storage.given import check_places
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -395,13 +395,13 @@ def test_settings_of_a_new_tool_become_one_override_of_their_group():
         "--",
         "--config.x.u=u",
     ]
-    first, spec, joined, *rest = join_new_keys(argv, config)
+    first, spec, joined, *rest = readable_overrides(argv, config)
     assert (first, spec, rest) == ("sft", "--config=a.py", ["--config.tools.x=2", *argv[-2:]])
     name, _, value = joined.partition("=")
     assert name == "--config.tools.mcp"
     assert ast.literal_eval(value) == {"ebb": {"url": "http://b.example"}, "tide": tide}
     for last in ([], ["--config.tools.x=2"]):
         with pytest.raises(UserError, match=r"tide\.url needs a value"):
-            join_new_keys([*argv[:2], "--config.tools.mcp.tide.url", *last], config)
+            readable_overrides([*argv[:2], "--config.tools.mcp.tide.url", *last], config)
     with pytest.raises(UserError, match="has no key 'tools'"):
-        join_new_keys([*argv[:3]], ConfigDict({"x": 1}))
+        readable_overrides([*argv[:3]], ConfigDict({"x": 1}))

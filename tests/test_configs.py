@@ -27,6 +27,7 @@ from coa_jax.learn.machines import MACHINES
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.model.config import cpu_dtype
 from coa_jax.model.shapes import architecture_of
 from coa_jax.settings import build
 
@@ -406,3 +407,21 @@ def test_a_machine_that_does_not_hold_a_model_is_refused_with_those_that_it_hold
         load_config("configs/rl/web.py:7b,h100")
     with pytest.raises(UserError, match="give one of h100, v5e-8, not both"):
         load_config("configs/sft/web.py:v5e-8,7b,h100")
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags : fpu avx2 fma avx512f avx512_bf16 sha_ni", "bfloat16"),
+        ("flags : fpu amx_bf16 amx_tile", "bfloat16"),
+        ("flags : fpu avx2 fma avx512f", "float32"),
+    ],
+)
+def test_the_dtype_of_training_on_a_cpu_follows_the_processor(tmp_path, line, dtype):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\n")
+    assert cpu_dtype(str(tmp_path / "cpuinfo")) == dtype
+    assert cpu_dtype(str(tmp_path / "absent")) == "float32"
+    pretrained = load_config("configs/pretrained/factbook.py")
+    dtypes = [load_config("configs/quickstart/factbook.py").sft.dtype, pretrained.rft.dtype]
+    dtypes += [pretrained.sft.dtype, load_config("configs/sft/smollm2.py").dtype]
+    assert set(dtypes) == {cpu_dtype()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,19 @@ def test_a_mistake_is_one_line_of_a_command(elsewhere, tmp_path, option, message
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert message in line
     assert "Traceback" not in done.stderr
+
+
+def test_the_documented_flag_gives_a_tool_to_a_command(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_tools\.py\n.*?)```", page, re.DOTALL)
+    (flag,) = re.findall(r"`(--config\.tools\.names=\S+)` is enough", page)
+    (tmp_path / "my_tools.py").write_text(code)
+    config = "--config=configs/rl/tiny.py"
+    done = coa_jax(tmp_path, "doctor", config, flag)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+        ["ready", "wiki_search"],
+        ["ready", "my_tools:Dice"],
+    ]
+    told = coa_jax(tmp_path, "needs", "rl", config, flag)
+    assert told.returncode == 0, told.stderr

@@ -19,7 +19,7 @@ from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
 from coa_jax.extensions import ExtensionKind, Named, bind, find
-from coa_jax.overrides import join_new_keys
+from coa_jax.overrides import readable_overrides
 from coa_jax.protocol import get_protocol
 from coa_jax.settings import build, complete
 from coa_jax.tasks import SOURCES, Graders, GradersConfig, load_tasks
@@ -348,7 +348,7 @@ def test_the_command_line_sets_options_in_groups_that_users_name():
     argv = ["x", "--config=a.py"]
     argv += ["--config.tools.own.dice.path=m:D", "--config.tools.own.dice.options.sides=8"]
     argv += ["--config.graders.rewards.a.weight=0.5", "--config.graders.rewards.b.path=m:r"]
-    _, _, tools, rewards = join_new_keys(argv, config)
+    _, _, tools, rewards = readable_overrides(argv, config)
     dice = {"path": "m:D", "options": {"sides": 8}}
     assert tools == f"--config.tools.own={ {'dice': dice}!r}"
     both = {"a": {"weight": 0.5}, "b": {"path": "m:r"}}

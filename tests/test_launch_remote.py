@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -414,3 +416,18 @@ def test_a_wrong_command_is_one_line(script, arguments, said):
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", [*FLAGS, "tpu_pod.sh", "local_processes.sh"])
+def test_the_examples_of_the_help_run_as_printed(script, monkeypatch):
+    text = run("bash", str(LAUNCH / script), "--help").stdout.replace("\\\n", " ")
+    (example,) = re.findall(r"e\.g\. +(.*)", text)
+    monkeypatch.setenv("COA_JAX_PYTHON", sys.executable)
+    if script == "local_processes.sh":
+        _, _, processes, *words = shlex.split(example)
+        done = launch(script, processes, "--dry-run", *words)
+    else:
+        flags = FLAGS.get(script, ("--name", "p", "--zone", "z"))
+        done = launch(script, *flags, "--dry-run", *shlex.split(example))
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert shlex.split(example)[-1] in done.stdout

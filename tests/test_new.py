@@ -13,7 +13,7 @@ from coa_jax.environments import ENVIRONMENTS
 from coa_jax.errors import UserError
 from coa_jax.extensions import bind
 from coa_jax.learn.algorithms import ADVANTAGES, LOSSES
-from coa_jax.new import kinds, write_new
+from coa_jax.new import kinds, main, write_new
 from coa_jax.tasks import SOURCES
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.make import TOOLS
@@ -85,3 +85,10 @@ def test_a_mistake_is_one_line_of_the_command(here):
     assert done.returncode == 2
     assert done.stderr.startswith("error: give a kind and a name: coa-jax new advantage|")
     assert done.stderr.count("\n") == 1
+
+
+def test_who_has_no_pytest_is_told_how_to_get_it(here, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    main(["new", "reward", "mine"])
+    assert capsys.readouterr().err == "the test needs pytest: pip install pytest\n"
+    assert "\npip install pytest " in (here / "mine" / "README.md").read_text()

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from coa_jax import files, jsonl, reading
 from coa_jax.errors import UserError
+from coa_jax.model.api import load_model
+from coa_jax.records import iterate_records
+from coa_jax.tasks import load_tasks
 from tests.damage.mutations import IN_PLACE
 
 JSON = st.recursive(
@@ -85,3 +88,25 @@ def test_a_file_beyond_its_limit_is_refused(tmp_path):
     with pytest.raises(UserError, match="it has 11 bytes, the limit is 10"):
         reading.read_bytes(tmp_path / "x", 10)
     assert reading.read_bytes("/proc/self/status")  # has no size
+
+
+@pytest.mark.parametrize(
+    ("read", "path", "command"),
+    [
+        (load_model, "runs/debug/scratch/model", "debug-files"),
+        (lambda path: load_tasks(path, "train"), "runs/debug/questions.jsonl", "debug-files"),
+        (lambda path: next(iterate_records(path)), "runs/debug/distill/x.jsonl", "debug-files"),
+        (load_model, "weights/SmolLM2-135M-Instruct", "fetch smollm2"),
+    ],
+)
+def test_a_missing_file_of_ours_names_the_command_that_makes_it(
+    tmp_path, monkeypatch, read, path, command
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=rf"^{path}.*`coa-jax {command}` makes it"):
+        read(path)
+    other = path.replace("debug", "mine").replace("weights", "mine")
+    with pytest.raises(UserError) as refused:
+        read(other)
+    assert "coa-jax" not in str(refused.value)

@@ -7,6 +7,8 @@ from typing import get_type_hints
 
 import pytest
 from absl import flags
+from hypothesis import given
+from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_flags
 
 from coa_jax.cli import load_config
@@ -19,6 +21,7 @@ from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.overrides import read_tuple, readable_overrides
 from coa_jax.serve.config import ServeConfig
 from coa_jax.settings import build, complete
 
@@ -82,12 +85,12 @@ class Hosts:
     widths: tuple[int, ...] = (1,)
 
 
-def test_a_command_line_gives_texts_with_commas_and_an_empty_tuple_has_a_type():
+def test_a_config_file_may_give_a_list_of_words_as_one_text():
     config = complete(Hosts, {})
     assert config.to_dict() == {"names": "", "widths": (1,)}
     assert build(Hosts, config) == Hosts()
-    config.names = "a.org, b.org,"
-    assert build(Hosts, config).names == ("a.org", "b.org")
+    assert build(Hosts, {"names": "a.org, b.org,"}).names == ("a.org", "b.org")
+    assert build(Hosts, {"names": ""}).names == ()
 
 
 @pytest.mark.parametrize("seed", [2**31, 3_000_000_000, -1])
@@ -123,9 +126,10 @@ class Window:
 
 
 def from_command_line(monkeypatch, *arguments: str) -> Window:
-    values, argv = flags.FlagValues(), ["program", *arguments]
+    config = complete(Window, {})
+    values, argv = flags.FlagValues(), readable_overrides(["program", *arguments], config)
     monkeypatch.setattr("sys.argv", argv)  # where ml_collections looks for overrides
-    config_flags.DEFINE_config_dict("config", complete(Window, {}), flag_values=values)
+    config_flags.DEFINE_config_dict("config", config, flag_values=values)
     values(argv)
     return build(Window, values.config)
 
@@ -137,13 +141,57 @@ def test_a_command_line_gives_numbers_to_a_tuple_that_is_empty_by_default(monkey
     assert given == Window((3, 5), (0.5, 1.0))
 
 
-@pytest.mark.parametrize("text", ["a.b,c.d", "('a.b','c.d')", '["a.b", "c.d"]', " a.b , c.d "])
+@pytest.mark.parametrize(
+    "text", ["a.b,c.d", "('a.b','c.d')", '["a.b", "c.d"]', " a.b , c.d ", "'a.b', c.d"]
+)
 @pytest.mark.parametrize("name", ["hosts", "blocked"])
 def test_a_list_of_words_is_the_same_whatever_form_and_default_it_has(monkeypatch, name, text):
     assert getattr(from_command_line(monkeypatch, f"--config.{name}={text}"), name) == (
         "a.b",
         "c.d",
     )
+
+
+@pytest.mark.parametrize("name", ["hosts", "blocked"])
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("wiki_search,my_tools:Dice", ("wiki_search", "my_tools:Dice")),
+        ("my data.jsonl, /a b/c.jsonl:x", ("my data.jsonl", "/a b/c.jsonl:x")),
+        ("'a, b.jsonl', c", ("a, b.jsonl", "c")),
+        ("('a, b.jsonl',)", ("a, b.jsonl",)),
+        ("l'eau.txt,x-y;z", ("l'eau.txt", "x-y;z")),
+        ("7,8", ("7", "8")),
+        ("", ()),
+    ],
+)
+def test_words_may_contain_colons_blanks_and_quotes(monkeypatch, name, text, items):
+    assert getattr(from_command_line(monkeypatch, f"--config.{name}={text}"), name) == items
+    assert getattr(from_command_line(monkeypatch, f"--config.{name}", text), name) == items
+
+
+def test_repeated_overrides_of_a_list_are_concatenated(monkeypatch):
+    arguments = ["--config.blocked=a:1,b", "--config.buckets=64", "--config.blocked=c"]
+    given = from_command_line(monkeypatch, *arguments)
+    assert (given.blocked, given.buckets) == (("a:1", "b", "c"), (64,))
+
+
+PLAIN = st.from_regex(r"[^\s,'\"(\[]([^,]*[^\s,])?", fullmatch=True)
+
+
+@given(words=st.lists(st.text()), plain=st.lists(PLAIN))
+def test_a_list_of_words_is_read_as_it_was_written(words, plain):
+    assert read_tuple(repr(tuple(words))) == read_tuple(repr(words)) == tuple(words)
+    assert read_tuple(", ".join(map(repr, words))) == tuple(words)
+    assert read_tuple(",".join(plain)) == read_tuple(" , ".join(plain)) == tuple(plain)
+
+
+@given(st.text(alphabet="ab1 ,:'\"()[]\\\n") | st.text())
+def test_every_text_is_a_list_or_is_refused(text):
+    try:
+        assert isinstance(read_tuple(text), tuple)
+    except ValueError:
+        assert text.strip().startswith("(")
 
 
 def test_a_list_of_one(monkeypatch):

@@ -140,9 +140,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", default="coa-jax-device.json", help="JSON file that --device writes"
     )
-    options = parser.parse_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
     if not options.device:
-        return doctor.run_checks(options)
+        return doctor.run_checks(options, overrides)
+    if overrides:
+        parser.error(f"--device takes no {overrides[0]}")
     try:
         return check_device(options.out)
     except UserError as error:

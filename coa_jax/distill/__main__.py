@@ -29,6 +29,7 @@ from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.economy import CountTokens, economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.filters import why_nothing
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
 from coa_jax.distill.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
 from coa_jax.distill.tasks import Tasks
@@ -107,6 +108,25 @@ def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         run.write_config(config)
         summary = {"data": {"train": _converted(command, command.traces, workdir, "train")}}
         run.summary(summary)
+    return _with_records(summary)
+
+
+def _with_records(summary: dict[str, Any]) -> dict[str, Any]:
+    """Returns the summary of a distillation whose training data are not empty.
+
+    Raises:
+        UserError: there were runs, but none of them became training data.
+    """
+    data = summary["data"].get("train", {"records": 1})
+    if not data["records"]:
+        if any(data["filters"]["dropped"].values()):
+            raise UserError(why_nothing(data["filters"]["dropped"], "train"))
+        if refused := data.get("refused"):
+            reason, number = next(iter(refused.items()))
+            raise UserError(
+                f"train: no record became a trajectory; most often ({number} times): {reason}; "
+                "look at refused/train.jsonl in the work directory"
+            )
     return summary
 
 
@@ -165,7 +185,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             data[name] = _converted(command, traces, workdir, name, asked)
             data[name]["spent"] = spent.to_json()
         run.summary({"data": data})
-    return {"data": data}
+    return _with_records({"data": data})
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -211,7 +231,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                 if count is not None:
                     summary["economy"] = economy(split.runs, list(tools), count)
         run.summary(summary)
-    return summary
+    return _with_records(summary)
 
 
 def define_flags() -> None:

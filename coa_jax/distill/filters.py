@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.distill.chance import uniform
@@ -82,6 +82,40 @@ class FilterReport:
     total: int
     kept: int
     dropped: dict[str, int]
+
+
+SETTINGS = {
+    "no_accepted_answer": "keep_without_gold",
+    "ungraded": "judges.answer.chat.url",
+    "too_long": "max_chars",
+    "too_simple": "min_interactions",
+    "instruction_judge": "judges.instruction.chat.url",
+    "plain_share": "plain_fraction",
+    "near_repeated_call": "selection.near_query",
+    "instruction": "selection.max_answer_words",
+    "few_calls": "selection.min_tool_calls",
+    "too_many_tokens": "selection.max_tokens",
+    "blocked_page": "selection.blocked",
+    "contaminated": "selection.evaluation",
+    "near_duplicate": "selection.near_duplicate",
+}
+"""Maps the names of filters to the settings in the group ``teacher`` that change them."""
+
+
+def why_nothing(dropped: Mapping[str, int], split: str) -> str:
+    """Returns an error message for a data set of which the filters dropped every run.
+
+    Args:
+        dropped: maps the name of each filter to the number of runs that it dropped.
+        split: name of the data set.
+    """
+    name = max(dropped, key=lambda name: dropped[name])
+    setting = SETTINGS.get(name)
+    advice = f"change --config.teacher.{setting}, or " if setting else ""
+    return (
+        f"{split}: the filters kept no run; {name} dropped the most, {dropped[name]} of"
+        f" {sum(dropped.values())}; {advice}look at dropped/{split}.jsonl in the work directory"
+    )
 
 
 def has_gold(task: Task) -> bool:

@@ -26,6 +26,7 @@ from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoi
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import from_first
+from coa_jax.reading import made_by
 from coa_jax.storage import (
     cached_files,
     hub_cache,
@@ -221,7 +222,8 @@ def _open(
         model = Model(file.config, {}, read(gguf_tokenizer, file), read_card(folder))
     else:
         if not folder.is_dir():
-            raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
+            missing = f"{folder} does not exist{made_by(folder)}"
+            raise UserError(f"{missing}: give a model directory or a .gguf file")
         model = Model(read_config(folder), {}, read(find_tokenizer, folder), read_card(folder))
         if weights:
             source = _checkpoint(path, folder, on_hub)

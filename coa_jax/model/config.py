@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Annotated, Literal
 
 from absl import logging
@@ -15,6 +16,23 @@ Architecture = Literal["llama", "qwen2", "qwen3"]
 
 DTYPES = ("float32", "bfloat16")
 """Names of the dtypes that parameters and matmul operands can have."""
+
+
+def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Returns the dtype of matmul operands with which this machine's processor trains faster.
+
+    Args:
+        cpuinfo: file in which Linux lists the instructions of the processor.
+
+    Returns:
+        "bfloat16" if the processor multiplies bfloat16 (AVX512-BF16 or AMX), else "float32". A
+        processor without these instructions converts bfloat16 to float32 before it multiplies.
+    """
+    try:
+        words = set(Path(cpuinfo).read_text(encoding="utf-8").split())
+    except OSError:
+        return "float32"
+    return "bfloat16" if words & {"avx512_bf16", "amx_bf16"} else "float32"
 
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")

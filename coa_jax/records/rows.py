@@ -179,7 +179,8 @@ def open_rows(path: Path) -> Rows:
                 return Rows(path, len(spans), functools.partial(_span, path, spans))
             return _open_lines(path, file)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+        hint = reading.made_by(path) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}{hint}") from error
 
 
 def _first_character(file: IO[bytes]) -> bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.errors import UserError
+from coa_jax.reading import made_by
 from coa_jax.storage.copies import local, stands_for
 from coa_jax.storage.places import is_url, opened, telling
 
@@ -312,7 +313,7 @@ def _telling(text: str) -> Iterator[None]:
     """Converts errors of huggingface_hub to `UserError`."""
     from huggingface_hub import errors
 
-    nothing = f"{text}: there is no such folder here, and "
+    nothing = f"{text}: there is no such folder here{made_by(text)}, and "
     try:
         yield
     except errors.GatedRepoError as error:

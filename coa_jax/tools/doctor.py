@@ -4,10 +4,11 @@
 which tries a forbidden action. The exit code is 0 if all programs were contained, 1 if a program
 was not contained, and 2 if no isolation works on this machine.
 
-``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` reports how each tool is
-configured, and whether its server answers. Without a file, the default settings are used. The exit
-code is 0 if all tools can be called, 1 if a tool cannot be called, and 2 if the file cannot be
-read.
+``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]] [--config.KEY=VALUE]``
+reports how each tool is configured, and whether its server answers. Without a file, the command
+checks all built-in tools with their default settings; tools that no config names by default are
+then optional. The exit code is 0 if all tools can be called except optional ones, 1 if a tool
+cannot be called, and 2 if the settings cannot be read.
 
 Both commands first warn if the version of Python or JAX is outside the tested range.
 """
@@ -20,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 from coa_jax.errors import UserError
 from coa_jax.installed import warn_untested
@@ -101,28 +103,34 @@ def _print_facts(isolation: Isolation) -> None:
     )
 
 
-def _show_tools(path: str) -> int:
+def _show_tools(path: str, overrides: list[str]) -> int:
     # These imports are local, because the test of the isolation needs only the standard library.
-    from coa_jax.cli import load_config
-    from coa_jax.settings import build
+    from ml_collections import ConfigDict
+
+    from coa_jax.cli import load_config, overridden
+    from coa_jax.extensions import importable
+    from coa_jax.settings import build, complete
     from coa_jax.tools.make import TOOLS, ToolsConfig
     from coa_jax.tools.reach import findings
 
     try:
-        if path:
-            try:
-                config = build(ToolsConfig, load_config(path)["tools"], "config.tools")
-            except (KeyError, SyntaxError) as error:
-                raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
-        else:
-            config = ToolsConfig(names=tuple(TOOLS.built_in))
+        importable(Path())
+        default = ConfigDict({"tools": complete(ToolsConfig, {"names": tuple(TOOLS.built_in)})})
+        try:
+            settings = overridden(load_config(path) if path else default, overrides)["tools"]
+        except (KeyError, SyntaxError) as error:
+            raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
+        config = build(ToolsConfig, settings, "config.tools")
+        chosen = path or config.names != tuple(TOOLS.built_in)
+        optional = () if chosen else set(TOOLS.built_in) - set(ToolsConfig().names)
         found = asyncio.run(findings(config))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     for each in found:
-        print(f"{'ready' if each.ok else 'NOT READY':10} {each.name:17} {each.text}")
-    return 0 if all(each.ok for each in found) else 1
+        missing = "optional" if each.name in optional else "NOT READY"
+        print(f"{'ready' if each.ok else missing:10} {each.name:17} {each.text}")
+    return 0 if all(each.ok for each in found if each.name not in optional) else 1
 
 
 def define_options(parser: argparse.ArgumentParser) -> None:
@@ -132,15 +140,19 @@ def define_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="", help="config file with a group 'tools'")
 
 
-def run_checks(options: argparse.Namespace) -> int:
+def run_checks(options: argparse.Namespace, overrides: list[str]) -> int:
     """Runs the checks that command-line options select: of the isolation, or of the tools.
+
+    Args:
+        options: the parsed options of `define_options`.
+        overrides: the other arguments, which must be overrides ``--config.KEY=VALUE``.
 
     Returns:
         The exit code, see the docstring of the module.
     """
     warn_untested()
-    if options.tools or options.config:
-        return _show_tools(options.config)
+    if options.tools or options.config or overrides:
+        return _show_tools(options.config, overrides)
     try:
         isolation = find_isolation(options.backend)
     except UserError as error:
@@ -160,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command ``tools.doctor``; the module docstring explains the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
     define_options(parser)
-    return run_checks(parser.parse_args(arguments))
+    return run_checks(*parser.parse_known_args(arguments))
 
 
 if __name__ == "__main__":

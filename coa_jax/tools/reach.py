@@ -231,7 +231,7 @@ async def _crawl(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
 async def _visual(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     visual = config.visual_inspector
     if not visual.chat:
-        return False, "no model is configured: each call will say so"
+        return False, "no model is configured: give tools.visual_inspector.chat.url and .model"
     ok, text = await chat_answers(visual.chat, seconds)
     return ok, f"{text}; files: {visual.folder or 'none'}"
 

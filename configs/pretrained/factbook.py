@@ -42,6 +42,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.variants import parse_variant
+from coa_jax.model.config import cpu_dtype
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import complete
 from coa_jax.tasks.factbook_people import TOPICS
@@ -161,7 +162,7 @@ def _sft() -> dict[str, Any]:
         "rows": 1,
         "batch_size": 4,
         "row_length": 704,
-        "dtype": "bfloat16",
+        "dtype": cpu_dtype(),
         "export_dtype": "float32",
         "remat": "dots",
         "validate_every": 40,
@@ -229,7 +230,7 @@ def _rft() -> dict[str, Any]:
         "batch_size": 16,
         "rows": 1,
         "row_length": 768,
-        "dtype": "bfloat16",
+        "dtype": cpu_dtype(),
         "export_dtype": "float32",
         "remat": "dots",
         "lora": {"rank": 4},

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from coa_jax.engine.config import EngineConfig
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
+from coa_jax.model.config import cpu_dtype
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import complete
 
@@ -55,7 +56,7 @@ def get_config() -> ml_collections.ConfigDict:
             "rows": 1,
             "batch_size": 8,
             "row_length": 512,
-            "dtype": "bfloat16",
+            "dtype": cpu_dtype(),
             "export_dtype": "float32",
             "remat": "none",
             "validate_every": 100,

@@ -9,9 +9,9 @@ updates improve the policy further.
 
 Choices: the brief prompt is about 700 tokens shorter than the full one, which saves two thirds of
 the work. Rows of 704 tokens hold all but the longest trajectories in this tokenizer, which splits
-numbers into digits. On CPUs that support bfloat16, matrix multiplications in bfloat16 are faster
-than in float32. Elementwise operations are recomputed in the backward pass, which saves a third of
-the memory.
+numbers into digits. The matrix multiplications are in bfloat16 on CPUs that support bfloat16, and
+in float32 on other CPUs; on an accelerator, give ``--config.dtype=bfloat16``. Elementwise
+operations are recomputed in the backward pass, which saves a third of the memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import ml_collections
 
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.variants import in_small, parse_variant
+from coa_jax.model.config import cpu_dtype
 from coa_jax.settings import complete
 
 
@@ -38,7 +39,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rows": 1,
             "batch_size": 4,
             "row_length": 704,
-            "dtype": "bfloat16",
+            "dtype": cpu_dtype(),
             "remat": "dots",
             "validate_every": 20,
             "checkpoint_every": 10,

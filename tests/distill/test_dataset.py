@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coa_jax.cli import load_config
+from coa_jax.distill.__main__ import distill, read
 from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.errors import UserError
@@ -140,3 +141,30 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
     done = run(tmp_path, "--config.teacher.mistake_rate=2.0")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: config.teacher.mistake_rate")
+
+
+def test_a_distillation_that_keeps_nothing_names_the_filter_and_its_setting(tmp_path):
+    settings = {"tasks.train": 6, "tasks.validation": 2, "teacher.selection.min_tool_calls": 50}
+    config = load_config("configs/distill/factbook.py", settings)
+    wanted = (
+        r"few_calls dropped the most, \d of 6; change --config\.teacher\.selection\.min_tool_calls"
+    )
+    with pytest.raises(UserError, match=wanted):
+        distill(config, tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["data"]["train"]["filters"]["dropped"]["few_calls"] > 0
+    assert (tmp_path / "train.jsonl").read_text() == ""
+    assert (tmp_path / "dropped" / "train.jsonl").read_text()
+    assert len((tmp_path / "journal" / "train.jsonl").read_text().splitlines()) >= 6
+    with pytest.raises(UserError, match=wanted):  # the same command again
+        distill(config, tmp_path)
+
+
+def test_logs_of_which_nothing_is_kept_name_the_reason(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"question": "?", "messages": []}) + "\n")
+    settings = {"traces.format": "messages", "traces.files": str(log)}
+    config = load_config("configs/distill/traces.py", settings)
+    with pytest.raises(UserError, match=r"^train: no (record became a trajectory|run)"):
+        read(config, tmp_path / "out")
+    assert (tmp_path / "out" / "summary.json").exists()

@@ -1,16 +1,21 @@
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
+from coa_jax.cli import load_config
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.dataset import statistics_of
 from coa_jax.distill.filters import (
+    SETTINGS,
     copies,
     first_failure,
     plain_share,
     quality_filters,
 )
 from coa_jax.distill.pipeline import as_run
+from coa_jax.overrides import check_key
 from coa_jax.tasks.base import Task
 from tests.distill.logs import log_of
 
@@ -106,3 +111,14 @@ def test_chance_is_uniform_and_depends_on_every_argument():
     base = uniform(0, "t", "a")
     assert base == uniform(0, "t", "a")
     assert len({base, uniform(1, "t", "a"), uniform(0, "u", "a"), uniform(0, "t", "b")}) == 4
+
+
+def test_the_message_names_the_documented_setting_of_each_filter():
+    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
+    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| .* \|(.*)\|$", page, re.MULTILINE)
+    settings = dict(rows)
+    config = load_config("configs/distill/factbook.py")
+    for name, setting in SETTINGS.items():
+        row = next(row for row in settings if f"`{name}`" in row)
+        assert setting in settings[row] or setting.startswith("judges."), name
+        check_key(config, f"teacher.{setting}")

@@ -51,9 +51,9 @@ def run(tmp_path, capsys, tools):
 
 def test_the_defaults_of_this_machine(capsys, monkeypatch):
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    assert doctor.main(["--tools"]) == 1
+    assert doctor.main(["--tools"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["ready"] * 4 + ["NOT"]
+    assert [line.split()[0] for line in lines] == ["ready"] * 4 + ["optional"]
     assert "isolated by" in lines[1] and "no key in SERPER_API_KEY" in lines[2]
     assert "no model is configured" in lines[4]
 
@@ -172,3 +172,21 @@ def test_a_config_that_takes_an_argument_gets_it(tmp_path, capsys):
     path.write_text(CONFIG.format(argument="arg", tools='{"names": (arg,)}'))
     assert doctor.main(["--config", f"{path}:visual_inspector"]) == 1
     assert "no model is configured" in capsys.readouterr().out
+
+
+def test_the_doctor_takes_overrides_of_settings(capsys):
+    assert doctor.main(["--tools", "--config.tools.names=visual_inspector"]) == 1
+    assert capsys.readouterr().out.startswith("NOT READY  visual_inspector")
+    given = ["--config", "configs/rl/tiny.py", "--config.tools.names", "code"]
+    assert doctor.main([*given, "--config.tools.corpus=/absent"]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["code"]
+    assert doctor.main(["--config.tools.corpus=/absent/c.jsonl"]) == 1
+    assert "/absent/c.jsonl, which does not exist" in capsys.readouterr().out
+    for wrong, message in {
+        "--config.tools.nmaes=a": "did you mean 'names'?",
+        "--toolz": "unknown flag --toolz",
+        "--config.tools.top_k=x": "an integer is needed",
+        "extra": "unexpected argument 'extra'",
+    }.items():
+        assert doctor.main(["--tools", wrong]) == 2
+        assert message in capsys.readouterr().err
