@@ -25,6 +25,7 @@ from coa_jax.storage import model_folder
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _LARGEST = 256 << 20  # maximum bytes of a tokenizer file; the largest real files have 35 MB
+_IDS = 1 << 22  # maximum number of token ids; the largest real vocabularies have 2**18
 _SAMPLE = "It's 1,234.5 km <b>away</b>:\n\tna\u00efve \u6771\u4eac \U0001f642"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _ALL_FILES = (
@@ -126,8 +127,11 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
             raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
         if not isinstance(chat_template(tokenizer), str | None):
             raise UserError(f"{path}: its chat template is not text")
-        if not tokenizer.get_vocab():
+        largest = max(tokenizer.get_vocab().values(), default=None)
+        if largest is None:
             raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
+        if largest >= _IDS:  # the library would iterate over all smaller ids, too
+            raise UserError(f"{path}: its tokenizer has the token id {largest}: fetch it again")
         # The libraries check these properties only at the first use.
         encode_plain(tokenizer, _SAMPLE), eos_ids(tokenizer)
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -298,6 +302,9 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
         text: any text.
+
+    Raises:
+        UserError: a regular expression of the tokenizer needs too many steps for this text.
     """
     plain, unspelt = _plain(tokenizer)
     if unspelt:
@@ -307,6 +314,13 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     except TypeError:  # raised by the Rust library for lone surrogates
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return _ids(plain, text)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the Rust library exports no such class
+            raise
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} cannot encode a text "
+            f"({reading.reason(error)}): fetch it again, or use another model"
+        ) from None
 
 
 def _ids(plain: Any, text: str) -> list[int]:
