@@ -39,6 +39,15 @@ class ChatTemplateError(Exception):
     """Raised if a template cannot be rendered; the message is a single line."""
 
 
+def chat_template(tokenizer: Any) -> str | None:
+    """Returns the chat template of a tokenizer as Jinja source; None if there is no template.
+
+    If the tokenizer has several templates, the template with the name ``default`` is returned.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, dict) else template
+
+
 def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
     """Renders a conversation up to the beginning of the assistant's next turn.
 

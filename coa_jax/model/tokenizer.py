@@ -19,13 +19,12 @@ from typing import Any
 from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
-from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
+from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, chat_template, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.storage import model_folder
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _LARGEST = 256 << 20  # maximum bytes of a tokenizer file; the largest real files have 35 MB
-_IDS = 1 << 22  # maximum number of token ids; the largest real vocabularies have 2**18
 _SAMPLE = "It's 1,234.5 km <b>away</b>:\n\tna\u00efve \u6771\u4eac \U0001f642"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _ALL_FILES = (
@@ -127,11 +126,10 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
             raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
         if not isinstance(chat_template(tokenizer), str | None):
             raise UserError(f"{path}: its chat template is not text")
-        largest = max(tokenizer.get_vocab().values(), default=None)
-        if largest is None:
-            raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
-        if largest >= _IDS:  # the library would iterate over all smaller ids, too
-            raise UserError(f"{path}: its tokenizer has the token id {largest}: fetch it again")
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+        what = "no vocabulary" if largest < 0 else f"the token id {largest}"
+        if not 0 <= largest < 1 << 22:  # the library would iterate over all smaller ids, too
+            raise UserError(f"{path}: its tokenizer has {what}: fetch it again")
         # The libraries check these properties only at the first use.
         encode_plain(tokenizer, _SAMPLE), eos_ids(tokenizer)
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -317,10 +315,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the Rust library exports no such class
             raise
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} cannot encode a text "
-            f"({reading.reason(error)}): fetch it again, or use another model"
-        ) from None
+        raise UserError(f"the tokenizer cannot encode a text: {reading.reason(error)}") from None
 
 
 def _ids(plain: Any, text: str) -> list[int]:
@@ -364,15 +359,6 @@ def eos_ids(tokenizer: Any) -> list[int]:
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
-
-
-def chat_template(tokenizer: Any) -> str | None:
-    """Returns the chat template of a tokenizer as Jinja source; None if there is no template.
-
-    If the tokenizer has several templates, the template with the name ``default`` is returned.
-    """
-    template = getattr(tokenizer, "chat_template", None)
-    return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)

@@ -50,9 +50,9 @@ def test_it_finds_neither_files_nor_network_nor_environment(workers, tmp_path, m
         path.chmod(0o755)
     files = (str(secret), os.path.abspath("setup.py"), isolated.__file__)
     for what, value in (("list", "/root"), *(("read", path) for path in files)):
-        with pytest.raises(WorkerError, match="FileNotFoundError|PermissionError"):
+        with pytest.raises(WorkerError, match=r"FileNotFoundError|PermissionError"):
             workers.ask(what, value, timeout=30)
-    with pytest.raises(WorkerError, match="OSError|PermissionError|FileNotFoundError"):
+    with pytest.raises(WorkerError, match=r"OSError|PermissionError|FileNotFoundError"):
         workers.ask("write", f"{isolated.__file__}.new", timeout=30)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(WorkerError):
         workers.ask("connect", server.getsockname()[1], timeout=30)

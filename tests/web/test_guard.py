@@ -249,7 +249,9 @@ def test_what_is_hardly_http_is_refused(guarded, sent, status):
 
 @pytest.mark.parametrize("length", ["Content-Length", "content-length "])
 @pytest.mark.parametrize("coding", ["Transfer-Encoding: chunked", "transfer-Encoding: identity"])
-def test_a_request_with_two_lengths_is_refused_and_none_behind_it_is_served(guarded, length, coding):
+def test_a_request_with_two_lengths_is_refused_and_none_is_served_behind_it(
+    guarded, length, coding
+):
     address, _ = guarded
     hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     body = b"3\r\n[1]\r\n0\r\n\r\n" + hidden
