@@ -28,7 +28,7 @@ from absl import logging
 from coa_jax import files, reading
 from coa_jax.errors import UserError
 from coa_jax.learn.data import Examples, RecordReader, examples_of, loss_tokens, read_ahead
-from coa_jax.model.tokenizer import chat_template
+from coa_jax.model.chat_template import chat_template
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import gather
 from coa_jax.progress import progress

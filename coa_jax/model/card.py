@@ -6,14 +6,18 @@ interpreting it; `coa_jax.tasks.prompts` writes and reads its content.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from coa_jax import files
+from coa_jax.errors import UserError
 from coa_jax.protocol import find_protocols
 from coa_jax.storage import model_folder
 
 CARD = "agent.json"
+_PROTOCOL = re.compile(r"([\w-]+(:[\w.:-]+)?)?")
+"""Pattern of the name of a protocol with its level or format; "" for no protocol."""
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
@@ -26,9 +30,14 @@ def read_card(path: str | Path) -> dict[str, Any]:
         path: the model: a local path, a URL, or an id of the Hugging Face Hub.
 
     Raises:
-        UserError: the card cannot be read, or is not a JSON object.
+        UserError: the card cannot be read, is not a JSON object, or its field ``protocol`` is not a
+            name.
     """
     folder = model_folder(path, weights=False)
     find_protocols(folder)
     file = folder / CARD
-    return files.read_json_object(file) if file.is_file() else {}
+    card = files.read_json_object(file) if file.is_file() else {}
+    name = card.get("protocol", "")
+    if not isinstance(name, str) or not _PROTOCOL.fullmatch(name):
+        raise UserError(f"{file}: the field 'protocol' must be the name of a protocol: correct it")
+    return card

@@ -35,6 +35,8 @@ _DTYPES = {
 """The dtypes that stored weights may have, by their codes in the file format."""
 _LARGEST = 100 << 20
 """Number of bytes of the largest header that the format allows."""
+_TENSORS = 200_000
+"""Maximum number of tensors of a file; the largest published models have fewer in all files."""
 
 
 class Files(Protocol):
@@ -108,7 +110,10 @@ class Checkpoint:
         (length,) = struct.unpack("<Q", self.files.read(file, 0, 8))
         if length > _LARGEST:
             raise ValueError("its header is too long")
-        header = reading.parse_json(self.files.read(file, 8, 8 + length))
+        text = self.files.read(file, 8, 8 + length)
+        if text.count(b"{") > _TENSORS + 2:  # one brace per tensor; parsing would take minutes
+            raise ValueError(f"its header has more than {_TENSORS:,} tensors")
+        header = reading.parse_json(text)
         header.pop("__metadata__", None)
         at = 0
         # The format allows neither gaps between tensors nor bytes of two tensors.

@@ -19,7 +19,7 @@ from typing import Any
 from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
-from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
+from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, chat_template, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.storage import model_folder
 
@@ -126,8 +126,10 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
             raise UserError(f"{path} has no fast tokenizer: convert it to tokenizer.json")
         if not isinstance(chat_template(tokenizer), str | None):
             raise UserError(f"{path}: its chat template is not text")
-        if not tokenizer.get_vocab():
-            raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+        what = "no vocabulary" if largest < 0 else f"the token id {largest}"
+        if not 0 <= largest < 1 << 22:  # the library would iterate over all smaller ids, too
+            raise UserError(f"{path}: its tokenizer has {what}: fetch it again")
         # The libraries check these properties only at the first use.
         encode_plain(tokenizer, _SAMPLE), eos_ids(tokenizer)
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -298,6 +300,9 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
         text: any text.
+
+    Raises:
+        UserError: a regular expression of the tokenizer needs too many steps for this text.
     """
     plain, unspelt = _plain(tokenizer)
     if unspelt:
@@ -307,6 +312,10 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     except TypeError:  # raised by the Rust library for lone surrogates
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return _ids(plain, text)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the Rust library exports no such class
+            raise
+        raise UserError(f"the tokenizer cannot encode a text: {reading.reason(error)}") from None
 
 
 def _ids(plain: Any, text: str) -> list[int]:
@@ -350,15 +359,6 @@ def eos_ids(tokenizer: Any) -> list[int]:
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
-
-
-def chat_template(tokenizer: Any) -> str | None:
-    """Returns the chat template of a tokenizer as Jinja source; None if there is no template.
-
-    If the tokenizer has several templates, the template with the name ``default`` is returned.
-    """
-    template = getattr(tokenizer, "chat_template", None)
-    return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)

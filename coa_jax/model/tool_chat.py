@@ -15,11 +15,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from coa_jax.errors import UserError
-from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
+from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, chat_template, render
 from coa_jax.model.tokenizer import (
     IM_END,
     IM_START,
-    chat_template,
     check_byte_level,
     control_id,
     conversation_ids,

@@ -317,11 +317,7 @@ def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
     Raises:
         UserError: ``agent.json`` cannot be read.
     """
-    card, path = _card_of(model)
-    name = card.get("protocol", "")
-    if not isinstance(name, str):
-        raise UserError(f"{path}: the field 'protocol' must be a string")
-    return name
+    return str(_card_of(model)[0].get("protocol", ""))
 
 
 def _card_of(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:

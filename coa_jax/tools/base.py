@@ -236,7 +236,8 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     * Two exceptions are passed on to the caller: the cancellation of the caller itself, and
       `BudgetSpentError`, which ends the run.
 
-    API keys are removed from the observation, see `redact_all`.
+    API keys are removed from the observation, see `redact_all`. Texts with more than a million
+    characters are cut.
 
     Args:
         tool: the tool.
@@ -281,9 +282,28 @@ async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Obse
         raise ValueError(f"outcome {seen.outcome!r} or seconds {seen.seconds!r} of an Observation")
     if seen.reward is not None and not math.isfinite(seen.reward):
         raise ValueError(f"reward {seen.reward!r} of an Observation")
+    if _characters(seen.detail) > _LONGEST:
+        raise ValueError(f"the detail of an Observation has more than {_LONGEST:,} characters")
     jsonl.dumps(seen.detail)
-    return dataclasses.replace(seen, text=redact_all(seen.text), detail=redact_all(seen.detail))
+    text = redact_all(seen.text[:_LONGEST])
+    if len(seen.text) > _LONGEST:
+        # The last characters may be a part of a key, which is not recognised.
+        left_out = len(seen.text) - _LONGEST + _KEY
+        text = f"{text[:-_KEY]}\n[... {left_out} characters left out ...]"
+    return dataclasses.replace(seen, text=text, detail=redact_all(seen.detail))
 
+
+def _characters(value: Any) -> int:
+    """Returns the number of characters in the texts of a JSON value."""
+    if isinstance(value, dict):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 1
+
+
+_LONGEST, _KEY = 1 << 20, 4096
+"""Maximum number of characters of an observation, which no policy can read, and of an API key."""
 
 _PATIENCE_S = 5.0
 """Time in seconds that a cancelled tool has for cleaning up, before the loop stops waiting."""

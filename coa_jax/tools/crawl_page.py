@@ -22,17 +22,19 @@ from coa_jax.installed import missing
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, observe, time_for
+from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
 from coa_jax.tools.net.chat import ChatConfig, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
-from coa_jax.tools.net.text import clip_text
+from coa_jax.tools.net.text import clip_text, decode, media_type
 from coa_jax.tools.robots import Robots
+from coa_jax.tools.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools.summarize import click_intent, last_query, summarize
 from coa_jax.tools.turns import Turns
 from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
 from coa_jax.tools.wiki_search import Index
-from coa_jax.tools.worker import WorkerBusyError, WorkerError, Workers
+from coa_jax.tools.worker import WorkerBusyError, WorkerError
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ _BAD_CALL = (
     "No address was found. Write one or more addresses that begin with http:// or https://, joined"
     " by |."
 )
+
+_CPU_S = 10.0
+"""Limit on the processor time for parsing one page, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +96,25 @@ class CrawlPage:
 
     name = "crawl_page"
 
-    def __init__(self, config: CrawlConfig, index: Callable[[], Index]):
-        """Creates the tool, without starting a process or opening a connection.
+    def __init__(
+        self,
+        config: CrawlConfig,
+        index: Callable[[], Index],
+        backend: str = "auto",
+        unsafe: bool = False,
+    ):
+        """Creates the tool, and tests the isolation of this machine.
 
         Args:
             config: settings of the tool.
             index: function that returns the local index, for links to its passages.
+            backend: kind of isolation in which pages are parsed, see `find_isolation`.
+            unsafe: whether pages are parsed without isolation. The environment variable
+                ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
 
         Raises:
-            UserError: a package is missing, or an allowed network is invalid.
+            UserError: a package is missing, an allowed network is invalid, or no isolation works on
+                this machine.
         """
         packages = page_text.missing_packages()
         if packages:
@@ -111,7 +126,13 @@ class CrawlPage:
         self._limits = RequestLimits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
         self._guard = AddressGuard(config.allow_hosts, config.blocked)
         self._robots = Robots(self._limits, self._guard) if config.robots else None
-        self._workers = Workers("coa_jax.tools.page_text:extract")
+        isolation = without_isolation() if unsafe else find_isolation(backend)
+        self._workers = isolated_workers(
+            "coa_jax.tools.page_text:extract",
+            isolation,
+            page_text.PACKAGES,
+            warm_up="import trafilatura, pypdf",
+        )
         self._turns = Turns(config.concurrency)
         self.deadline = config.timeout_s + 1.0
         self.tailored = bool(config.summarizer)
@@ -230,12 +251,19 @@ class _Call:
                 raise FetchError("refused", why)
         request = HttpRequest(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
-        page, left = (response.body, dict(response.headers), response.url), self.left()
-        # The limit on processor time is lower, so that a slow page is not taken for a busy tool.
-        seconds, wait = min(left / 2, tool._limits.total_s), 0.8 * left
-        ask = functools.partial(tool._workers.ask, *page, most, timeout=seconds, wait=wait)
+        left = self.left()
+        # The limit on processor time is much lower than the limit on wall time, so that a slow page
+        # is not taken for a busy tool.
+        ask = functools.partial(tool._workers.ask, timeout=min(left / 8, _CPU_S), wait=0.8 * left)
+
+        def parse() -> Any:
+            body, headers = response.body, dict(response.headers)
+            kind = media_type(headers)
+            content = body if page_text.is_pdf(body, kind) else decode(body, headers)
+            return ask(content, kind, response.url, most)
+
         try:
-            found = await asyncio.to_thread(ask)
+            found = await asyncio.to_thread(parse)
         except WorkerBusyError:
             raise
         except WorkerError as error:

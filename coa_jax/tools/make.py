@@ -104,8 +104,8 @@ class ToolsConfig(Bounded):
             these packages. With ``code_url``, list the packages that the server has installed.
         code_url: URL of a server's endpoint ``/run_code``, which runs programs; "" runs them here.
         remote_key_env: environment variable with the bearer token of ``wiki_url`` and ``code_url``.
-        code_unsafe: whether programs run without isolation. The environment variable
-            ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
+        code_unsafe: whether programs run, and web pages are parsed, without isolation. The
+            environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
         web_search: search service of ``web_search``.
         crawl_page: settings of ``crawl_page``.
         visual_inspector: settings of ``visual_inspector`` and its vision model.
@@ -360,7 +360,7 @@ def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
     """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
-    return CrawlPage(config.crawl_page, search.warm_up)
+    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
 
 
 def make_visual_inspector(config: ToolsConfig) -> Tool:

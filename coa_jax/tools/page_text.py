@@ -1,6 +1,7 @@
 """Extracts the readable text of web pages and PDF files.
 
-The functions run in a process that can be killed.
+`extract` runs in the sandbox (`coa_jax.tools.isolated`), so this module imports nothing of
+`coa_jax`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import logging
 import re
 from typing import Any
 
-from coa_jax.tools.net.text import decode, media_type
-
 READABLE = (
     "text/",
     "application/xhtml+xml",
@@ -23,36 +22,48 @@ READABLE = (
 )
 """Media types from which text can be extracted."""
 
+PACKAGES = ("trafilatura", "lxml", "lxml_html_clean", "pypdf")
+"""Distributions that `extract` imports."""
+
 _PDF_PAGES = 200
+_WORDS = 10_000  # maximum number of words in a tag; the time of libxml2 is quadratic in them
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
+_TAG = re.compile(r"<[a-zA-Z/!?][^<>]*>")
 _MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNORECASE)
 
 
 def missing_packages() -> list[str]:
-    """Returns the names of those packages that `extract` needs and that are not installed."""
+    """Returns the names of those packages that `crawl_page` needs and that are not installed."""
     needed = ("trafilatura", "pypdf", "protego")
     return [name for name in needed if not importlib.util.find_spec(name)]
 
 
-def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> dict[str, Any]:
+def is_pdf(body: bytes, kind: str) -> bool:
+    """Returns whether a body with a media type is a PDF file."""
+    return kind == "application/pdf" or body.startswith(b"%PDF-")
+
+
+def extract(content: str | bytes, kind: str, url: str, max_chars: int) -> dict[str, Any]:
     """Extracts the text of a page.
 
     Args:
-        body: body of the HTTP response, after decompression.
-        headers: headers of the HTTP response, with names in lower case.
+        content: the decoded body of the HTTP response, or the bytes of a PDF file.
+        kind: media type of the page, such as "text/html"; "" if unknown.
         url: URL of the page, which is the base of relative links.
         max_chars: maximum number of characters of the text.
 
     Returns:
         A mapping with ``text`` (the text after truncation), ``title``, and ``chars`` (number of
         characters of the whole text). Text and title may be "".
+
+    Raises:
+        ValueError: a tag is too long. The libraries raise exceptions of any kind.
     """
-    kind = media_type(headers)
-    if kind == "application/pdf" or body.startswith(b"%PDF-"):
-        title, text = _pdf(body, max_chars)
+    if isinstance(content, bytes):
+        title, text = _pdf(content, max_chars)
     else:
-        title, text = _markup(decode(body, headers), kind, url)
+        title, text = _markup(content, kind, url)
     text = _BLANK_LINES.sub("\n\n", _CONTROLS.sub(" ", text)).strip()
     title = _CONTROLS.sub(" ", title).strip()
     return {"title": title, "text": text[:max_chars], "chars": len(text)}
@@ -66,6 +77,8 @@ def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
             return "", content
     if kind.startswith("text/") and kind != "text/html" and not _MARKUP.search(content[:4096]):
         return "", content
+    if any(len(tag.split()) > _WORDS for tag in _TAG.findall(content)):
+        raise ValueError(f"a tag has more than {_WORDS} words")
     import trafilatura
 
     logging.disable(logging.CRITICAL)

@@ -6,6 +6,9 @@ library crashes, only the worker is lost. If the parent process dies, its worker
 an idle worker because its connection ends, and a busy worker because one of its threads checks once
 a second whether the parent process is alive. If this thread cannot run, the timer that is set with
 every call kills the worker.
+
+`coa_jax.tools.isolated` starts workers in the sandbox instead. Its programs contain the source of
+this module, which therefore uses only the standard library.
 """
 
 from __future__ import annotations
@@ -21,19 +24,29 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 _START = "from coa_jax.tools import worker; worker.serve()"
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 """Environment variables that workers get. Other variables are left out, as they may be API keys."""
 
-_MEMORY = 4 << 30
+MEMORY = 4 << 30
 """Limit of the address space of a worker in bytes."""
+
+_LARGEST = 64 << 20
+"""Maximum size of an answer in bytes."""
 
 _START_S = 30.0
 """Time limit in seconds for a worker to start and import its modules."""
+
+_IDLE_S = 600.0
+"""Time in seconds after which an idle worker ends. The pool uses none that may be about to end."""
+
+LIFE_S = 3000.0
+"""Age in seconds from which the pool replaces a worker by a new one."""
 
 
 class WorkerError(Exception):
@@ -51,21 +64,46 @@ class WorkerBusyError(WorkerError):
     """
 
 
+class Child(Protocol):
+    """A worker process as its parent sees it; ``subprocess.Popen`` has these attributes, too.
+
+    Attributes:
+        returncode: exit code, or minus the number of the signal that ended the process; None while
+            the process runs.
+    """
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
 class Workers:
     """A pool of worker processes that all run the same function.
 
     A worker process handles one call at a time. Several threads may use the same pool.
     """
 
-    def __init__(self, function: str, count: int | None = None):
+    def __init__(
+        self,
+        function: str,
+        count: int | None = None,
+        start: Callable[[str, Connection], Child] | None = None,
+    ):
         """Creates the pool. A process starts only when a call needs it.
 
         Args:
             function: the function as ``module:name``. Its arguments must be picklable, and its
                 result must be a JSON value.
             count: maximum number of processes; None for one per processor, but at most four.
+            start: function that starts a process, from ``function`` and the process's end of the
+                connection; None for a process of the current user without isolation.
         """
-        self._function = function
+        self._function, self._start = function, start or _start
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(count or min(4, os.cpu_count() or 1)):
             self._free.put(None)
@@ -93,7 +131,8 @@ class Workers:
             raise WorkerBusyError("no process was free in time") from None
         try:
             if process is None or not process.alive:
-                process = _Process(self._function)
+                process = None  # ends the old process
+                process = _Process(self._function, self._start)
                 end += process.start_s
             try:
                 return process.ask(arguments, timeout, end - time.monotonic())
@@ -106,32 +145,41 @@ class Workers:
             self._free.put(process)
 
 
+def _start(function: str, theirs: Connection) -> Child:
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, function, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+
+
 class _Process:
-    def __init__(self, function: str):
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        start = time.monotonic()
+    def __init__(self, function: str, start: Callable[[str, Connection], Child]):
+        self._born = time.monotonic()
         self._connection, theirs = Pipe()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, function, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+            self._process = start(function, theirs)
         self._kill = weakref.finalize(self, _kill, self._process, self._connection)
         try:
-            self._answer(_START_S)  # the first message says that the process is ready
+            ready = self._answer(_START_S)  # the first message says that the process is ready
+            if "error" in ready:
+                raise WorkerError(ready["error"])
         except WorkerError as error:
             raise WorkerBusyError(f"the process for {function} did not start: {error}") from error
-        self.start_s = time.monotonic() - start
+        self._used = time.monotonic()
+        self.start_s = self._used - self._born
 
     @property
     def alive(self) -> bool:
-        return self._kill.alive and self._process.poll() is None
+        now = time.monotonic()
+        fresh = now < self._used + _IDLE_S / 2 and now < self._born + LIFE_S
+        return fresh and self._kill.alive and self._process.poll() is None
 
     def ask(self, arguments: tuple[Any, ...], timeout: float, wait: float) -> Any:
         answer = self._answer(max(wait, 0.001), (max(timeout, 0.001), arguments))
@@ -151,7 +199,9 @@ class _Process:
         try:
             if request is not None:
                 self._connection.send(request)
-            return json.loads(self._connection.recv_bytes())
+            answer = json.loads(self._connection.recv_bytes(_LARGEST))
+            self._used = time.monotonic()
+            return answer
         except BaseException as error:
             self._kill()
             if not isinstance(error, EOFError | OSError):
@@ -165,7 +215,7 @@ class _Process:
             watchdog.cancel()
 
 
-def _kill(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _kill(process: Child, connection: Connection) -> None:
     process.kill()
     connection.close()
     process.wait()
@@ -181,27 +231,30 @@ def _end_with(parent: int) -> None:
 def serve() -> None:
     """Answers calls from the parent process until the connection ends.
 
-    This is the main function of a worker process.
+    This is the main function of a worker process without isolation.
     """
     function, descriptor = sys.argv[1:3]
-    connection = Connection(int(descriptor))
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    module, _, name = function.partition(":")
+    answer(getattr(importlib.import_module(module), name), Connection(int(descriptor)))
+
+
+def answer(function: Callable[..., Any], connection: Connection) -> None:
+    """Answers calls of a function until the connection ends, or no call came for `_IDLE_S`."""
     # The parent process may ignore or block the signal of the timer below.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    module, _, name = function.partition(":")
-    call = getattr(importlib.import_module(module), name)
     connection.send_bytes(b"{}")
-    while True:
+    while connection.poll(_IDLE_S):
         try:
             timeout, arguments = connection.recv()
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, timeout)  # counts processor time; the signal kills
         try:
-            answer = {"value": call(*arguments)}
+            result = {"value": function(*arguments)}
         except Exception as error:  # noqa: BLE001 - an exception of any kind is an answer
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            result = {"error": f"{type(error).__name__}: {error}"[:500]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(json.dumps(answer).encode())
+        connection.send_bytes(json.dumps(result).encode())

@@ -18,6 +18,7 @@ from coa_jax.web.limits import ConnectionLimits
 from coa_jax.web.refusals import RefusalLog
 
 _HEADERS_END = re.compile(rb"\n\r?\n")
+_FRAMING = re.compile(rb"\n(content-length|transfer-encoding)[ \t]*:", re.IGNORECASE)
 _HEADER_BYTES, _HEADER_LINES = 16 << 10, 100
 _PENDING_BYTES = 64 << 10
 _SLICE = 1 << 10
@@ -151,6 +152,10 @@ class GuardedProtocol(H11Protocol):
                 self._refuse(431, f"the headers exceed {_HEADER_BYTES} bytes or {_HEADER_LINES}")
                 return b""
             size = end.end()
+            # RFC 9112, section 6.1: with both, a proxy and this server may see different requests.
+            if len({name.lower() for name in _FRAMING.findall(pending, 0, size)}) > 1:
+                self._refuse(400, "Content-Length and Transfer-Encoding exclude each other")
+                return b""
             self._chunked_wire = self._chunked_body = 0
         elif self.conn.their_state is h11.SEND_BODY and self._is_chunked:
             size = _SLICE

@@ -5,6 +5,8 @@ import json
 import math
 import resource
 import shutil
+import struct
+import time
 from pathlib import Path
 
 import jax
@@ -314,6 +316,36 @@ def test_damaged_tokenizer_is_named(broken):
     file = broken / "tokenizer.json"
     file.write_text(file.read_text()[:500])
     with pytest.raises(UserError, match=r"tokenizer\.json: not JSON"):
+        load_model(broken)
+
+
+def test_a_token_id_over_which_the_library_would_iterate_for_minutes_is_refused(broken):
+    file = broken / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["model"]["vocab"]["zzz"] = 10**9
+    file.write_text(json.dumps(spec))
+    start = time.process_time()
+    with pytest.raises(UserError, match="has the token id 1000000000") as caught:
+        load_model(broken)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - start < 10
+
+
+def test_a_header_with_very_many_tensors_is_refused_before_it_is_parsed(broken):
+    about = '"dtype":"F32","shape":[0],"data_offsets":[0,0]'
+    header = ",".join(f'"t{i}":{{{about}}}' for i in range(1_500_000)).encode()
+    file = broken / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header) + 2) + b"{" + header + b"}")
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"model\.safetensors .*more than 200,000 tensors"):
+        load_model(broken)
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("protocol", ["../../x", "a/b", 3, "a\nb"])
+def test_a_card_whose_protocol_is_no_name_is_refused(broken, protocol):
+    (broken / "agent.json").write_text(json.dumps({"protocol": protocol}))
+    with pytest.raises(UserError, match=r"agent\.json: the field 'protocol' must be the name"):
         load_model(broken)
 
 

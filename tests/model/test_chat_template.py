@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +68,49 @@ def test_a_template_that_fails_or_does_not_end_is_refused(template, why, monkeyp
         render(template, TURNS)
     assert "\n" not in str(caught.value)
     assert time.process_time() - start < 5  # whatever it takes, its own process takes it
+
+
+@pytest.fixture
+def escape(monkeypatch):
+    """Runs Python code where a template runs, as after an escape from Jinja's sandbox."""
+
+    def run(code):
+        source = Path(chat_template.__file__).read_text()
+        start = "    try:\n        template = environment.from_string"
+        assert start in source
+        changed = source.replace(start, f"    {code}\n{start}").replace(
+            "Path(__file__)", f"Path({chat_template.__file__!r})"
+        )
+        call, text = subprocess.run, changed
+        monkeypatch.setattr(
+            chat_template.subprocess,
+            "run",
+            lambda command, **options: call([*command[:2], "-c", text], **options),
+        )
+        return render("x", TURNS)
+
+    return run
+
+
+def test_a_template_that_left_jinjas_sandbox_reaches_nothing(escape, monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_API_KEY", "key-0123456789")
+    assert "key-" not in escape("return {'text': str(dict(os.environ))}")
+    (tmp_path / "secret").write_text("x")
+    attacks = {
+        "read": f"open({str(tmp_path / 'secret')!r})",
+        "root": "resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))",
+        "remove": f"os.unlink({str(tmp_path / 'secret')!r})",
+        "connect": "__import__('_socket').socket()",
+        "start": "os.fork()",
+        "kill": f"os.kill({os.getpid()}, 0)",
+    }
+    for name, code in attacks.items():
+        said = escape(
+            f"try: {code}; return {{'text': 'done'}}\n"
+            "    except (OSError, ValueError, ImportError) as e: return {'text': type(e).__name__}"
+        )
+        assert said != "done", name
+    assert (tmp_path / "secret").exists()
 
 
 def test_the_tokenizer_says_whose_template_it_is():

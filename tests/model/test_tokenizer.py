@@ -293,3 +293,20 @@ def test_missing_tokenizer_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_a_text_for_which_a_regular_expression_needs_too_many_steps_is_refused_in_a_line():
+    tokenizer = own()
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    steps = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    splits = [{**steps, "invert": False}, {**byte_level, "use_regex": False}]
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": splits}
+    hostile = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(spec))
+    )
+    for text in ("x" * 3000, "x" * 6000):
+        with pytest.raises(UserError, match=r"cannot encode a text: .*retry-limit") as caught:
+            encode_plain(hostile, text)
+        assert "\n" not in str(caught.value)
+    assert encode_plain(hostile, "river") == encode_plain(own(), "river")

@@ -101,6 +101,34 @@ def test_an_error_of_the_tool_is_no_timeout_of_ours_and_ends_no_process(error):
     assert called(act).outcome == "fault"
 
 
+@pytest.mark.parametrize("place", ["text", "detail"])
+def test_a_huge_result_is_cut_and_does_not_stop_the_event_loop(monkeypatch, place):
+    key = "key-0123456789-0123456789"
+    monkeypatch.setenv("SOME_API_KEY", key)
+    huge = f"{key} {'x' * ((1 << 20) - 40)}{key}" + "y" * (200 << 20)
+
+    async def act():
+        detail = {"all": huge} if place == "detail" else {}
+        return Observation("a" if detail else huge, True, "ok", 0.0, detail)
+
+    async def timed():
+        task = asyncio.create_task(call(Does(act), "", ToolContext()))
+        longest = 0.0
+        while not task.done():
+            start = time.monotonic()
+            await asyncio.sleep(0)
+            longest = max(longest, time.monotonic() - start)
+        return task.result(), longest
+
+    seen, longest = asyncio.run(timed())
+    assert longest < 0.5
+    if place == "detail":
+        assert seen.outcome == "fault" and "1,048,576 characters" in seen.detail["exception"]
+        return
+    assert seen.ok and seen.text.startswith("[secret] xxx") and "key-" not in seen.text
+    assert seen.text.endswith(" characters left out ...]") and len(seen.text) <= 1 << 20
+
+
 def test_a_tool_that_does_not_heed_its_cancellation_holds_up_nobody(monkeypatch):
     monkeypatch.setattr("coa_jax.tools.base._PATIENCE_S", 0.1)
 

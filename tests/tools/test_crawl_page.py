@@ -66,6 +66,10 @@ def server(server):
     pages["/plain"] = lambda h: h.answer(FACT.encode(), content_type="text/plain")
     pages["/json"] = lambda h: h.answer(b'{"height": 42}', content_type="application/json")
     pages["/long"] = lambda h: h.answer(b"word " * 50_000, content_type="text/plain")
+    attributes = " ".join(f"a{i}=1" for i in range(300_000))
+    pages["/attributes"] = lambda h: h.answer(f"<p {attributes}>{FACT}</p>".encode())
+    many = " ".join(f"a{i}=1" for i in range(9_000))
+    pages["/tags"] = lambda h: h.answer(f"<p {many}>{FACT}</p>".encode() * 90)
     pages["/llm/chat/completions"] = reply
     pages["/deaf/chat/completions"] = lambda h: h.json({"error": h.headers["authorization"]}, 500)
     return server
@@ -126,6 +130,14 @@ def test_each_fault_is_a_text_in_time(server, reader, path):
     assert (seen.ok, seen.outcome) == (False, "timeout" if path in ("/hang", "/drip") else "error")
     assert seen.text.startswith(f"Page 1 [{url}]: [Page content not accessible: ")
     assert seen.text.count("\n") == 0
+
+
+@pytest.mark.parametrize("path", ["/attributes", "/tags"])
+def test_a_page_that_takes_too_long_to_parse_is_the_fault_of_the_page(server, path):
+    seconds = fault_server.stopwatch()
+    seen = ask(tool(timeout_s=60.0), server.url(path))
+    assert (seen.outcome, seen.detail["errors"]) == ("error", ["malformed"])
+    assert seconds() < 45
 
 
 def test_one_slow_page_does_not_cost_the_others(server, reader):

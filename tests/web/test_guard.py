@@ -247,6 +247,22 @@ def test_what_is_hardly_http_is_refused(guarded, sent, status):
     assert httpx.get(f"{address}/health").status_code == 200
 
 
+@pytest.mark.parametrize("length", ["Content-Length", "content-length "])
+@pytest.mark.parametrize("coding", ["Transfer-Encoding: chunked", "transfer-Encoding: identity"])
+def test_a_request_with_two_lengths_is_refused_and_none_is_served_behind_it(
+    guarded, length, coding
+):
+    address, _ = guarded
+    hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b"3\r\n[1]\r\n0\r\n\r\n" + hidden
+    for first, second in ((f"{length}: {len(body)}", coding), (coding, f"{length}: {len(body)}")):
+        with connected(address) as connection:
+            connection.sendall(POST + f"{first}\r\n{second}\r\n\r\n".encode() + body)
+            answers = rest(connection)
+        assert answers.startswith(b"HTTP/1.1 400") and answers.count(b"HTTP/1.1") == 1
+        assert b"\r\nconnection: close\r\n" in answers.lower()
+
+
 def test_a_route_has_its_own_places_and_a_client_that_leaves_gives_its_place_up():
     work = Work()
     with serving(work=work) as (address, log):
