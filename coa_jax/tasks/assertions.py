@@ -112,7 +112,7 @@ def separate(
 
 
 def _module_names(source: str, kind: str) -> set[str]:
-    """Returns the names that a source assigns at its top level, or the global names that it uses."""
+    """Returns the global names that a source assigns or uses."""
     tables = [symtable.symtable(source, "<test>", "exec")]
     if kind == "assigned":
         found = tables[0].get_symbols()
@@ -176,12 +176,13 @@ class _Methods(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         made = node.value
-        if isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and not made.args:
-            if made.func.id in self.stubs and not made.keywords:
-                name = f"_{made.func.id}_{node.attr}"
-                self.stubs[name] = ast.unparse(node)
-                return ast.copy_location(ast.Name(name, node.ctx), node)
-        return self.generic_visit(node)
+        if not isinstance(made, ast.Call) or not isinstance(made.func, ast.Name):
+            return self.generic_visit(node)
+        if made.func.id not in self.stubs or made.args or made.keywords:
+            return self.generic_visit(node)
+        name = f"_{made.func.id}_{node.attr}"
+        self.stubs[name] = ast.unparse(node)
+        return ast.copy_location(ast.Name(name, node.ctx), node)
 
 
 def _needs_object(tree: ast.AST, nodes: list[ast.AST], stubs: set[str], modules: set[str]) -> bool:

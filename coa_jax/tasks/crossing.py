@@ -3,8 +3,8 @@
 `coa_jax.tasks.assertions` starts two processes with the text of this file. `judge` executes the
 assertion, in whose names the functions of the program are objects of the class `Remote`. `serve`
 executes the program and answers the calls. Only values cross: numbers, texts, bytes, None,
-containers of such values, and exceptions. The program therefore sees the arguments of its functions,
-but neither the text of the assertion nor the expected results. All comparisons take place in the
+containers of such values, and exceptions. The program sees the arguments of its functions, but
+neither the text of the assertion nor the expected results. All comparisons take place in the
 process of the assertion, where an object of the program is nothing but a number.
 
 A message is one line of JSON. The file needs nothing but the standard library of Python 3.9.
@@ -54,15 +54,16 @@ class NotAValueError(Exception):
 
 def pack(value: Any, other: Callable[[Any], Any]) -> Any:
     """Converts a value to JSON; ``other`` converts objects that are not values."""
-    kind = type(value)
-    if value is None or kind in _PLAIN:
+    kind: type = type(value)
+    if kind in (*_PLAIN, type(None)):
         return value
     if kind is list:
         return [pack(item, other) for item in value]
     if kind in _TYPES:
         return {kind.__name__: [pack(item, other) for item in _TYPES[kind](value)]}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"type": value.__name__}
+    name = getattr(value, "__name__", "")
+    if isinstance(value, type) and getattr(builtins, name, None) is value:
+        return {"type": name}
     return other(value)
 
 
@@ -264,8 +265,10 @@ def serve(namespace: dict[str, Any], setup: str, program: str) -> None:
     exec(compile(program, "<program>", "exec", dont_inherit=True), namespace)
     objects: list[Any] = []
 
+    kinds: tuple[Any, ...] = (int, float, complex, str, bytes, tuple, list, set, frozenset, dict)
+
     def other(value: Any) -> Any:
-        for kind in (int, float, complex, str, bytes, tuple, list, set, frozenset, dict):
+        for kind in kinds:
             if isinstance(value, kind):  # a subclass, such as a named tuple
                 return pack(kind(value), other)
         if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
@@ -293,9 +296,9 @@ def serve(namespace: dict[str, Any], setup: str, program: str) -> None:
             same = [i for i, v in enumerate(values) if v is found and mutable[i]]
             result = {"argument": same[0]} if same else pack(found, other)
         except BaseException as problem:
-            kinds = [k for k in type(problem).__mro__ if getattr(builtins, k.__name__, 0) is k]
+            bases = [k for k in type(problem).__mro__ if getattr(builtins, k.__name__, 0) is k]
             simple = [a for a in problem.args if a is None or type(a) in _PLAIN]
-            error = [kinds[0].__name__, simple]
+            error = [bases[0].__name__, simple]
         after = [
             [i, new]
             for i, old in enumerate(packed)
