@@ -92,7 +92,8 @@ def separate(
     imported = {name for module in modules for name in _public(module)} | set(modules)
     nodes = list(_reachable(tree, before))
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    roots = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and _is_name(n.value)}
+    values = [n.value for n in nodes if isinstance(n, ast.Attribute)]
+    roots = {value.id for value in values if isinstance(value, ast.Name)}
     names = {name for name in used if name not in imported | _BUILTINS}
     known = {n: _ALIASES.get(n, n) for n in names & roots - called if _is_module(n)}
     names -= set(known)
@@ -145,10 +146,6 @@ def _reachable(tree: ast.AST, before: ast.Module) -> Iterator[ast.AST]:
             yield node
             if isinstance(node, ast.Name) and node.id in functions:
                 todo.append(functions.pop(node.id))
-
-
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
 
 
 def _is_module(name: str) -> bool:

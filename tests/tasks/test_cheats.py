@@ -29,8 +29,8 @@ CHEATS = {
     "the mark of standard input": "import os, sys\nm = sys.stdin.readline().strip()\n"
     "print('\\n' + m, flush=True)\nos._exit(0)",
     "the mark of every descriptor": "import os\n"
-    "for n in range(3, 20):\n    try: os.write(n, b'[true, null, []]\\n')\n    except OSError: pass\n"
-    "os._exit(0)",
+    "for n in range(3, 20):\n    try:\n        os.write(n, b'[true, null, []]\\n')\n"
+    "    except OSError: pass\nos._exit(0)",
     "equal to everything": "class All:\n    def __eq__(self, other): return True\n"
     "    def __hash__(self): return 0\ndef f(*a): return All()",
     "never unequal": "class All(int):\n    def __eq__(self, other): return True\n"
