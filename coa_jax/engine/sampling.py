@@ -15,7 +15,8 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
         logits: float32 ``[B, V]``, already divided by the temperature.
         top_p: probability mass of the nucleus, float32 ``[B]``, in [0, 1]. The nucleus is the
             smallest set of most likely tokens whose probability reaches ``top_p``; it has at least
-            one token. 1 keeps all tokens.
+            one token. The probability is that among the tokens that ``top_k`` keeps, as in vLLM
+            and transformers. 1 keeps all tokens.
         top_k: number k of most likely tokens to keep, int32 ``[B]``; 0 keeps all tokens.
 
     Returns:
@@ -23,15 +24,14 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     """
     vocab = logits.shape[-1]
     ordered = jnp.sort(logits, axis=-1, descending=True)
-    probs = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    rank = jnp.arange(vocab)
+    among = ordered >= jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
+    probs = jax.nn.softmax(jnp.where(among, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
     # A float32 sum reaches 1 before the last tokens of a large vocabulary, so top_p = 1 skips the
     # comparison. The most likely token is kept even if top_p has been rounded to 0.
-    nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1) | (rank == 0)
-    keep = nucleus & (rank < k[:, None])
-    threshold = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
+    nucleus = (before < top_p[:, None]) | (top_p[:, None] >= 1) | (jnp.arange(vocab) == 0)
+    threshold = jnp.min(jnp.where(nucleus & among, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 

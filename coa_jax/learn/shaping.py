@@ -90,7 +90,7 @@ def shape_reward(
         reward: reward that the graders gave.
         length: number of tokens of the whole trajectory, including prompt and observations.
         format_reward: whether a trajectory that breaks a rule of the protocol gets no reward, even
-            for a correct answer (eq 11 of the Chain-of-Agents paper).
+            for a correct answer (eq 11 of the Chain-of-Agents paper). A negative reward stays.
         budget: maximum number of tokens of a trajectory.
         buffer: number of tokens over which the punishment grows, ending at the budget, see
             `overlong_penalty`.
@@ -106,7 +106,7 @@ def shape_reward(
         return reward
     value, parts = reward.value, reward.parts
     if format_reward:
-        value *= parts["format"]
+        value = min(value, value * parts["format"])  # a penalty stays
     if stop:
         value, parts = value + stop, {**parts, "stop": stop}
     if lost := overlong_penalty(length, budget, buffer, penalty):

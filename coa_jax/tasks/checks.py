@@ -31,9 +31,10 @@ REWARDS = ExtensionKind(
         "reasoning_gym": "coa_jax.tasks.rewards:generator",
         "format": "coa_jax.tasks.rewards:obeyed_format",
         "environment": "coa_jax.tasks.rewards:environment",
+        "f1": "coa_jax.tasks.release_rewards:f1",
         **{
-            name: f"coa_jax.tasks.release_rewards:{name}"
-            for name in ("f1", "mhqa_train", "mhqa_eval", "qa_em", "qa_subem")
+            name: f"coa_jax.tasks.rewards:{name}"
+            for name in ("mhqa_train", "mhqa_eval", "qa_em", "qa_subem")
         },
     },
     offers=("task", "trajectory", "trajectories", "question", "answer", "gold", "text", "graders"),

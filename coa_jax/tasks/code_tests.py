@@ -27,9 +27,10 @@ from typing import Any, Literal
 
 from coa_jax.bounds import Bounded, MiB, Seconds
 from coa_jax.protocol import parse_code
+from coa_jax.tasks.assertions import Separate, run_separate, separate
 from coa_jax.tools.code_libraries import Library, find_libraries
 from coa_jax.tools.sandbox import isolation
-from coa_jax.tools.sandbox.limits import Limits
+from coa_jax.tools.sandbox.limits import Job, Limits
 from coa_jax.tools.sandbox.run import ProgramResult, run
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
@@ -112,7 +113,8 @@ class Tests:
 
     Attributes:
         cases: tests in the order in which they run.
-        entry: name of the function that tests of the kind ``call`` call; "" if there are none.
+        entry: name of the function that tests of the kind ``call`` call, or expression for the
+            function that the assertions test; "" if the tests name none.
         prefix: Python source that runs before the program, such as imports.
         compare: how outputs are compared: ``lines`` like LiveCodeBench, or ``tokens`` like
             CodeContests.
@@ -188,7 +190,8 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
         checks = _checks(_text(gold, "test_code"))
         call = f"check({_text(gold, 'entry_point')})"
         cases = [Case("assert", f"{check}\n{call}") for check in checks]
-        return Tests(tuple(cases), prefix=_text(gold, "import_prefix"))
+        prefix = _text(gold, "import_prefix")
+        return Tests(tuple(cases), _text(gold, "entry_point"), prefix)
     if gold.get("functional"):
         checks = gold["functional"]
         checks = [checks] if isinstance(checks, str) else list(checks)
@@ -250,7 +253,23 @@ def _text(gold: Mapping[str, Any], key: str) -> str:
     return str(gold[key])
 
 
-async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> str:
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of the tests of a program.
+
+    Attributes:
+        why: why the program failed a test: ``output`` (wrong output), ``error`` (exception, exit
+            code or assertion), ``time`` (time limit) or ``limit`` (memory or another limit); "" if
+            the program passed every test.
+        cheatable: number of tests that a program could have passed by cheating, see
+            `coa_jax.tasks.assertions`.
+    """
+
+    why: str
+    cheatable: int = 0
+
+
+async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Outcome:
     """Runs a program on its tests, one after the other, until a test fails.
 
     Each test runs in a new process, which cannot see the other tests.
@@ -260,11 +279,6 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> str:
         tests: tests of the question.
         limits: limits for the program.
 
-    Returns:
-        Why the program failed a test: ``output`` (wrong output), ``error`` (exception or exit
-        code), ``time`` (time limit) or ``limit`` (memory or another limit); "" if the program
-        passed every test.
-
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.
         UserError: this machine has no means of isolation for a sandbox.
@@ -272,23 +286,75 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> str:
     try:
         ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "error"
+        return Outcome("error")
     budget = min((limits.test_s + 1) * len(tests.cases) + 5, limits.total_s)
+    cheatable = 0
     for case in tests.cases:
         if budget <= 0:
-            return "time"
+            return Outcome("time", cheatable)
         start, seconds = time.monotonic(), min(limits.test_s, budget)
-        if why := await _run_case(program, tests, case, seconds, limits):
-            return why
+        outcome = await _run_case(program, tests, case, seconds, limits)
+        cheatable += outcome.cheatable
+        if outcome.why:
+            return Outcome(outcome.why, cheatable)
         # A passed test used at most its limit; the rest of the time it waited for a busy machine.
         budget -= min(time.monotonic() - start, limits.test_s + 1)
-    return ""
+    return Outcome("", cheatable)
 
 
 async def _run_case(
     program: str, tests: Tests, case: Case, seconds: float, limits: CodeLimits
-) -> str:
-    """Runs one test; returns why the program fails it, as `run_tests` does."""
+) -> Outcome:
+    """Runs one test."""
+    job = _isolation().job(_limits(case, seconds, limits), _directories(limits.libraries))
+    if case.kind != "assert":
+        return Outcome(await _run_together(program, tests, case, seconds, job))
+    parts = separate(case.given, tests.entry, tests.prefix, _STAR, program)
+    if parts is not None:
+        why = await _run_apart(parts, tests, program, seconds, job)
+        if why is not None:
+            return Outcome(why, int(parts.cheatable))
+    return Outcome(await _run_together(program, tests, case, seconds, job), 1)
+
+
+def _limits(case: Case, seconds: float, limits: CodeLimits) -> Limits:
+    # Time in which the program waits for a busy machine does not count.
+    return Limits(
+        wall_s=seconds,
+        cpu_s=seconds,
+        memory_mb=limits.memory_mb,
+        output_bytes=max(Limits.output_bytes, 8 * len(case.expected)),  # 4 bytes per character
+        starved_s=seconds,
+    )
+
+
+async def _run_apart(
+    parts: Separate, tests: Tests, program: str, seconds: float, job: Job
+) -> str | None:
+    """Runs an assertion apart from the program; None if the assertion needs an object."""
+    # The process of the assertion waits for the process of the program.
+    patient = dataclasses.replace(job.limits, wall_s=2 * seconds + 1)
+    ours = dataclasses.replace(job, limits=patient)
+    setup = _PRELUDE + tests.prefix
+    verdict, result = await run_separate(parts, setup, program, ours, job)
+    if verdict in ("pass", "object"):
+        return "" if verdict == "pass" else None
+    if verdict == "garbled":
+        return "output"
+    return "error" if result is None else _stopped(result, seconds) or "output"
+
+
+def _stopped(result: ProgramResult, seconds: float) -> str:
+    """Returns why a program did not end by itself without an error; "" if it did."""
+    if result.reason != "exit":
+        return "time" if result.reason == "wall" else "limit"
+    if result.code != 0:
+        return "time" if result.cpu_s >= seconds else "error"
+    return ""
+
+
+async def _run_together(program: str, tests: Tests, case: Case, seconds: float, job: Job) -> str:
+    """Runs the program and the test in the same process."""
     source, stdin, mark = _PRELUDE + tests.prefix + "\n", case.given, secrets.token_hex(16)
     source += _PROGRAM.format(program)
     if case.kind == "call":
@@ -297,24 +363,8 @@ async def _run_case(
     elif case.kind == "assert":
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
-    keep = 2 * len(case.expected) + (1 << 16)
-    # Time in which the program waits for a busy machine does not count.
-    within = Limits(
-        wall_s=seconds,
-        cpu_s=seconds,
-        memory_mb=limits.memory_mb,
-        output_bytes=max(Limits.output_bytes, 8 * len(case.expected)),  # 4 bytes per character
-        starved_s=seconds,
-    )
-    job = _isolation().job(within, _directories(limits.libraries))
-    result = await run(job, source, stdin, keep)
-    if result.reason == "wall":
-        return "time"
-    if result.reason != "exit":
-        return "limit"
-    if result.code != 0:
-        return "time" if result.cpu_s >= seconds else "error"
-    return "" if _right(result, tests, case, mark) else "output"
+    result = await run(job, source, stdin, 2 * len(case.expected) + (1 << 16))
+    return _stopped(result, seconds) or ("" if _right(result, tests, case, mark) else "output")
 
 
 @functools.cache

@@ -52,7 +52,8 @@ GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id
 TASKS_OWN = "grader"
 """Key in the setting ``rewards`` that stands for the reward that each task names."""
 
-TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned")
+TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned",
+         "cheatable")  # fmt: skip
 """Names of metrics ``reward/NAME``, which the setting ``rewards`` must not use for its rewards."""
 
 
@@ -218,6 +219,8 @@ class Graders:
             * the name of the reward that graded the answer (``math``, ``code``, ``judge``, ...), or
               each name in the setting ``rewards``.
             * ``format``: 1.0 if the text obeys its protocol, else 0.0.
+            * ``cheatable``: number of tests of a program that the program could have passed by
+              cheating. The key is missing if there is no such test.
 
         Raises:
             UserError: a reward function returned neither a number nor None, or the budget of the
@@ -267,23 +270,24 @@ class Graders:
         shown = "exact_match" if name == "reasoning_gym" else name.rpartition(":")[2]
         single = [reward for reward in self._rewards if not reward.of_group]
         scores: dict[str, float | None] = {}
+        more: dict[str, float] = {}
         if not self._rewards or any(reward.call is None for reward in single):
             given = trajectory.metadata.get("given_reward")  # from an agent program
             if given is None:
-                score = await _score(name, self._bound(name), offered)
+                score = await _score(name, self._bound(name), offered, more)
             else:
                 shown, score = "given", float(given)
             scores[shown] = scores[TASKS_OWN] = score
         for reward in single:
             if reward.call is not None:
-                scores[reward.name] = await _score(reward.name, reward.call, offered)
+                scores[reward.name] = await _score(reward.name, reward.call, offered, more)
         # Whatever reward the task names, the parts say whether the answer equals an accepted one.
         plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
         parts = {"exact_match": 0.0 if name == "code" else self._bound(plain)(**offered)}
         parts |= {part: score for part, score in scores.items() if score is not None}
         if not self._rewards:
             parts.pop(TASKS_OWN, None)
-        parts["format"] = float(format_valid(trajectory))
+        parts |= {"format": float(format_valid(trajectory)), **more}
         if is_broken(trajectory):
             return Reward(None, parts, str(trajectory.metadata.get("fault", "")))
         silent = [part for part, score in scores.items() if score is None]
@@ -357,8 +361,15 @@ def is_broken(trajectory: Trajectory) -> bool:
     return trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(faults)
 
 
-async def _score(name: str, call: BoundFunction, offered: Mapping[str, Any]) -> float | None:
-    return _number(name, await _result(call, offered))
+async def _score(
+    name: str, call: BoundFunction, offered: Mapping[str, Any], more: dict[str, float]
+) -> float | None:
+    """Returns the score of a reward; further parts of a built-in reward are added to ``more``."""
+    found = await _result(call, offered)
+    if isinstance(found, Reward):
+        more |= found.parts
+        return found.value
+    return _number(name, found)
 
 
 async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:

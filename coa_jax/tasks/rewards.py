@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_boxed, split_level
+from coa_jax.tasks import release_rewards
 from coa_jax.tasks.arithmetic import reasoning_gym
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import tests_of
@@ -21,7 +22,7 @@ from coa_jax.tasks.maths import MathsUnsureError, check_installed, same_expressi
 from coa_jax.tasks.private_tests import check_folder, load_private_tests
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.run import SandboxError
-from coa_jax.trajectory import Trajectory, format_valid
+from coa_jax.trajectory import Author, Reward, Trajectory, format_valid
 
 if TYPE_CHECKING:
     from coa_jax.tasks.graders import Graders, GradersConfig
@@ -40,6 +41,25 @@ def exact_match(answer: str, gold: Sequence[str]) -> float:
 def obeyed_format(trajectory: Trajectory) -> float:
     """Returns 1.0 if a trajectory obeys the rules of its protocol, else 0.0."""
     return float(format_valid(trajectory))
+
+
+def _of_policy(reward: Callable[[str, Sequence[str]], float]) -> Callable[..., float]:
+    """Returns a reward of the release that reads only what the policy wrote.
+
+    The release reads the whole text, so an ``<answer>`` in an observation counts as the answer.
+    """
+
+    def graded(trajectory: Trajectory, gold: Sequence[str]) -> float:
+        spans = trajectory.segments
+        return reward("".join(s.text for s in spans if s.author == Author.POLICY), gold)
+
+    return graded
+
+
+mhqa_train = _of_policy(release_rewards.mhqa_train)
+mhqa_eval = _of_policy(release_rewards.mhqa_eval)
+qa_em = _of_policy(release_rewards.qa_em)
+qa_subem = _of_policy(release_rewards.qa_subem)
 
 
 def environment(trajectory: Trajectory) -> float:
@@ -90,10 +110,11 @@ async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
     return 0.0
 
 
-async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
+async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | Reward | None:
     """Grades a program: 1.0 if the program in the answer passes all tests of the task, else 0.0.
 
-    The result is None if the sandbox fails.
+    The result is None if the sandbox fails. If some tests can be passed by cheating, the result is
+    a reward with the number of these tests as the part ``cheatable``.
 
     Args:
         task: the task, with the tests.
@@ -106,9 +127,11 @@ async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
         return 0.0
     try:
         async with graders.programs.here():
-            return float(not await run_tests(program, tests, graders.config.code))
+            outcome = await run_tests(program, tests, graders.config.code)
     except SandboxError:
         return None
+    value = float(not outcome.why)
+    return Reward(value, {"cheatable": float(outcome.cheatable)}) if outcome.cheatable else value
 
 
 def _tests(task: Task, config: GradersConfig) -> Tests:

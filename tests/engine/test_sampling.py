@@ -99,27 +99,42 @@ def test_log_probability_is_of_the_distribution_before_truncation(draw):
     np.testing.assert_allclose(logps, expected, atol=2e-6)
 
 
+def warped(logits, top_p, top_k):
+    """What transformers keeps, in float64: top-k first, top-p among the rest."""
+    torch = pytest.importorskip("torch")
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    scores = torch.tensor(np.asarray(logits, np.float64)[None])
+    if top_k:
+        scores = warpers.TopKLogitsWarper(top_k)(None, scores)
+    return torch.isfinite(warpers.TopPLogitsWarper(top_p)(None, scores))[0].numpy()
+
+
 @given(
-    st.lists(st.integers(-8, 8), min_size=2, max_size=40, unique=True),
+    st.lists(st.integers(-8, 8), min_size=2, max_size=40),
     st.floats(0.05, 1.0),
     st.integers(0, 50),
 )
-def test_truncation_keeps_what_a_float64_reference_keeps(logits, top_p, top_k):
+def test_truncation_keeps_what_transformers_keeps(logits, top_p, top_k):
+    logits = np.asarray(logits) / 4 + np.arange(len(logits)) * 1e-3
+    logits[:2] = logits[0]  # two equal logits; all others differ
+    expected = warped(logits, top_p, top_k)
+    if (warped(logits, min(top_p + 1e-5, 1), top_k) != warped(logits, top_p - 1e-5, top_k)).any():
+        return  # the border is within float32 rounding
     padded = np.full((1, 40), -np.inf, np.float32)
     padded[0, : len(logits)] = logits
-    kept = np.isfinite(
-        jitted_filter(padded, np.asarray([top_p], np.float32), np.asarray([top_k], np.int32))[0]
-    )[: len(logits)]
-    order = np.argsort(-np.asarray(logits))
-    probs = np.exp(np.asarray(logits, np.float64))[order]
-    probs /= probs.sum()
-    before = np.cumsum(probs) - probs
-    if np.any(np.abs(before - top_p) < 1e-5):
-        return  # the border is within float32 rounding
-    keep = (before < top_p) & (np.arange(len(logits)) < (top_k or len(logits)))
-    expected = np.zeros(len(logits), bool)
-    expected[order[keep]] = True
+    cut = np.asarray([top_p], np.float32), np.asarray([top_k], np.int32)
+    kept = np.isfinite(np.asarray(jitted_filter(padded, *cut)[0]))[: len(logits)]
+    expected[:2] = expected[:2].any()  # transformers may keep one of two equal tokens
     assert kept.tolist() == expected.tolist()
+
+
+def test_the_nucleus_is_one_among_the_top_k(draw):
+    # Probabilities 0.4, 0.3, 0.2, 0.1. Of the first three, 0.4 and 0.3 are 7/9 = 0.78, so that
+    # top_p 0.75 keeps two. Without renormalisation, 0.7 would not reach 0.75.
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
+    tokens, logps = draw(logits, 400, top_p=0.75, top_k=3)
+    assert set(tokens.tolist()) == {0, 1}
+    np.testing.assert_allclose(logps, logits[np.asarray(tokens)], atol=2e-6)  # before truncation
 
 
 def test_a_draw_depends_on_sample_and_position_and_not_on_the_row(backend):

@@ -46,6 +46,14 @@ def test_the_protocol_counts_where_it_is_asked_for():
     assert shaped(reward, buffer=0, format_reward=True).value == 0.0
 
 
+@given(st.floats(-5, 5))
+def test_a_broken_format_never_raises_a_reward(value):
+    broken = shaped(Reward(value, {"format": 0.0}), buffer=0, format_reward=True).value
+    obeyed = shaped(Reward(value, {"format": 1.0}), buffer=0, format_reward=True).value
+    assert obeyed == value
+    assert broken == min(value, 0.0)
+
+
 def test_what_was_taken_off_is_told():
     parts = {"format": 1.0, "overlong": -0.5, "earned": 1.0}
     assert shaped(Reward(1.0, {"format": 1.0})) == Reward(0.5, parts)

@@ -40,7 +40,7 @@ ASSERTS = {
 
 
 def failure(program, gold, limits=QUICK):
-    return asyncio.run(run_tests(program, read_tests(gold), limits))
+    return asyncio.run(run_tests(program, read_tests(gold), limits)).why
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_busy_machine_does_not_use_up_the_time_of_all_tests(monkeypatch, total
     async def slow_case(program, tests, case, seconds, limits):
         now[0] += 11.0  # the program waits for a processor for half of this time
         given_s.append(seconds)
-        return ""
+        return code_tests.Outcome("")
 
     monkeypatch.setattr(code_tests, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(code_tests, "_run_case", slow_case)

@@ -160,9 +160,9 @@ def test_programs_that_are_graded_may_import_them(offline):
     case = code_tests.Case("stdin", "2 3\n", "5\n")
     program = "import tinysums\nprint(tinysums.add(*map(int, input().split())))"
     tests = code_tests.Tests((case,))
-    assert asyncio.run(code_tests.run_tests(program, tests, limits)) == ""
+    assert asyncio.run(code_tests.run_tests(program, tests, limits)).why == ""
     without = dataclasses.replace(limits, libraries=())
-    assert asyncio.run(code_tests.run_tests(program, tests, without)) == "error"
+    assert asyncio.run(code_tests.run_tests(program, tests, without)).why == "error"
 
 
 SCIENCE = """

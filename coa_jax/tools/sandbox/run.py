@@ -233,7 +233,13 @@ class _NoReportError(SandboxError):
     """Says that the server or the supervisor was killed."""
 
 
-async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> ProgramResult:
+async def run(
+    job: Job,
+    source: str,
+    stdin: str = "",
+    keep: int = 1 << 16,
+    streams: tuple[int, int] | None = None,
+) -> ProgramResult:
     """Runs a program in the sandbox, and returns its result.
 
     If this coroutine is cancelled, the program and all its processes are killed.
@@ -244,18 +250,25 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Pr
         stdin: text on the program's standard input.
         keep: number of characters that are kept at the beginning and at the end of each output
             stream.
+        streams: file descriptors that become the program's standard input and standard output, for
+            example to connect two programs. They are closed here. ``stdin`` then has no effect, and
+            the result contains no standard output.
 
     Raises:
         SandboxError: the sandbox could not run the program, or could not clean up after it.
     """
     try:
-        return await _run_once(job, source, stdin, keep)
+        return await _run_once(job, source, stdin, keep, streams)
     except _NoReportError:
+        if streams is not None:
+            raise
         # A program in the sandbox has no side effects, so it can run again with a new server.
         return await _run_once(job, source, stdin, keep)
 
 
-async def _run_once(job: Job, source: str, stdin: str, keep: int) -> ProgramResult:
+async def _run_once(
+    job: Job, source: str, stdin: str, keep: int, streams: tuple[int, int] | None = None
+) -> ProgramResult:
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:  # an end that is closed already may be closed again
 
@@ -283,9 +296,12 @@ async def _run_once(job: Job, source: str, stdin: str, keep: int) -> ProgramResu
         out, error, report = readers
         out.flood = error.flood = Flood(job.limits.output_bytes, control_write.fileno())
 
-        theirs = [program, input_read, *outputs[:2], control_read, outputs[2]]
+        given, taken = input_read, outputs[0]
+        if streams is not None:
+            given, taken = opened(streams[0], "r"), opened(streams[1], "w")
+        theirs = [program, given, taken, outputs[1], control_read, outputs[2]]
         SERVER.send(job.encode(), [end.fileno() for end in theirs])
-        for end in theirs:
+        for end in (*theirs, input_read, outputs[0]):
             end.close()
         writer, feeder = await loop.connect_write_pipe(_Feeder, input_write)
         stack.callback(feeder.stop, writer)

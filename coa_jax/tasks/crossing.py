@@ -1,0 +1,309 @@
+"""Runs in the sandbox: an assertion in one process, and the program that it tests in another.
+
+`coa_jax.tasks.assertions` starts two processes with the text of this file. `judge` executes the
+assertion, in whose names the functions of the program are objects of the class `Remote`. `serve`
+executes the program and answers the calls. Only values cross: numbers, texts, bytes, None,
+containers of such values, and exceptions. The program sees the arguments of its functions, but
+neither the text of the assertion nor the expected results. All comparisons take place in the
+process of the assertion, where an object of the program is nothing but a number.
+
+A message is one line of JSON. The file needs nothing but the standard library of Python 3.9.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import decimal
+import fractions
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
+
+_LONGEST = 64 << 20  # bytes of a message
+_PLAIN = (bool, int, float, str)
+_TYPES: dict[type, Callable[[Any], list[Any]]] = {
+    complex: lambda v: [v.real, v.imag],
+    bytes: lambda v: [v.decode("latin-1"), "latin-1"],
+    bytearray: lambda v: [v.decode("latin-1"), "latin-1"],
+    tuple: lambda v: [list(v)],
+    set: lambda v: [list(v)],
+    frozenset: lambda v: [list(v)],
+    range: lambda v: [v.start, v.stop, v.step],
+    collections.Counter: lambda v: [dict(v)],
+    collections.OrderedDict: lambda v: [[list(pair) for pair in v.items()]],
+    collections.defaultdict: lambda v: [
+        v.default_factory if isinstance(v.default_factory, type) else None,
+        dict(v),
+    ],
+    collections.deque: lambda v: [list(v), v.maxlen],
+    dict: lambda v: [[list(pair) for pair in v.items()]],
+    fractions.Fraction: lambda v: [v.numerator, v.denominator],
+    decimal.Decimal: lambda v: [str(v)],
+}
+"""Type of a value that crosses -> the arguments with which the type builds the value again."""
+_NAMES = {kind.__name__: kind for kind in _TYPES}
+
+
+class NotAValueError(Exception):
+    """Raised if something cannot cross."""
+
+
+def pack(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Converts a value to JSON; ``other`` converts objects that are not values."""
+    kind: type = type(value)
+    if kind in (*_PLAIN, type(None)):
+        return value
+    if kind is list:
+        return [pack(item, other) for item in value]
+    if kind in _TYPES:
+        return {kind.__name__: [pack(item, other) for item in _TYPES[kind](value)]}
+    name = getattr(value, "__name__", "")
+    if isinstance(value, type) and getattr(builtins, name, None) is value:
+        return {"type": name}
+    return other(value)
+
+
+def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
+    """Converts JSON back to a value; ``other`` converts what stands for another object."""
+    if isinstance(data, list):
+        return [unpack(item, other) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, content),) = data.items()
+    if name == "type":
+        kind = getattr(builtins, content)
+        if not isinstance(kind, type):
+            raise ValueError(f"{content} is not a type")
+        return kind
+    if name not in _NAMES:
+        return other(name, content)
+    return _NAMES[name](*(unpack(item, other) for item in content))
+
+
+def update(old: Any, new: Any) -> Any:
+    """Gives an argument the value that it has after the call, in place if it is mutable."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, (list, collections.deque)):
+        items = [*map(update, old, new), *list(new)[len(old) :]]
+        old.clear()
+        old.extend(items)
+    elif isinstance(old, dict):
+        items = [(k, update(old[k], v) if k in old else v) for k, v in new.items()]
+        old.clear()
+        dict.update(old, items)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray):
+        old[:] = new
+    elif isinstance(old, tuple):
+        return old if all(map(operator.is_, old, map(update, old, new))) else new
+    else:
+        return new
+    return old
+
+
+def _channel() -> tuple[BinaryIO, BinaryIO, int]:
+    """Takes the standard streams away from the code that is executed next."""
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
+    streams = os.dup(0), os.dup(1), os.dup(2)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    return os.fdopen(streams[0], "rb"), os.fdopen(streams[1], "wb"), streams[2]
+
+
+# --- the process of the assertion -----------------------------------------------------------
+
+
+class _Link:
+    """The connection to the program."""
+
+    def __init__(self, mark: str) -> None:
+        self.reads, self.writes, self.verdicts = _channel()
+        self.mark = mark
+        self.objects: dict[int, Remote] = {}
+
+    def end(self, verdict: str) -> NoReturn:
+        os.write(self.verdicts, f"\n{self.mark}{verdict}\n".encode())
+        os._exit(0)
+
+    def ask(self, what: str, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Sends a request, and returns the result of the program or raises its exception."""
+        given = [*args, *named.values()]
+        try:
+            data = [what, target, [pack(value, _number) for value in given], list(named)]
+        except NotAValueError:
+            # An object of the program must not be a way to another kind of test.
+            self.end("fail" if self.objects else "object")
+        try:
+            self.writes.write(json.dumps(data).encode() + b"\n")
+            self.writes.flush()
+            line = self.reads.readline(_LONGEST)
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            self.end("gone" if len(line) < _LONGEST else "garbled")
+
+        def other(name: str, content: Any) -> Any:
+            if name == "argument":
+                return given[content]
+            return self.objects.setdefault(int(content), Remote(self, int(content)))
+
+        try:
+            result, error, after = json.loads(line)
+            for number, change in after:
+                update(given[number], unpack(change, other))
+            value = _exception(*unpack(error, other)) if error else unpack(result, other)
+        except Exception:
+            self.end("garbled")
+        if error:
+            raise value
+        return value
+
+
+class Remote:
+    """A function or another object of the program, as the assertion sees it."""
+
+    __slots__ = ("_link", "_target")
+
+    def __init__(self, link: _Link, target: Any) -> None:
+        self._link, self._target = link, target
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._link.ask("call", self._target, args, named)
+
+    def __iter__(self) -> Any:
+        return self._link.ask("iterate", self._target, (), {})
+
+    def __next__(self) -> Any:
+        return self._link.ask("next", self._target, (), {})
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is Remote:
+            return self is other
+        try:
+            pack(other, _number)
+        except NotAValueError:  # no program can pass this comparison with a value
+            self._link.end("object")
+        return False
+
+    __hash__ = object.__hash__
+
+
+def _number(value: Any) -> dict[str, Any]:
+    if type(value) is Remote:
+        return {"object": value._target}
+    raise NotAValueError
+
+
+def _exception(name: str, args: list[Any]) -> BaseException:
+    kind = getattr(builtins, name)
+    if not issubclass(kind, BaseException):
+        raise TypeError(name)
+    try:
+        return kind(*args)
+    except TypeError:  # such as UnicodeDecodeError, which needs five arguments
+        error = kind.__new__(kind)
+        error.args = tuple(args)
+        return error
+
+
+def judge(
+    namespace: dict[str, Any],
+    setup: str,
+    test: str,
+    stubs: dict[str, str],
+    modules: dict[str, str],
+    mark: str,
+) -> None:
+    """Executes an assertion, and writes the mark and the verdict on the standard error stream.
+
+    The verdict is ``pass``, ``fail``, ``object`` (the assertion needs an object of the program),
+    ``gone`` (the process of the program ended) or ``garbled`` (its answer was no message).
+
+    Args:
+        namespace: global variables of the assertion.
+        setup: source that is executed first.
+        test: source of the assertion.
+        stubs: name in the assertion -> expression for a function of the program.
+        modules: name in the assertion -> module that the assertion uses without an import.
+        mark: text before the verdict.
+    """
+    link = _Link(mark)
+    try:
+        exec(compile(setup, "<setup>", "exec", dont_inherit=True), namespace)
+        for name, module in modules.items():
+            namespace[name] = __import__(module)
+        namespace.update({name: Remote(link, target) for name, target in stubs.items()})
+        exec(compile(test, "<test>", "exec", dont_inherit=True), namespace)
+    except BaseException:
+        link.end("fail")
+    link.end("pass")
+
+
+# --- the process of the program -------------------------------------------------------------
+
+
+def serve(namespace: dict[str, Any], setup: str, program: str) -> None:
+    """Executes a program, and answers calls of its functions until the channel closes.
+
+    Args:
+        namespace: global variables of the program.
+        setup: source that is executed before the program.
+        program: source of the program.
+    """
+    reads, writes, errors = _channel()
+    os.dup2(errors, 2)
+    exec(compile(setup, "<setup>", "exec", dont_inherit=True), namespace)
+    exec(compile(program, "<program>", "exec", dont_inherit=True), namespace)
+    objects: list[Any] = []
+
+    kinds: tuple[Any, ...] = (int, float, complex, str, bytes, tuple, list, set, frozenset, dict)
+
+    def other(value: Any) -> Any:
+        for kind in kinds:
+            if isinstance(value, kind):  # a subclass, such as a named tuple
+                return pack(kind(value), other)
+        if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+            return pack(value.item(), other)
+        objects.append(value)
+        return {"object": len(objects) - 1}
+
+    def given(name: str, content: Any) -> Any:
+        return eval(content, namespace) if isinstance(content, str) else objects[content]
+
+    for line in reads:
+        what, target, packed, names = json.loads(line)
+        values = [unpack(item, given) for item in packed]
+        cut = len(values) - len(names)
+        result, error = None, None
+        try:
+            found = given("object", target)
+            if what == "call":
+                found = found(
+                    *values[:cut], **{name: values[cut + i] for i, name in enumerate(names)}
+                )
+            else:
+                found = iter(found) if what == "iterate" else next(found)
+            mutable = [isinstance(item, (list, dict)) for item in packed]
+            same = [i for i, v in enumerate(values) if v is found and mutable[i]]
+            result = {"argument": same[0]} if same else pack(found, other)
+        except BaseException as problem:
+            bases = [k for k in type(problem).__mro__ if getattr(builtins, k.__name__, 0) is k]
+            simple = [a for a in problem.args if a is None or type(a) in _PLAIN]
+            error = [bases[0].__name__, simple]
+        after = [
+            [i, new]
+            for i, old in enumerate(packed)
+            if isinstance(old, (list, dict)) and (new := pack(values[i], other)) != old
+        ]
+        writes.write(json.dumps([result, error, after]).encode() + b"\n")
+        writes.flush()
+    os._exit(0)
