@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
@@ -8,13 +9,14 @@
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
 # PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later).  If there is no
 # such interpreter, uv (if it is installed) installs Python 3.12.
-# CONSTRAINTS=jax-0.12 installs the tested versions of coa_jax/constraints/jax-0.12.txt; a path names
-# a file of your own.  Later runs keep to that file.
+# The script installs the versions with which the tests run: those of coa_jax/constraints/jax-0.10.txt
+# with Python 3.11 and 3.12, and of jax-0.12.txt with later versions of Python.  CONSTRAINTS=jax-0.12
+# chooses one of these files, a path chooses a file of your own, and CONSTRAINTS=none the newest versions
+# that setup.py allows.  Later runs keep to the choice.
 # COA_JAX_VENV=.venv-other makes or completes an environment of that name beside .venv.  An absolute path
 # names an environment of an image or a shared disk, into which the script installs nothing.
 # The second run is instant: .venv/.coa_jax lists the installed extras and a hash of setup.py.  The script
 # writes this file last, so the next run completes an interrupted installation.
-# shellcheck shell=bash
 
 COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 case "${COA_JAX_VENV:-}" in /*) COA_VENV="$COA_JAX_VENV" ;; *) COA_VENV="$COA_ROOT/${COA_JAX_VENV:-.venv}" ;; esac
@@ -99,9 +101,13 @@ coa_make_venv() {
   coa_quietly "making ${COA_VENV##*/} with $python" "$python" -m venv --clear "$COA_VENV"
 }
 
-# coa_constraints: prints the absolute path of the file that CONSTRAINTS names.
+# coa_constraints: prints the absolute path of the file that CONSTRAINTS names, or "none".
 coa_constraints() {
   local file
+  if [ "$CONSTRAINTS" = none ]; then
+    echo none
+    return 0
+  fi
   for file in "$COA_ROOT/coa_jax/constraints/$CONSTRAINTS.txt" "$CONSTRAINTS" "$PWD/$CONSTRAINTS"; do
     case "$file" in /*) ;; *) continue ;; esac
     if [ -f "$file" ]; then
@@ -113,7 +119,15 @@ coa_constraints() {
   return 1
 }
 
-# coa_marked LINE: prints a line of .venv/.coa_jax: 1 hash, 2 extras, 3 constraint file.
+# coa_tested: prints the path of the constraint file for the Python of .venv.
+coa_tested() {
+  "$COA_VENV/bin/python" -c '
+import sys
+print(sys.argv[1], "jax-0.10.txt" if sys.version_info < (3, 13) else "jax-0.12.txt", sep="/")' \
+    "$COA_ROOT/coa_jax/constraints"
+}
+
+# coa_marked LINE: prints a line of .venv/.coa_jax: 1 hash, 2 extras, 3 constraint file or "none".
 coa_marked() { sed -n "$1p" "$COA_VENV/.coa_jax" 2>/dev/null; }
 
 # coa_installed FILE EXTRA...: succeeds if these extras are installed, for this setup.py and folder, under
@@ -141,13 +155,17 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 }
 
 # coa_install FILE EXTRA...: installs the package with these extras and all extras installed before, under
-# the constraints of FILE.  If FILE is empty, the constraints of the earlier installation apply.
+# the constraints of FILE.  If FILE is empty, the constraints of the earlier installation apply, or those
+# that are tested with this Python.
 coa_install() {
-  local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check)
+  # Compiling all modules of all packages would take longer than everything else; Python compiles a
+  # module when it is first imported.
+  local pip=("$COA_VENV/bin/python" -m pip install -q --disable-pip-version-check --no-compile)
   local extras hash implied="" what="coa_jax" constraints="${1:-$(coa_marked 3)}"
   shift
   hash="$(coa_hash)" || return 1
-  [ -z "$constraints" ] || pip+=(-c "$constraints")
+  constraints="${constraints:-$(coa_tested)}"
+  [ "$constraints" = none ] || pip+=(-c "$constraints")
   # The extras that setup.py includes in `test` and `dev`; a later request for them installs nothing.
   case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf hub maths mcp notebook openenv serve tasks test testjax tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
@@ -231,5 +249,6 @@ coa_setup_env() {
   export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 }
 
+case "${1:-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; return 0 2>/dev/null || exit 0 ;; esac
 coa_known "$@" || { return 2 2>/dev/null || exit 2; }
 coa_setup_env "$@" || { return 1 2>/dev/null || exit 1; }

@@ -84,6 +84,24 @@ def test_constraints_are_kept_by_later_runs(tree, tmp_path):
     assert f" -c {tmp_path}/mine.txt " in pip_calls(tree.root)[2]
 
 
+def test_tested_versions_are_the_default_and_none_is_a_choice_that_is_kept(tree):
+    fake_venv(tree.root)
+    assert tree("setup_env.sh").returncode == 0
+    assert tree("setup_env.sh", CONSTRAINTS="none").returncode == 0
+    assert tree("setup_env.sh", "gguf").returncode == 0
+    tested, none, kept = pip_calls(tree.root)
+    name = "jax-0.10.txt" if sys.version_info < (3, 13) else "jax-0.12.txt"
+    assert f" -c {tree.root}/coa_jax/constraints/{name} " in tested
+    assert " -c " not in none + kept
+
+
+def test_the_help_of_the_installation_installs_nothing(tree):
+    done = tree("setup_env.sh", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "CONSTRAINTS=none" in done.stdout and "shellcheck" not in done.stdout
+    assert not (tree.root / ".venv").exists()
+
+
 def test_constraints_that_there_are_not_get_one_line(tree):
     result = tree("setup_env.sh", CONSTRAINTS="jax-9")
     assert result.returncode == 1
@@ -109,6 +127,10 @@ def ci(tree):
     shutil.copytree(REPOSITORY / ".ci", tree.root / ".ci")
     for name in ("setup_env.sh", "test.sh"):
         program(tree.root / "launch", name, f'echo "{name} $CONSTRAINTS $PYTHON $*"')
+    shutil.copy(REPOSITORY / "README.md", tree.root)
+    for name in ("timeout", "head"):
+        (tree.tools / name).symlink_to(str(shutil.which(name)))
+    program(tree.tools, "coa-jax", 'echo "coa-jax $* Ulaanbaatar"')
     program(tree.root / ".venv" / "bin", "python", 'echo "$@"')
 
     def call():
@@ -120,8 +142,10 @@ def ci(tree):
 
 
 def test_without_python_3_13_the_newest_jax_is_left_out_in_one_line(ci):
-    status, (setup, tests, _, site, line) = ci()
-    assert (status, setup) == (0, "setup_env.sh jax-0.10  test tpu docs")
+    status, (_, _, _, fetch, ask, setup, _, tests, _, site, line) = ci()
+    assert (status, fetch) == (0, "coa-jax fetch smollm2 Ulaanbaatar")
+    assert ask.startswith("coa-jax ask --model=released/smollm2/adapter --config=")
+    assert setup.split() == ["setup_env.sh", "test"]
     assert (tests.split(), site) == (["test.sh"], "docs/site/build.py")
     assert line == "no Python 3.13 in PATH or of pyenv: the tests with jax 0.12 are left out"
 
@@ -137,6 +161,6 @@ def test_a_python_3_13_of_pyenv_runs_the_tests_of_what_runs_on_jax(ci, tree, tmp
     program(own, "python", f'echo "$@"; [ {passed} = True ]')
     status, (*_, setup, tests) = ci()
     assert status == (not passed)
-    assert setup == f"setup_env.sh jax-0.12 {python} testjax tpu"
+    assert setup == f"setup_env.sh  {python} testjax tpu"
     folders = " ".join(f"tests/{name}" for name in ("model", "engine", "learn", "rollout"))
     assert tests == f"-m pytest -n 2 --dist worksteal {folders}"
