@@ -115,7 +115,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return ops_tpu.rms_norm_with(row_sum, eps, x.astype(jnp.float32), scale)
 
 
-
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
     """Stores x in a buffer of its own; the gradient of x gets no such buffer.
