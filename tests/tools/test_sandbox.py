@@ -267,8 +267,7 @@ def library():
 
 def test_libraries_can_be_imported_and_not_changed(job, library):
     (library / "answers.py").write_text("ANSWER = 42")
-    isolation = find_isolation(job.backend)
-    with_library = isolation.job(job.limits, (str(library),), job.namespaces)
+    with_library = find_isolation(job.backend).job(job.limits, (str(library),), job.namespaces)
     source = "import answers\nprint(answers.ANSWER)\nopen(answers.__file__, 'w')"
     result = outcome(with_library, source)
     assert result.stdout.head == "42\n"

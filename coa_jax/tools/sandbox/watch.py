@@ -273,8 +273,12 @@ def give_way(processes: list[int], threads: int, sessions: int) -> None:
 
 
 def priority(parts: int) -> int:
-    """Returns the priority that gives each of ``parts`` threads its part of one share."""
-    return min(19, NICE + round(math.log(parts, 1.25)))  # one step is a factor of 1.25
+    """Returns the priority that gives each of ``parts`` threads its part of one share.
+
+    More than two threads get the lowest priority, which is less than their part. If a container
+    competes with others, each processor that its programs occupy takes some of the trainer's share.
+    """
+    return NICE if parts == 1 else NICE + 3 if parts == 2 else 19  # a step is a factor of 1.25
 
 
 def _memory(processes: list[int], limit: int) -> int:
