@@ -331,7 +331,7 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
     return (
         *framed,
         Canary("kills its parent and everybody", kills),
-        Canary("fork bomb", _FORK_BOMB, ("wall", "processes", "memory"), ""),
+        Canary("fork bomb", _FORK_BOMB, ("exit", "wall", "processes", "memory"), ""),
         Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
         Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
         Canary("endless loop", "while True: pass", ("exit", "wall"), ""),

@@ -218,9 +218,10 @@ def _file_system(
     extensions, _ = _contents(standard, hidden)
     more, outside = _contents(libraries, [])
     linked = _shared_libraries(interpreter.path, extensions + more)
+    linked = [path for path in linked if reachable(os.path.dirname(path))]
     readable: list[str] = []
     for path in (interpreter.path, *standard, *_DATA, *linked, *outside, *libraries):
-        inside = any(path == root or path.startswith(root + "/") for root in readable)
+        inside = any(f"{path}/".startswith(f"{root}/") for root in (*readable, *libraries))
         if os.path.exists(path) and (path in libraries or not inside):
             readable.append(path)
     names = (
