@@ -263,7 +263,8 @@ def give_way(processes: list[int], threads: int, sessions: int) -> None:
             (autogroup), a session has one share on all processors, and only the priority of the
             session has an effect.
     """
-    nice, of_session = priority(threads), priority(sessions * SESSION_PARTS)
+    nice = max(priority(threads), os.getpriority(os.PRIO_PROCESS, 0))
+    of_session = priority(sessions * SESSION_PARTS)
     for process in processes:
         with contextlib.suppress(OSError):  # the process may have ended
             for task in os.listdir(f"/proc/{process}/task"):
