@@ -68,8 +68,9 @@ class CodeTool:
             timeout_s: time limit of a program in wall seconds. The AFM release uses 7. On a busy
                 machine, the time for which the program waits for a processor is added, up to
                 another ``timeout_s`` seconds.
-            cpu_s: limit on the processor time of each process of a program, in seconds. The
-                Chain-of-Agents paper uses 5 (App A).
+            cpu_s: limit on the processor time of each process of a program, in seconds. All
+                processes together may use one second more. The Chain-of-Agents paper uses 5
+                (App A).
             memory_mb: memory limit of a program in MiB. The paper uses 5 GB (App A).
             max_output_chars: maximum number of characters of output in an observation. The release
                 uses 1,536.

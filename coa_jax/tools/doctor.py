@@ -1,8 +1,9 @@
 """Shows how programs are isolated on this machine, and tests the isolation.
 
 ``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs hostile programs, each of
-which tries a forbidden action. The exit code is 0 if all programs were contained, 1 if a program
-was not contained, and 2 if no isolation works on this machine.
+which tries a forbidden action, and measures how much of a processor busy programs leave to others.
+The exit code is 0 if all programs were contained, 1 if a program was not contained, and 2 if no
+isolation works on this machine.
 
 ``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]] [--config.KEY=VALUE]``
 reports how each tool is configured, and whether its server answers. Without a file, the command
@@ -162,8 +163,13 @@ def run_checks(options: argparse.Namespace, overrides: list[str]) -> int:
     milliseconds, totals = asyncio.run(overhead(isolation.job(Limits())))
     print(f"totals       {totals}")
     print(f"overhead     {milliseconds:.1f} ms a call", flush=True)
+    share = asyncio.run(trial.share_beside(isolation.job(Limits())))
+    enough = share >= trial.LEAST_SHARE
+    print(f"trainer      keeps {share:.0%} of a processor beside two programs of 45 processes")
     print("hostile programs")
     contained = asyncio.run(prove(isolation))
+    if not enough:
+        print(f"SLOW: programs leave the trainer less than {trial.LEAST_SHARE:.0%} of a processor")
     print("all contained" if contained else "NOT CONTAINED: do not run programs of a model here")
     return 0 if contained else 1
 

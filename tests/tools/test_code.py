@@ -218,7 +218,7 @@ def test_clip_counts_what_it_leaves_out(text, room):
     [
         ("memory", None, "limit", "more than 5120 MiB of memory"),
         ("disk", None, "limit", "more than 64 MiB of files"),
-        ("processes", None, "limit", "more than 48 processes"),
+        ("processes", None, "limit", "more than 8 processes"),
         ("exit", 128 + signal.SIGSEGV, "error", "exit code 139 (SIGSEGV)"),
         ("exit", 128 + signal.SIGXCPU, "timeout", "processor time"),
         ("exit", 200, "error", "exit code 200"),

@@ -24,6 +24,7 @@ def test_it_names_isolation_and_overhead_and_proves_it(capsys):
     text = capsys.readouterr().out
     assert "isolation    landlock" in text
     assert re.search(r"overhead     \d+\.\d ms", text)
+    assert re.search(r"trainer      keeps \d+% of a processor", text)
     assert text.count("  pass  ") >= 14
     assert "FAIL" not in text
     assert text.endswith("all contained\n")

@@ -131,12 +131,14 @@ def test_an_unknown_machine_is_refused():
 def test_landlock_is_too_old_means_an_error(monkeypatch):
     monkeypatch.setattr(landlock, "abi", lambda: 2)
     with pytest.raises(OSError, match="ABI 2 is older than 3"):
-        landlock.restrict((), "/tmp", True)
+        landlock.restrict((), (), "/tmp", True)
 
 
 def test_a_job_survives_its_journey():
     limits = Limits(wall_s=1.5, processes=3)
-    job = Job("landlock", "/usr/bin/python3", ("/usr",), (), (), "/tmp", "", False, True, limits)
+    job = Job(
+        "landlock", "/usr/bin/python3", ("/usr",), (), (), (), "/tmp", "", False, True, limits
+    )
     back = Job.decode(job.encode())
     assert back.encode() == job.encode()
     assert back.limits == limits

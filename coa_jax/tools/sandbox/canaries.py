@@ -36,6 +36,7 @@ SECRET = {secret!r}
 os.getuid() == 0 and broken.append("runs as root")
 attempt("reads a file of another directory", lambda: open(SECRET).read())
 attempt("reads /etc/passwd", lambda: open("/etc/passwd").read())
+attempt("reads /usr/bin/env", lambda: open("/usr/bin/env", "rb").read())
 attempt("writes outside", lambda: open("/var/tmp/coa_jax_probe", "w"))
 attempt("signals a process outside", lambda: os.getppid() > 2 and os.kill(os.getppid(), 0)
         or os.getppid() <= 2 and os.kill(1 << 20, 0))
@@ -52,7 +53,7 @@ subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
 
 _READS = """
 for path in {paths!r}:
-    attempt("reads " + path, lambda path=path: open(path).read())
+    attempt("reads " + path, lambda path=path: open(path, "rb").read())
 for path in {directories!r}:
     attempt("lists " + path, lambda path=path: os.listdir(path))
 def variables(process):
@@ -211,7 +212,8 @@ for _ in range(3):
         os.setsid()
         if os.fork() == 0:
             os.setsid()
-            os.execv("/usr/bin/sleep", ["sleep", {marker!r}])
+            sleep = "import time; time.sleep(3600)"
+            os.execv(sys.executable, [sys.executable, "-S", "-c", sleep, {marker!r}])
         os._exit(0)
     os.wait()
 print("HELD")
@@ -268,8 +270,8 @@ class Targets:
         udp_port: port of a UDP listener on the loopback device.
         abstract: name of an abstract Unix socket with a listener.
         unix: path of a Unix socket to which everybody may send.
-        marker: argument of the command ``sleep`` that programs start, by which the caller
-            recognises processes that outlive a program.
+        marker: argument of the processes that programs start, by which the caller recognises
+            processes that outlive a program.
     """
 
     files: tuple[str, ...]
@@ -303,8 +305,8 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
     caller = os.getpid()
     variables = Path("/proc/self/environ").read_bytes().split(b"\0")
     reads = _READS.format(
-        paths=("/etc/shadow", "/etc/passwd", *targets.files),
-        directories=targets.directories,
+        paths=("/etc/shadow", "/etc/passwd", "/usr/bin/env", __file__, *targets.files),
+        directories=("/usr/share/doc", "/usr/local/bin", *targets.directories),
         marker=max(variables, key=len) or b"\xff",
         caller=caller,
     )
@@ -329,7 +331,7 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
     return (
         *framed,
         Canary("kills its parent and everybody", kills),
-        Canary("fork bomb", _FORK_BOMB, ("wall", "processes", "memory"), ""),
+        Canary("fork bomb", _FORK_BOMB, ("exit", "wall", "processes", "memory"), ""),
         Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
         Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
         Canary("endless loop", "while True: pass", ("exit", "wall"), ""),

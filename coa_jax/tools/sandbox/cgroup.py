@@ -14,6 +14,7 @@ import time
 
 PREFIX = "coa_jax_"
 _STALE_S = 60.0
+_WEIGHT = 21  # of 100, the weight of `watch.NICE`
 _REMOVE_S = 0.2
 
 
@@ -43,6 +44,11 @@ class Group:
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         fields = dict(line.split() for line in _read(self.path, name).splitlines())
         return int(fields.get("oom_kill", 0)) > 0
+
+    def held(self) -> int:
+        """Returns the memory of the group in bytes."""
+        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
+        return int(_read(self.path, name))
 
     def kill(self) -> None:
         """Kills all processes of the group. Does nothing if the kernel does not support this."""
@@ -118,13 +124,39 @@ def make(home: Group, memory: int) -> Group:
             _write(group.path, "memory.oom.group", "1")
             with contextlib.suppress(FileNotFoundError):
                 _write(group.path, "memory.swap.max", "0")
+            # A group has one share on all processors, by default as much as that of the trainer.
+            with contextlib.suppress(FileNotFoundError):  # the home does not divide processors
+                _write(group.path, "cpu.weight", str(max(1, _WEIGHT // (os.cpu_count() or 1))))
     except OSError:
         os.rmdir(group.path)
         raise
     return group
 
 
+def machine_memory() -> int:
+    """Returns the memory in bytes of this machine, or of the container if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path, top, version in _memory_groups():
+        name = "memory.limit_in_bytes" if version == 1 else "memory.max"
+        while path.startswith(top):
+            with contextlib.suppress(OSError, ValueError):  # the top has no file; or it says "max"
+                found.append(int(_read(path, name)))
+            if path == top:
+                break
+            path = os.path.dirname(path)
+    return min(found)
+
+
 def _candidates() -> list[Group]:
+    found = []
+    for path, top, version in _memory_groups():
+        found += [Group(place, 2) for place in _delegated(path, top)] if version == 2 else []
+        found += [Group(path, 1)] if version == 1 else []
+    return found
+
+
+def _memory_groups() -> list[tuple[str, str, int]]:
+    """Returns (path, topmost path, version) of each group that may limit this process."""
     mounts = []
     for line in _read("/proc/self", "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -137,9 +169,9 @@ def _candidates() -> list[Group]:
         for kind, root, point in mounts:
             own = os.path.join(point, os.path.relpath(path, root))
             if kind == "cgroup2" and controllers == "":
-                found += [Group(place, 2) for place in _delegated(own, point)]
+                found.append((os.path.normpath(own), point, 2))
             elif kind == "cgroup" and "memory" in controllers.split(","):
-                found.append(Group(own if os.path.isdir(own) else point, 1))
+                found.append((own if os.path.isdir(own) else point, point, 1))
     return found
 
 

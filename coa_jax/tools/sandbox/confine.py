@@ -10,8 +10,8 @@ import signal
 
 from . import kernel, landlock, seccomp
 from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes, Scratch
+from .watch import NICE, SESSION_PARTS, priority
 
-_NICE = 5  # gives a third of the usual CPU share; with a smaller share, programs time out
 _IDLE_IO = 3 << 13
 
 
@@ -69,7 +69,7 @@ def become_program(
         scoped = landlock.abi() >= landlock.SIGNAL_SCOPE_ABI
         code = seccomp.compile_filter(True, uid is None and not scoped, shared_memory)
         _give_way()
-        landlock.restrict(job.readable, scratch.top, shared_memory)
+        landlock.restrict(job.readable, job.hidden, scratch.top, shared_memory)
         seccomp.install(code)
     elif job.backend != "none":
         raise ValueError(f"unknown isolation {job.backend!r}")
@@ -85,7 +85,7 @@ def environment(job: Job, directory: str) -> dict[str, str]:
         directory: scratch directory of the program, as the program sees it.
     """
     variables = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PATH": os.path.dirname(job.interpreter),
         "HOME": directory,
         "TMPDIR": directory,
         "LANG": "C.UTF-8",
@@ -107,15 +107,14 @@ def _command(job: Job, program: str) -> list[str]:
 
 def _give_way() -> None:
     """Lowers the priority of this process. The program cannot raise the priority again."""
-    os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    # The watch lowers the priority further if the program starts several threads.
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
         kernel.syscall(seccomp.number("ioprio_set"), 1, 0, _IDLE_IO)
-    # If the kernel divides processors among sessions (autogroup), only the priority of the session
-    # has an effect.
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
-        file.write(str(_NICE))
+        file.write(str(priority(SESSION_PARTS)))
 
 
 def _set_limits(limits: Limits, count: int) -> None:
@@ -167,13 +166,17 @@ def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_mem
     arguments += ["--symlink", PRIVATE_TMP, "/dev/shm"]
     for path in job.readable:  # after the scratch space, because a library may be in /tmp
         arguments += ["--ro-bind", path, path]
+        for place in job.hidden:  # before the next path, which may be a library in this place
+            if os.path.dirname(place) == path:
+                arguments += ["--size", "4096", "--tmpfs", place]
     for target, path in job.links:
         arguments += ["--symlink", target, path]
     program = f"{PRIVATE_TMP}/{PROGRAM}"
     arguments += ["--file", str(source), program, "--chdir", PRIVATE_TMP]
-    # Both /proc and / become read-only. The file system at / is in memory and has no size limit,
+    # All of these become read-only. The file system at / is in memory and has no size limit,
     # and through /proc a program could exempt itself from the kernel's out-of-memory killer.
-    arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
+    for path in ("/proc", *job.hidden, "/"):
+        arguments += ["--remount-ro", path]
     arguments += ["--json-status-fd", str(started)]
     arguments += ["--seccomp", str(rules), "--", *_command(job, program)]
     os.execve(job.bwrap, arguments, {})

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -26,10 +27,13 @@ UNSAFE_VARIABLE = "COA_JAX_ALLOW_UNSAFE_CODE"
 
 _PROBE_LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_mb=512)
 _TOP_LEVEL = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_EXTRAS = ("/etc/ld.so.cache", "/etc/alternatives")
+_DATA = ("/etc/ld.so.cache", "/usr/lib/locale/C.utf8", "/usr/share/zoneinfo")
+"""Data of the C library and of the module ``zoneinfo``."""
+_THIRD_PARTY = ("site-packages", "dist-packages")
+_AT_A_TIME = 400
 _DESCRIBE = (
-    "import json, sys; print(json.dumps([sys.base_prefix, sys.base_exec_prefix,"
-    " '%d.%d.%d' % sys.version_info[:3]]))"
+    "import json, sys, sysconfig; print(json.dumps([*map(sysconfig.get_path,"
+    " ('stdlib', 'platstdlib')), '%d.%d.%d' % sys.version_info[:3]]))"
 )
 
 
@@ -39,12 +43,12 @@ class Interpreter:
 
     Attributes:
         path: path of the executable.
-        prefixes: directories of the standard library.
+        standard_library: directories of the standard library.
         version: version, such as "3.11.2".
     """
 
     path: str
-    prefixes: tuple[str, ...]
+    standard_library: tuple[str, ...]
     version: str
 
 
@@ -78,10 +82,10 @@ class Isolation:
             cgroup: whether a control group may limit the memory of the program.
         """
         places = tuple(map(os.path.realpath, libraries))
-        readable, links = _file_system(self.interpreter, places)
+        readable, hidden, links = _file_system(self.interpreter, places)
         bwrap = shutil.which("bwrap", path=_search_path()) or ""
         settings = (places, _scratch(), bwrap, namespaces, cgroup, limits)
-        return Job(self.backend, self.interpreter.path, readable, links, *settings)
+        return Job(self.backend, self.interpreter.path, readable, hidden, links, *settings)
 
 
 def find_isolation(backend: str = "auto") -> Isolation:
@@ -170,10 +174,10 @@ def find_interpreter() -> Interpreter:
         answer = subprocess.run(command, capture_output=True, text=True, env={})
         if answer.returncode != 0:
             continue
-        *prefixes, version = json.loads(answer.stdout)
-        prefixes = dict.fromkeys(os.path.realpath(prefix) for prefix in prefixes)
-        if "/" not in prefixes and all(map(reachable, prefixes)):
-            return Interpreter(place, tuple(prefixes), version)
+        *library, version = json.loads(answer.stdout)
+        library = dict.fromkeys(map(os.path.realpath, library))
+        if all(map(reachable, library)):
+            return Interpreter(place, tuple(library), version)
     raise UserError(
         "no isolation available: no python that an unprivileged user may start among "
         f"{', '.join(tried) or 'the usual places'} (install python3 into /usr/bin)"
@@ -196,21 +200,69 @@ def reachable(path: str) -> bool:
         return False
 
 
+@functools.lru_cache
 def _file_system(
     interpreter: Interpreter, libraries: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    links = tuple((os.readlink(path), path) for path in _TOP_LEVEL if os.path.islink(path))
-    wanted = ["/usr", *(path for path in _TOP_LEVEL if not os.path.islink(path)), *_EXTRAS]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Finds the files that a program may read: the interpreter, and the libraries that it can load.
+
+    Returns:
+        (readable paths, hidden directories, links) as in `Job`.
+    """
     for library in libraries:
         if not os.path.isdir(library) or not reachable(library):
             raise UserError(f"sandbox library {library!r} is not a directory that others can read")
-    wanted += [*libraries, *interpreter.prefixes]
+    standard = interpreter.standard_library
+    hidden = [os.path.join(path, name) for path in standard for name in _THIRD_PARTY]
+    hidden = [path for path in hidden if os.path.isdir(path)]
+    extensions, _ = _contents(standard, hidden)
+    more, outside = _contents(libraries, [])
+    linked = _shared_libraries(interpreter.path, extensions + more)
+    linked = [path for path in linked if reachable(os.path.dirname(path))]
     readable: list[str] = []
-    for path in wanted:
-        inside = any(path == root or path.startswith(root + "/") for root in readable)
-        if os.path.exists(path) and not inside:
+    for path in (interpreter.path, *standard, *_DATA, *linked, *outside, *libraries):
+        inside = any(f"{path}/".startswith(f"{root}/") for root in (*readable, *libraries))
+        if os.path.exists(path) and (path in libraries or not inside):
             readable.append(path)
-    return tuple(readable), links
+    names = (
+        os.path.join(os.path.dirname(interpreter.path), name) for name in ("python3", "python")
+    )
+    names = (path for path in names if os.path.realpath(path) == interpreter.path)
+    links = [(os.readlink(path), path) for path in (*_TOP_LEVEL, *names) if os.path.islink(path)]
+    return tuple(readable), tuple(hidden), tuple(links)
+
+
+def _contents(roots: tuple[str, ...], hidden: list[str]) -> tuple[list[str], list[str]]:
+    """Returns (shared libraries in some directory trees, targets of links that leave the trees)."""
+    extensions, outside = [], []
+    for root in roots:
+        for place, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if os.path.join(place, name) not in hidden]
+            for name in (*folders, *files):
+                path = os.path.join(place, name)
+                if os.path.islink(path):
+                    outside.append(os.path.realpath(path))
+                elif ".so" in name and not {":", " "} & set(path):
+                    extensions.append(path)
+    return extensions, [path for path in outside if reachable(os.path.dirname(path))]
+
+
+def _shared_libraries(interpreter: str, extensions: list[str]) -> list[str]:
+    """Returns the paths of all shared libraries that an interpreter and its extensions load."""
+    found: dict[str, None] = {}
+    for start in range(0, len(extensions) or 1, _AT_A_TIME):
+        # With these variables, the dynamic linker prints the libraries instead of loading them.
+        wanted = ":".join(extensions[start : start + _AT_A_TIME])
+        variables = {"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": wanted}
+        answer = subprocess.run(
+            [interpreter, "-V"], capture_output=True, text=True, env=variables, check=False
+        )
+        for name in re.findall(r"(?:=>|^)\s+(/.*) \(0x", answer.stdout, re.MULTILINE):
+            folder, file = os.path.split(name)
+            found[os.path.join(os.path.realpath(folder), file)] = None
+    # The C library loads this library, which is in the same directory, when a thread is cancelled.
+    beside = {os.path.dirname(path) for path in found if os.path.basename(path).startswith("libc.")}
+    return [*found, *(os.path.join(folder, "libgcc_s.so.1") for folder in beside)]
 
 
 def _scratch() -> str:

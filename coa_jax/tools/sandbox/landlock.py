@@ -56,7 +56,25 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(descriptor)
 
 
-def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> None:
+def _allow_to_read(ruleset: int, path: str, hidden: tuple[str, ...]) -> None:
+    """Allows reading a path, except the directories ``hidden`` directly below it.
+
+    Landlock cannot take a right back. Names below the path can therefore be listed, also the names
+    in ``hidden``.
+    """
+    rights = _EXECUTE | _READ_FILE | _READ_DIR
+    if not any(os.path.dirname(place) == path for place in hidden):
+        return _allow(ruleset, path, rights)
+    _allow(ruleset, path, _READ_DIR)
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.path not in hidden:
+                _allow(ruleset, entry.path, rights)
+
+
+def restrict(
+    readable: tuple[str, ...], hidden: tuple[str, ...], writable: str, shared_memory: bool
+) -> None:
     """Restricts this process and its descendants permanently.
 
     The restriction covers files. It also covers TCP, and signals and abstract sockets to other
@@ -64,6 +82,7 @@ def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> N
 
     Args:
         readable: paths that may be read and executed.
+        hidden: directories directly below a readable path that may not be read.
         writable: directory in which the process has full access.
         shared_memory: whether ``/dev/zero``, which provides shared memory, may be used.
 
@@ -83,7 +102,7 @@ def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> N
     )
     try:
         for path in readable:
-            _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
+            _allow_to_read(ruleset, path, hidden)
         # Full access does not include ioctl calls on devices.
         _allow(ruleset, writable, rights & ~_IOCTL_DEV)
         for device in ("/dev/null", "/dev/full", *(["/dev/zero"] if shared_memory else [])):

@@ -25,7 +25,8 @@ class Limits:
         wall_s: wall time in seconds after which all processes of the program are killed.
         starved_s: maximum time in seconds that is added to ``wall_s``, for the time in which the
             program was ready to run but other processes occupied the processors.
-        cpu_s: limit on the processor time of each process, in seconds.
+        cpu_s: limit on the processor time of each process, in seconds. All processes together may
+            use one second more.
         memory_mb: limit in MiB on the address space of each process, and on the memory of all
             processes together. With a control group, scratch space in memory is included.
         disk_mb: size of the private scratch space in MiB. The number of files is limited to one per
@@ -40,7 +41,7 @@ class Limits:
     cpu_s: float = 5.0
     memory_mb: int = 5120
     disk_mb: int = 64
-    processes: int = 48
+    processes: int = 8
     open_files: int = 128
     output_bytes: int = 4 << 20
     starved_s: float = 0.0
@@ -54,7 +55,9 @@ class Job:
         backend: kind of isolation: "bubblewrap", "landlock" or "none".
         interpreter: absolute path of the Python interpreter that runs the program.
         readable: existing absolute paths that the program may read and execute.
-        links: (target, path) of each symbolic link in the root directory that the program sees.
+        hidden: directories below ``readable`` that the program may not read. If such a directory or
+            a path below it is also ``readable``, the program may read that path.
+        links: (target, path) of each symbolic link outside ``readable`` that the program sees.
         import_path: directories that are added to the program's ``sys.path``.
         scratch: directory in which the scratch directory is created, if the program has no private
             file system.
@@ -67,6 +70,7 @@ class Job:
     backend: str
     interpreter: str
     readable: tuple[str, ...]
+    hidden: tuple[str, ...]
     links: tuple[tuple[str, str], ...]
     import_path: tuple[str, ...]
     scratch: str

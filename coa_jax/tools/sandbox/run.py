@@ -324,6 +324,8 @@ def _result(report: str, out: _Reader, error: _Reader) -> ProgramResult:
     if reason == "fault":
         text = f"{fields['error']} {error.captured().head[:500]}".strip()
         raise SandboxError(f"the program could not be confined: {text}")
+    if reason == "pool":
+        raise SandboxError(fields["error"])
     if not fields["clean"]:
         raise SandboxError("the program left something behind that could not be removed")
     assert out.flood is not None

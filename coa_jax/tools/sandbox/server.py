@@ -14,6 +14,7 @@ import sys
 
 from . import cgroup, supervise
 from .limits import Job, Pipes
+from .pool import Pool
 
 DESCRIPTORS = 6
 MESSAGE_BYTES = 1 << 16
@@ -25,13 +26,14 @@ def serve(descriptor: int) -> None:
     Args:
         descriptor: file descriptor of the socket.
     """
-    home = cgroup.find()
+    home, programs, number = cgroup.find(), Pool(cgroup.machine_memory()), 0
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     connection = socket.socket(fileno=descriptor)
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, DESCRIPTORS)
         if not message:
             return
+        number += 1
         try:
             process = os.fork()
         except OSError as error:
@@ -41,8 +43,10 @@ def serve(descriptor: int) -> None:
         if process == 0:
             try:
                 connection.close()
-                supervise.supervise(Job.decode(message), Pipes(*descriptors), home)
+                programs.take_slot(number)
+                supervise.supervise(Job.decode(message), Pipes(*descriptors), home, programs)
             finally:
+                programs.leave()
                 os._exit(0)
         for end in descriptors:
             os.close(end)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 from . import cgroup, confine, kernel
 from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
+from .pool import Pool
 from .watch import ProcessWatch, every_descendant, process_ids
 
 # systemd's table of user ids lists this range as unused. It also exists in rootless containers.
@@ -33,13 +34,13 @@ _REMOVAL_S = 2.0
 """Seconds that a report waits for the removal of files; a program may make very many."""
 
 
-def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None) -> None:
+def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: Pool) -> None:
     """Runs a program to its end, and writes the report as JSON.
 
     The report has these keys:
 
-    * ``reason``: why the program ended: "exit", "wall", "memory", "disk", "processes", "cancelled"
-      or "fault".
+    * ``reason``: why the program ended: "exit", "wall", "memory", "disk", "processes", "pool",
+      "cancelled" or "fault".
     * ``code``: exit code, or 128 + number of the signal that ended the program.
     * ``cpu_s``: processor time in seconds.
     * ``uid``: user id of the program.
@@ -53,6 +54,7 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None) -> None:
         job: description of the job.
         pipes: file descriptors of the job.
         home: control group in which a group for the program can be created; None if there is none.
+        pool: memory of all programs of the server.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -74,7 +76,7 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None) -> None:
         memory = f"cgroup v{group.version}" if group else "a watch"
         files = "a file system of their own" if scratch.bounded else "a watch"
         report["totals"] = f"memory by {memory}, files by {files}"
-        report |= _run(job, pipes, uid, scratch, group, isolated)
+        report |= _run(job, pipes, uid, scratch, group, isolated, pool)
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
     finally:
@@ -128,13 +130,15 @@ def _run(
     scratch: Scratch,
     group: cgroup.Group | None,
     isolated: bool,
+    pool: Pool,
 ) -> dict[str, object]:
     failure_read, failure_write = os.pipe2(os.O_CLOEXEC)
     started_read, started_write = os.pipe2(os.O_CLOEXEC)
     # The kernel limits the number of processes of a user id. A program without a user id of its own
     # shares this number with its caller, so that `watch` must enforce the limit.
     count = job.limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
-    watch = ProcessWatch(job.limits, scratch, group)
+    helpers = 2 if job.backend == "bubblewrap" else int(isolated)
+    watch = ProcessWatch(job.limits, scratch, group, pool, helpers)
 
     def told(error: Exception) -> None:
         os.write(failure_write, f"{type(error).__name__}: {error}".encode())
@@ -167,6 +171,8 @@ def _run(
     code = 128 - status if status < 0 else status
     clean = _sweep(uid, group)
     ended = time.monotonic()
+    if reason == "cpu":  # as if the kernel had ended the program at its limit for one process
+        return {"reason": "exit", "code": 128 + signal.SIGXCPU, "clean": clean, "ended": ended}
     if reason == "exit":
         reason = watch.last_look() or reason
     error = os.read(failure_read, 4096).decode() if clean else ""
@@ -176,6 +182,8 @@ def _run(
         error = error or "bubblewrap did not start the program"
     if error:
         reason = "fault"
+    if reason == "pool":
+        error = f"all programs together held more than {pool.limit >> 20} MiB, this one the most"
     return {"reason": reason, "code": code, "clean": clean, "error": error, "ended": ended}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
 import socket
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -171,3 +174,62 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
     if after.stdout.head != "42\n":
         found.append(f"the next program failed: {after.stderr.tail.strip()!r}")
     return Attempt(tuple(found), seconds, over_mb, over_s)
+
+
+LEAST_SHARE = 0.5
+"""Part of a busy processor that `share_beside` must leave to a process outside the sandbox."""
+
+_BUSY = """
+import os, sys, time
+for _ in range(44):
+    try:
+        if os.fork() == 0:
+            break
+    except OSError:
+        break
+os.sched_setaffinity(0, {%d})
+while True:
+    pass
+"""
+_REFERENCE = """
+import os, time
+os.sched_setaffinity(0, {%d})
+used, end = time.process_time(), time.monotonic() + %g
+while time.monotonic() < end:
+    pass
+print(time.process_time() - used)
+"""
+_SETTLED_S, _MEASURED_S, _PAIRS = 0.5, 1.0, 3
+
+
+async def share_beside(job: Job) -> float:
+    """Measures what programs leave of a processor to a busy process outside the sandbox.
+
+    Two programs, the default number for each processor, try to start 45 busy processes each, on the
+    processor on which the process runs.
+
+    Args:
+        job: description of the job that runs the programs.
+
+    Returns:
+        The processor time of the process beside the programs, divided by its time without the
+        programs: the median of three pairs of measurements.
+    """
+    processor = min(os.sched_getaffinity(0))
+    limits = dataclasses.replace(job.limits, wall_s=60.0, cpu_s=60.0)
+    job, shares = dataclasses.replace(job, limits=limits), []
+
+    async def used() -> float:
+        command = [sys.executable, "-S", "-c", _REFERENCE % (processor, _MEASURED_S)]
+        reference = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        return float((await reference.communicate())[0])
+
+    for _ in range(_PAIRS):
+        alone = await used()
+        calls = [asyncio.create_task(run(job, _BUSY % processor)) for _ in range(2)]
+        await asyncio.sleep(_SETTLED_S)
+        shares.append(await used() / alone)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    return statistics.median(shares)

@@ -12,11 +12,22 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import select
 import time
 
 from .cgroup import Group
 from .limits import PRIVATE_TMP, Limits, Scratch
+from .pool import Pool
+
+SESSION_PARTS = max(1, (os.cpu_count() or 1) // 2)
+"""Divisor of the share of a session, for kernels that divide processors among sessions (autogroup).
+
+The session of the trainer then has one share on all processors together.
+"""
+
+NICE = 7
+"""Priority of a program with one thread: a fifth of the usual share of a processor."""
 
 _FIRST_LOOK_S = 0.005
 # Longest pause between two checks in seconds, if the watch measures or only asks the kernel.
@@ -24,7 +35,11 @@ _COUNTING_S, _ASKING_S = 0.02, 0.1
 _SHARE_OF_CPU = 20  # checks take at most 1/20 of the time, as far as these pauses allow
 _PRECISE_S = 0.05
 _SPARE_PROCESSES = 4  # number of processes of the sandbox itself
+_CPU_MARGIN_S = 1.0  # the kernel's own limit for a single process comes first
 _TICKS = os.sysconf("SC_CLK_TCK")
+# In /proc/PID/stat: session, processor time of the process (user, system) and of its children that
+# have ended, number of threads, and start.
+_STAT = (3, 11, 12, 13, 14, 17, 19)
 
 
 class ProcessWatch:
@@ -33,14 +48,26 @@ class ProcessWatch:
     The processes must be descendants of this process.
     """
 
-    def __init__(self, limits: Limits, scratch: Scratch, group: Group | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        scratch: Scratch,
+        group: Group | None,
+        pool: Pool | None = None,
+        helpers: int = 0,
+    ) -> None:
         """Creates the watch of a program that has not started yet.
 
         Args:
             limits: limits of the program.
             scratch: scratch space of the program.
             group: memory control group of the program; None if it has none.
+            pool: memory of all programs of the server; None if it has no limit.
+            helpers: number of processes of the sandbox itself among the descendants.
         """
+        self._pool, self._helpers = pool, helpers
+        self._most_threads = 1
+        self._used: dict[tuple[int, int], int] = {}  # (process, its start) -> clock ticks
         self._limits, self._scratch, self._group = limits, scratch, group
         self._start = _written([], scratch.in_memory)
         self._net = 0  # number of bytes written and not deleted, at the last check
@@ -58,7 +85,8 @@ class ProcessWatch:
 
         Returns:
             "exit" if the program has ended, "cancelled" if the caller has given up, or the name of
-            the limit that the program has exceeded: "wall", "memory", "disk" or "processes".
+            the limit that the program has exceeded: "wall", "cpu", "memory", "disk", "processes" or
+            "pool" (the memory of all programs together).
         """
         start = time.monotonic()
         end = start + self._limits.wall_s
@@ -91,16 +119,43 @@ class ProcessWatch:
 
     def look(self) -> str:
         """Measures the program once; returns the name of a limit that it has exceeded, else ""."""
-        processes = descendants(os.getpid())
+        processes, limit = descendants(os.getpid()), self._limits.memory_mb << 20
         if self._group is not None:
             if self._group.exceeded():
                 return "memory"
-        elif _holds_more(processes, self._limits.memory_mb << 20):
-            return "memory"
-        threads = [_numbers(process, "stat", (17,))[0] for process in processes]
-        if sum(threads) > self._limits.processes + _SPARE_PROCESSES:
+            held = self._group.held()
+        else:
+            held = _memory(processes, limit)
+            if held > limit:
+                return "memory"
+        if self._pool is not None and self._pool.must_end(held):
+            # Without a control group, the first figure may count shared pages more than once.
+            if self._group is None:
+                held = _memory(processes, 0)
+            if self._pool.must_end(held):
+                return "pool"
+        return self._look_at_processes(processes) or self._look_at_files(processes)
+
+    def _look_at_processes(self, processes: list[int]) -> str:
+        threads, sessions = -self._helpers, set[int]()
+        reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+        counted = (reaped.ru_utime + reaped.ru_stime) * _TICKS
+        for process in processes:
+            session, user, system, *ended, tasks, start = _numbers(process, "stat", _STAT)
+            threads += tasks
+            sessions.add(session)
+            counted += user + system + sum(ended)
+            self._used[process, start] = user + system
+        if threads > self._limits.processes + _SPARE_PROCESSES - self._helpers:
             return "processes"
-        return self._look_at_files(processes)
+        self._most_threads = max(self._most_threads, threads)
+        if self._most_threads > 1:
+            sessions_of_program = max(1, len(sessions) - (self._helpers > 0))
+            give_way(processes, self._most_threads, sessions_of_program)
+        # The kernel does not count children that nobody waited for; the sum over the processes that
+        # were seen misses the time after the last look at them.
+        used = max(counted, sum(self._used.values())) / _TICKS
+        return "cpu" if used > math.ceil(self._limits.cpu_s) + _CPU_MARGIN_S else ""
 
     def last_look(self) -> str:
         """Returns the name of a limit that the ended program had exceeded; "" if there is none.
@@ -198,8 +253,37 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
         return [0] * len(places)
 
 
-def _holds_more(processes: list[int], limit: int) -> bool:
-    """Returns whether the memory of some processes is more than ``limit`` bytes in total.
+def give_way(processes: list[int], threads: int, sessions: int) -> None:
+    """Lowers the priority of some processes, so that together they get the share of one.
+
+    Args:
+        processes: ids of the processes.
+        threads: number of threads of all processes together.
+        sessions: number of their sessions. If the kernel divides processors among sessions
+            (autogroup), a session has one share on all processors, and only the priority of the
+            session has an effect.
+    """
+    nice = max(priority(threads), os.getpriority(os.PRIO_PROCESS, 0))
+    of_session = priority(sessions * SESSION_PARTS)
+    for process in processes:
+        with contextlib.suppress(OSError):  # the process may have ended
+            for task in os.listdir(f"/proc/{process}/task"):
+                os.setpriority(os.PRIO_PROCESS, int(task), nice)
+            with open(f"/proc/{process}/autogroup", "w") as file:
+                file.write(str(of_session))
+
+
+def priority(parts: int) -> int:
+    """Returns the priority that gives each of ``parts`` threads its part of one share.
+
+    More than two threads get the lowest priority, which is less than their part. If a container
+    competes with others, each processor that its programs occupy takes some of the trainer's share.
+    """
+    return NICE if parts == 1 else NICE + 3 if parts == 2 else 19  # a step is a factor of 1.25
+
+
+def _memory(processes: list[int], limit: int) -> int:
+    """Returns the memory of some processes in bytes, or an upper bound of at most ``limit``.
 
     The memory of a process consists of its private memory (also if swapped), its page tables, and a
     full buffer for each open file descriptor, because each descriptor may be a socket. Anonymous
@@ -210,7 +294,7 @@ def _holds_more(processes: list[int], limit: int) -> bool:
     private = {process: _kilobytes(process, "status", lines) for process in processes}
     bound = sum(private.values()) + _socket_bytes() * sum(map(_descriptors, processes))
     if bound <= limit:
-        return False
+        return bound
     # This bound may count pages that are shared since a fork, and sockets, more than once.
     end = time.monotonic() + _PRECISE_S
     total, sockets = 0, set[str]()
@@ -223,7 +307,7 @@ def _holds_more(processes: list[int], limit: int) -> bool:
         # A page of n processes counts 1/n.
         total += min(most, _kilobytes(process, "smaps_rollup", shares)) or most
         sockets |= _socket_names(process)
-    return total + _socket_bytes() * len(sockets) > limit
+    return total + _socket_bytes() * len(sockets)
 
 
 def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:

@@ -1,0 +1,51 @@
+"""Limits the memory of all programs of a sandbox server together."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+_SLOTS = 1024  # more than the number of programs that a server can run at a time
+
+
+class Pool:
+    """A table with the memory that each program of a server holds, which all supervisors share.
+
+    The limit is half of the memory of this machine, or of the container if that is less.
+    """
+
+    def __init__(self, memory: int) -> None:
+        """Creates an empty table.
+
+        Args:
+            memory: memory of this machine in bytes.
+        """
+        self.limit = memory // 2
+        self._table = memoryview(mmap.mmap(-1, 16 * _SLOTS)).cast("Q")
+        self._slot = 0
+
+    def take_slot(self, number: int) -> None:
+        """Takes the slot of the program with this number. Each program must have another number."""
+        self._slot = 2 * (number % _SLOTS)
+        self._table[self._slot], self._table[self._slot + 1] = os.getpid(), 0
+
+    def leave(self) -> None:
+        """Frees the slot of this process."""
+        self._table[self._slot] = self._table[self._slot + 1] = 0
+
+    def must_end(self, held: int) -> bool:
+        """Returns whether all programs together exceed the limit, and this one holds the most.
+
+        Args:
+            held: memory in bytes that the program of this process holds.
+        """
+        self._table[self._slot + 1] = held
+        if sum(self._table[1::2].tolist()) <= self.limit:
+            return False
+        # A supervisor that was killed has not freed its slot.
+        alive = [
+            self._table[place + 1]
+            for place in range(0, 2 * _SLOTS, 2)
+            if self._table[place] and os.path.exists(f"/proc/{self._table[place]}")
+        ]
+        return sum(alive) > self.limit and held >= max(alive)
