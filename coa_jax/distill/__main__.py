@@ -131,6 +131,8 @@ def _converted(
             f"{dropped['no_accepted_answer']} runs have no accepted answer and were not graded; "
             "--config.teacher.keep_without_gold=True keeps such runs"
         )
+    if told["invented"]["records"]:
+        print("{records} records contain {segments} invented segments".format(**told["invented"]))
     return {**statistics_of(records), **told}
 
 

@@ -1,4 +1,4 @@
-"""A work directory says what was trained: other settings are refused, permitted changes recorded."""
+"""A work directory refuses other settings, and records permitted changes."""
 
 from __future__ import annotations
 
