@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +19,10 @@ from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
-from coa_jax.evaluate.figures import blocks, result
+from coa_jax.evaluate.figures import blocks, check_written, result
 from coa_jax.evaluate.journal import Journal, digest
 from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
-from coa_jax.evaluate.sample import Key, Measured, measured
+from coa_jax.evaluate.sample import Key, measured
 from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
 from coa_jax.model.api import load_model
 from coa_jax.progress import Bar, progress
@@ -307,7 +306,7 @@ def evaluate(
         why = asyncio.run(_finish(streams, tasks, config, graders, exposure, journal, bar.update))
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
-    _check_written(stage, groups)
+    check_written(stage, groups)
     found = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)
     described = {**about, "grading": _grading(config)}
     unjudged = graders.judge.no_verdict if graders.judge else {}
@@ -384,19 +383,6 @@ def _check_ready(
             f"(config.graders.judge.chat.url): {config.graders.answer} grades their "
             "answers instead, which is another measure",
             flush=True,
-        )
-
-
-def _check_written(stage: str, groups: Sequence[Measured]) -> None:
-    """Raises UserError if samples were graded, and the policy wrote no token in any of them."""
-    graded = [one for group in groups for one in group.samples if one.value is not None]
-    if graded and not any(sample.tokens or sample.answer for sample in graded):
-        stops = Counter(sample.stop for sample in graded)
-        told = ", ".join(f"{count} samples {stop}" for stop, count in sorted(stops.items()))
-        raise UserError(
-            f"{stage}: there is no result, because the policy wrote no token (stop reasons: "
-            f"{told}); if the prompts do not fit into the context, give a shorter "
-            "rollout.prompt_style or a higher rollout.max_tokens and engine.max_length"
         )
 
 

@@ -84,17 +84,8 @@ def test_runs_of_one_task_in_files_of_one_name_keep_names_of_their_own(tmp_path)
     said[1]["reasoning_content"] = "I need no tool."
     for number, path in enumerate(files, start=1):
         path.parent.mkdir()
-        path.write_bytes(
-            file_of(
-                {
-                    "id": "t",
-                    "messages": said,
-                    "gold": "A",
-                    "answer": "A",
-                    "usage": {"prompt_tokens": number},
-                }
-            )
-        )
+        row = {"id": "t", "messages": said, "gold": "A", "answer": "A"}
+        path.write_bytes(file_of({**row, "usage": {"prompt_tokens": number}}))
     made = convert_files(TraceFilesConfig(tuple(map(str, files)), "openai", "web", INVENTING))
     names = ["t", "log.jsonl:1:t", "log.jsonl:1:t#2"]
     assert [task.id for task in made.tasks] == [log.episode for log in made.logs] == names
