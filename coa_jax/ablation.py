@@ -405,6 +405,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     with RunDir(workdir) as run:
         run.keep_config(config)
         work = Ablation(config, workdir)
+        run.write_config(config)
         names, seeds = (UNFILTERED, *work.arms), work.command.seeds
         sets: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         rows: dict[str, list[list[float | None]]] = {name: [] for name in names}

@@ -7,6 +7,7 @@ They raise `coa_jax.errors.UserError` for errors that the caller can correct.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ from coa_jax import files, jsonl
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
 from coa_jax.environments.base import ENVIRONMENTS, tags_of
+from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import Comparison, compare
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
@@ -24,7 +26,6 @@ from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load,
 from coa_jax.learn import rl, sft
 from coa_jax.learn.command import run_at
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.protocol import write_protocols
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
@@ -162,9 +163,9 @@ def train_sft(
     found = build(sft.SFTConfig, values)
 
     def train() -> None:
-        with run_at(path, values, wandb_project) as (run, output):
+        with run_at(path, found, wandb_project) as (run, output):
             if records is not None:
-                write_records(values["data"], records)
+                _keep_records(path / "records.jsonl", records)
             live = make_tools(found.tools) if found.evaluate_every else ()
             sft.train(found, run, output, renaming(found.rename_share), live)
 
@@ -204,13 +205,24 @@ def train_rl(
     found, path = build(RLRun, values), run_folder(workdir)
 
     def train() -> None:
-        with run_at(path, values, wandb_project) as (run, output):
+        with run_at(path, found, wandb_project) as (run, output):
             tools = None if found.agent else found.tools  # an agent program has its own tools
             live = [] if tools is None else make_tools(tools, tags_of(found.environment))
             check_ready(look(found.probe_s, graders=found.graders, tools=tools, made=True))
             rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
+
+
+def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
+    """Writes the training records, unless the file has the records of another run."""
+    given = [json.loads(jsonl.dumps(record.to_json())) for record in records]
+    if path.exists() and jsonl.read_objects(path) != given:
+        raise UserError(
+            f"{path} has the records of another run: give the same records to continue it, or "
+            "another work directory"
+        )
+    write_records(path, records)
 
 
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
@@ -345,12 +357,11 @@ def evaluate_policy(
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
-            known = path / "config.json"
-            if known.exists() and "stage" not in files.read_json_object(known):
-                write_protocols(path)  # the config of a training run is not replaced
-            else:
-                run.write_config(values)
             evaluation = Evaluation(path, _measured(found, run, fresh))
+            known = path / "config.json"
+            # The config of a training run is not replaced.
+            if not known.exists() or "stage" in files.read_json_object(known):
+                run.write_config(values)
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
 

@@ -176,7 +176,6 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     tools = {tool.name: tool for tool in make_tools(command.tools)}
     tasks = tasks_of(command.tasks, traces)[: command.number]
     with RunDir(workdir) as run:
-        run.write_config(config)
         minds, endpoint = teacher.minds(), None
         model = asked = "scripted"
         if limits:
@@ -195,6 +194,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         told |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
         if endpoint is not None:
             told["spent"] = endpoint.spent.to_json()
+        run.write_config(config)
         run.summary({"economy": told}, anew=True)
     return told
 

@@ -354,6 +354,7 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
         run.keep_config(config)
         pipeline = Pipeline(config, run)
         stages = stages_of(pipeline)
+        run.write_config(config)
         names = [name for name, _ in stages]
         timings = dict(run.blocks().get("timings_s", {}))
         for number, (name, stage) in enumerate(stages, 1):

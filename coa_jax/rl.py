@@ -9,7 +9,7 @@ The command writes metrics, every trajectory and checkpoints to the work directo
 
 With ``--replay`` the command repeats the recorded steps of a run without tools or judges. It
 compares every trajectory, and the parameters after each step, with the recording. The exit code is
-0 if all bits are equal, and 1 if some differ.
+0 if all bits are equal, and 1 if some differ or no trajectory was compared.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from coa_jax import files, jsonl, shards, storage
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
 from coa_jax.protocol import write_protocols
+from coa_jax.settings import Change, build, changes_of, line_of, matches, plain
 from coa_jax.storage.arrays import checkpoints_of
 from coa_jax.wandb_run import WandbRun
+
+CONFIG_CHANGES = "config_changes.jsonl"
 
 # File descriptors of the locks of this process. A forked worker closes its copies, so that a lock
 # ends with the process that took it. A killed run can therefore be resumed while its workers still
@@ -78,11 +82,14 @@ class RunDir:
         self._wandb_project = wandb_project
         self._wandb: WandbRun | None = None
         self._lock: int | None = None
+        self._kept: tuple[Any, list[Change]] | None = None  # config that is not written yet
         # If the run is in a subfolder of the mirror, the run of the whole directory opens and
         # closes the mirror.
         self._is_whole = self._mirror is not None and self._mirror.path == self.path
         if self._mirror is not None and self._is_whole:
             self._mirror.open(active=active)
+        # Whether the directory existed; None if it contains files of an earlier run.
+        self._existed = None if _has_files(self.path) else self.path.exists()
         if active:
             self._lock = _open_locked(self.path)
             for name in ("metrics.jsonl", "traces.jsonl"):
@@ -109,12 +116,18 @@ class RunDir:
         self.close()
 
     def close(self) -> None:
-        """Closes the files and releases the lock, so that other runs can use the directory."""
-        if self.active and self._lock is not None:
-            write_protocols(self.path)
+        """Closes the files and releases the lock, so that other runs can use the directory.
+
+        If the run failed before it began (see `keep_config`), its new directory is removed.
+        """
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
+        if self.active and self._lock is not None:
+            if self._existed is not None and (self._kept or not _has_files(self.path)):
+                _remove(self.path, self._existed)
+            elif self._kept is None:
+                write_protocols(self.path)
         if self._lock is not None:
             _held_locks.discard(self._lock)
             os.close(self._lock)
@@ -122,46 +135,80 @@ class RunDir:
         if self._mirror is not None and self._is_whole:
             self._mirror.close()
 
-    def config_changes(self, config: Any) -> list[str]:
-        """Returns the differences of a config from `config.json`, as lines `key: old -> new`."""
-        path = self.path / "config.json"
-        return differences(files.read_json_object(path), _plain(config)) if path.exists() else []
+    def keep_config(self, config: Any, changeable: Sequence[str] = ()) -> None:
+        """Checks that the directory belongs to a run with this config, which `begin` will write.
 
-    def write_config(self, config: Any) -> list[str]:
-        """Writes the resolved config to `config.json`, and logs differences from an earlier config.
+        Until `begin` or `write_config` is called, the files of an earlier run stay as they are. If
+        neither is called, `close` removes a directory that this object created.
 
-        A resumed run may have another config than before. The method logs each difference as a
-        warning, because the run continues from a state that the earlier config produced.
+        Args:
+            config: settings of the run, see `write_config`.
+            changeable: patterns (`fnmatch`) of the settings that may differ from those of an
+                earlier run in the directory. A pattern also stands for all settings of its group.
+
+        Raises:
+            UserError: the directory holds a run in which a setting that may not change differs.
+        """
+        path, changes = self.path / "config.json", list[Change]()
+        if path.exists():
+            changes = changes_of(_complete(files.read_json_object(path), config), plain(config))
+        fixed = [change for change in changes if not matches(change[0], changeable)]
+        if fixed:
+            more = f" and {len(fixed) - 1} further settings" if fixed[1:] else ""
+            rule = "; docs/runs.md lists the settings that may change" if changeable else ""
+            raise UserError(
+                f"{self.path} has a run with other settings ({line_of(fixed[0])}{more}): give the "
+                f"same settings to continue it, or another --workdir{rule}"
+            )
+        self._kept = config, changes
+        # Now, so that a missing key ends the run before its model is loaded.
+        self._open_wandb(plain(config))
+
+    def begin(self, phase: str, step: int, total: int) -> None:
+        """Begins a phase of the run, or continues the phase after a step.
+
+        The method writes the config that was passed to `keep_config`, and removes what the run
+        wrote after ``step`` (see `rewind`). Settings that differ from the earlier ones are appended
+        to ``config_changes.jsonl``, with the first step for which they hold.
+
+        Args:
+            phase: name of the phase, such as ``rl``.
+            step: number of finished steps.
+            total: number of steps of the whole phase.
+
+        Raises:
+            UserError: the run has more than ``total`` finished steps.
+        """
+        if step > total:
+            raise UserError(
+                f"{self.path}: the run has finished {step} steps, and the settings ask for {total} "
+                "(optimizer.total_steps): raise the setting, or give another --workdir"
+            )
+        if self._kept is not None and self.active:
+            config, changes = self._kept
+            rows = read_config_changes(self.path)
+            # After a damaged checkpoint, a run repeats steps with the newest settings.
+            kept = [{**row, "step": min(row["step"], step + 1)} for row in rows]
+            for name, old, new in changes:
+                logging.warning("from step %d on: %s", step + 1, line_of((name, old, new)))
+                kept.append({"step": step + 1, "setting": name, "old": old, "new": new})
+            if kept != rows:
+                jsonl.write_lines(self.path / CONFIG_CHANGES, kept)
+            self.write_config(config)
+        self.rewind(phase, step)
+
+    def write_config(self, config: Any) -> None:
+        """Writes the resolved config to `config.json`.
 
         Args:
             config: a ConfigDict, a dataclass or a mapping.
-
-        Returns:
-            Each difference from the earlier config, as a line `key: old -> new`.
         """
+        self._kept = None
         if not self.active:
-            return []
-        path = self.path / "config.json"
-        changes = self.config_changes(config)
-        for change in changes:
-            logging.warning("%s: config differs from the earlier run: %s", path, change)
-        files.write_json(path, _plain(config))
+            return
+        files.write_json(self.path / "config.json", plain(config))
         write_protocols(self.path)
-        self._open_wandb()  # here, so that a missing key ends a run before its model is loaded
-        return changes
-
-    def keep_config(self, config: Any) -> None:
-        """Writes the config, unless the directory holds a run with another config.
-
-        Commands that must not resume a run with another config use this method.
-
-        Raises:
-            UserError: the directory holds a run with another config.
-        """
-        if changes := self.config_changes(config):
-            fault = f"{self.path} has a run with another config ({changes[0]})"
-            raise UserError(f"{fault}: give the same config to continue it, or another --workdir")
-        self.write_config(config)
+        self._open_wandb(plain(config))
 
     def keep_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes a JSON file to the directory, and replaces an earlier file of the same name."""
@@ -193,7 +240,7 @@ class RunDir:
             directory = self.path / "tensorboard" / phase
             self._events[phase] = EventFile(directory, self._purge_from.pop(phase, None))
         self._events[phase].scalars(step, values)
-        self._open_wandb()
+        self._open_wandb(_read_object(self.path / "config.json"))
         if self._wandb is not None:
             self._wandb.scalars(phase, step, values)
 
@@ -220,10 +267,9 @@ class RunDir:
         # The complete row is appended first, so that a kill in between loses nothing.
         files.drop_last_rows(self.path / "metrics.jsonl", goes)
 
-    def _open_wandb(self) -> None:
-        if self._wandb_project and self._wandb is None:
-            known = _read_object(self.path / "config.json")
-            self._wandb = WandbRun(self.path, self._wandb_project, known)
+    def _open_wandb(self, config: Mapping[str, Any]) -> None:
+        if self.active and self._wandb_project and self._wandb is None:
+            self._wandb = WandbRun(self.path, self._wandb_project, config)
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
         """Reads the rows of metrics of a phase, such as ``rl``, from `metrics.jsonl`."""
@@ -297,7 +343,7 @@ class RunDir:
         if not self.active:
             return
         merged = self.blocks()
-        for name, block in _plain(blocks).items():
+        for name, block in plain(blocks).items():
             earlier = merged.get(name)
             if not anew and isinstance(block, dict) and isinstance(earlier, dict):
                 block = {**earlier, **block}
@@ -355,48 +401,39 @@ def _number(name: str, value: Any) -> float | int:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """Converts configs, dataclasses, tuples, paths and array scalars to JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    elif hasattr(value, "to_dict"):
-        value = value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, int | float | None):
-        return value
-    return storage.with_urls(
-        str(value)
-    )  # the local path of a mirror differs from process to process
+def _complete(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Adds the default values of settings that are missing, if ``config`` is a dataclass."""
+    if not dataclasses.is_dataclass(config):
+        return values
+    try:
+        return plain(build(type(config), values))
+    except UserError:  # from a version of the program with other settings
+        return values
 
 
-def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Lists the settings in which two nested JSON objects differ.
-
-    Args:
-        old: the earlier settings.
-        new: the present settings.
-        key: name of the settings, with which the names in the result begin.
+def read_config_changes(run: Path) -> list[dict[str, Any]]:
+    """Reads the changes of settings during a run, from ``config_changes.jsonl``.
 
     Returns:
-        A line `key: old -> new` for each setting that differs.
+        The changes in their order, each with the ``setting``, its ``old`` and ``new`` value and the
+        first ``step`` of the new value; [] if no setting changed.
     """
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line
-            for name in sorted({*old, *new})
-            for line in differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
-        ]
-    if old == new:
-        return []
-    return [f"{key}: " + " -> ".join(_shortened(json.dumps(value)) for value in (old, new))]
+    path = run / CONFIG_CHANGES
+    return jsonl.read_objects(path) if path.exists() else []
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
+def _has_files(path: Path) -> bool:
+    return path.is_dir() and any(
+        found.is_file() and found.name != ".lock" for found in path.rglob("*")
+    )
+
+
+def _remove(path: Path, keep: bool) -> None:
+    """Removes what is in a directory, and the directory itself unless ``keep`` is True."""
+    for found in path.iterdir():
+        if found.is_dir():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
+    if not keep:
+        path.rmdir()

@@ -60,8 +60,8 @@ def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
     config = build(Command, values)
     records = with_level(read_records(config.data), "", config.format)
     with RunDir(workdir) as run:
-        run.write_config(values)
         write_policy(config.policy, records, load_prompt(config.prompt_style), run.path / "model")
+        run.write_config(values)
     return workdir / "model"
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
+import json
+import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
@@ -14,6 +17,7 @@ from ml_collections import ConfigDict
 from coa_jax.bounds import frozen, has_default, present, shown
 from coa_jax.errors import UserError
 from coa_jax.overrides import read_tuple
+from coa_jax.storage import with_urls
 
 T = TypeVar("T")
 
@@ -130,3 +134,83 @@ def _overridable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _overridable(inner) for key, inner in value.items()}
     return "" if value == () else value
+
+
+# --- comparison ---------------------------------------------------------------------------
+
+
+Change = tuple[str, Any, Any]
+"""A setting, its old value and its new value, as JSON values."""
+
+
+def plain(value: Any) -> Any:
+    """Converts configs, dataclasses, tuples, paths and array scalars to JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    elif hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, int | float | None):
+        return value
+    return with_urls(str(value))  # the local path of a mirror differs from process to process
+
+
+def changes_of(old: Any, new: Any, key: str = "") -> list[Change]:
+    """Returns the settings in which two nested JSON objects differ.
+
+    Args:
+        old: the earlier settings.
+        new: the present settings.
+        key: name of the settings, with which the names in the result begin.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            change
+            for name in sorted({*old, *new})
+            for change in changes_of(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    return [] if old == new else [(key, old, new)]
+
+
+def line_of(change: Change) -> str:
+    """Returns the line ``key: old -> new`` for a change; long values are shortened."""
+    name, *values = change
+    return f"{name}: " + " -> ".join(_shortened(json.dumps(value)) for value in values)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether a setting or its group matches one of the patterns of `fnmatch`."""
+    every = [part for pattern in patterns for part in (pattern, f"{pattern}.*")]
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in every)
+
+
+def config_at(
+    config: Mapping[str, Any], changes: Sequence[Mapping[str, Any]], step: int
+) -> dict[str, Any]:
+    """Returns the settings with which a step of a run was made.
+
+    Args:
+        config: the newest settings of the run.
+        changes: result of `run_dir.read_config_changes`.
+        step: number of the step.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(config))
+    for change in reversed(changes):
+        if change["step"] > step:
+            *groups, name = change["setting"].split(".")
+            inner = found
+            for group in groups:
+                inner = inner.setdefault(group, {})
+            inner[name] = change["old"]
+    return found
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"

@@ -107,11 +107,11 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
     command = build(Command, config)
     tools = command.tools
     with RunDir(workdir) as run:
-        run.write_config(config)
         passages = read_corpus(tools.corpus) if tools.corpus else None
         index = load_index(tools.passage_chars, passages, cache_folder("wiki", tools.corpus))
         source = Path(tools.corpus).name if tools.corpus else "factbook"
         summary = asyncio.run(_work(config, command, index, source, workdir))
+        run.write_config(config)
         run.summary(summary, anew=True)
     return summary
 

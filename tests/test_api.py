@@ -235,6 +235,15 @@ def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
     assert measure().outcome == found.outcome and len(found.trajectories()) == 6
 
 
+def test_an_evaluation_in_which_the_policy_wrote_nothing_has_no_result(tmp_path, saved):
+    small = EngineConfig(4, 16, 8, (64,))  # no prompt fits
+    with pytest.raises(UserError, match=r"wrote no token .*samples length.*max_length"):
+        coa_jax.evaluate_policy(
+            CONFIG, tmp_path, policy=saved, tasks=TASKS[:1], rollout=BUDGET, engine=small, tools=[]
+        )
+    assert not (tmp_path / "evaluate" / "policy" / "results.json").exists()
+
+
 def test_an_evaluation_keeps_the_config_of_the_training_run_in_its_directory(tmp_path, saved):
     kept = sft_config(saved, tmp_path / "data.jsonl")
     with RunDir(tmp_path / "run") as run:

@@ -199,10 +199,12 @@ class Settings:
 def test_config_is_written_as_json_and_a_change_is_named(tmp_path):
     config = ml_collections.ConfigDict({"optim": {"lr": 0.1, "steps": 5}, "sizes": (1, 2)})
     with RunDir(tmp_path) as run:
-        assert run.write_config(config) == []
-        assert run.write_config(config) == []
+        run.write_config(config)
+        run.keep_config(config)
         config.optim.lr = 0.2
-        assert run.write_config(config) == ["optim.lr: 0.1 -> 0.2"]
+        with pytest.raises(UserError, match=r"optim\.lr: 0\.1 -> 0\.2"):
+            run.keep_config(config)
+        run.write_config(config)
         assert rows_of_config(tmp_path) == {"optim": {"lr": 0.2, "steps": 5}, "sizes": [1, 2]}
         run.write_config(Settings())
     assert rows_of_config(tmp_path) == {"lr": 0.001, "sizes": [1, 2], "where": "a/b"}

@@ -105,8 +105,8 @@ def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     command = build(Command, config)
     assert command.traces
     with RunDir(workdir) as run:
-        run.write_config(config)
         summary = {"data": {"train": _converted(command, command.traces, workdir, "train")}}
+        run.write_config(config)
         run.summary(summary)
     return _with_records(summary)
 
@@ -151,6 +151,8 @@ def _converted(
             f"{dropped['no_accepted_answer']} runs have no accepted answer and were not graded; "
             "--config.teacher.keep_without_gold=True keeps such runs"
         )
+    if told["invented"]["records"]:
+        print("{records} records contain {segments} invented segments".format(**told["invented"]))
     return {**statistics_of(records), **told}
 
 
@@ -171,7 +173,6 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
         "tools": config.tools.to_dict(),
     }
     with RunDir(workdir) as run:
-        run.write_config(config)
         for name, tasks in command.tasks.load().items():
             folder = workdir / "smolagents"
             file, others = folder / f"{name}.jsonl", _others(folder, name)
@@ -184,6 +185,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             asked = {task.id: task for task in tasks}
             data[name] = _converted(command, traces, workdir, name, asked)
             data[name]["spent"] = spent.to_json()
+        run.write_config(config)
         run.summary({"data": data})
     return _with_records({"data": data})
 
@@ -201,7 +203,6 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     count, calls = _counter(command.tokenizer), workdir / "calls"
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
-        run.write_config(config)
         for name, tasks in command.tasks.load().items():
             start, endpoint = time.monotonic(), None
             if command.endpoint:
@@ -230,6 +231,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                 summary["teacher"] = teacher_block(split.runs, count)
                 if count is not None:
                     summary["economy"] = economy(split.runs, list(tools), count)
+        run.write_config(config)
         run.summary(summary)
     return _with_records(summary)
 

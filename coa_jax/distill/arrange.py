@@ -5,8 +5,8 @@ Systems differ in what they write down: most never verify an answer, some plan l
 has no plan at all. The rules of the conversion are:
 
 - If the protocol has no tag for a message, the message becomes a thought.
-- If the protocol requires a tag that the run lacks, the tag is added, provided that `Completion`
-  allows this.
+- If the protocol requires a tag that the run lacks, words of the run become the tag, or the tag is
+  invented, provided that `Completion` allows this.
 - Tool calls and their results are never changed.
 
 The automaton of the protocol checks the reordered run. A run that cannot be reordered is refused
@@ -20,7 +20,13 @@ import re
 from typing import Annotated
 
 from coa_jax.bounds import Between, Bounded
-from coa_jax.distill.convert import convert, may_replan, same_answer, verdict_score
+from coa_jax.distill.convert import (
+    Unconvertible,
+    convert,
+    may_replan,
+    same_answer,
+    verdict_score,
+)
 from coa_jax.distill.messages import Kind, Message, MessageLog
 from coa_jax.distill.readers.base import Trace
 from coa_jax.protocol import (
@@ -30,10 +36,11 @@ from coa_jax.protocol import (
     format_double_check,
     format_reflection,
     get_protocol,
+    parse_boxed,
     parse_reflection,
     parse_solution,
 )
-from coa_jax.tasks.grading import normalize_answer, parse_number
+from coa_jax.tasks.grading import grade_answer, normalize_answer, parse_number
 from coa_jax.tools.words import words
 from coa_jax.trajectory import DistilledRecord, part_violations
 
@@ -57,10 +64,6 @@ _REWORDED = frozenset(
 _SEARCH = ("web_search", "wiki_search")
 
 
-class Unconvertible(ValueError):
-    """Raised if a run cannot be converted to a trajectory that its protocol allows; says why."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Completion(Bounded):
     """Settings that say which tags may be added when a run of another system is converted.
@@ -69,10 +72,11 @@ class Completion(Bounded):
 
     Attributes:
         plan: whether, in a run without a plan, the first thought becomes the plan.
-        verification: whether a suggested answer and a verification with the best score are added
-            before an answer that the run did not verify. The best score is justified because the
-            agent that gives an answer accepts the answer, and because the correctness filter drops
-            wrong answers.
+        thoughts: whether a standard sentence, such as "I use wiki_search.", is invented if the
+            protocol requires a thought where the run has none.
+        verification: whether a suggested answer and a verification are invented before an answer
+            that the run did not verify. The verification has the best score, 4, because the answer
+            equals an accepted answer of the question. All other runs are refused.
         review: whether the review of a tool result is added, if the protocol requires one and the
             run has none. The review is the first sentence after the result. If this sentence has
             fewer than three words, the next sentences are added to it. The remaining text is the
@@ -85,19 +89,23 @@ class Completion(Bounded):
     """
 
     plan: bool = True
-    verification: bool = True
+    thoughts: bool = False
+    verification: bool = False
     review: bool = True
     good_from: Annotated[float, Between(0, 10)] = 7.0
     average_from: Annotated[float, Between(0, 10)] = 4.0
 
 
-def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> MessageLog:
+def arrange(
+    log: MessageLog, protocol: str, how: Completion | None = None, gold: tuple[str, ...] = ()
+) -> MessageLog:
     """Reorders the messages of a run so that a protocol allows them.
 
     Args:
         log: the messages of the run.
         protocol: name of the protocol.
         how: tags that may be added; None for the defaults of `Completion`.
+        gold: accepted answers of the question, by which an invented verification is scored.
 
     Raises:
         Unconvertible: the run cannot be written under this protocol.
@@ -105,7 +113,7 @@ def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> Me
     """
     if log.answer is None:
         raise Unconvertible(f"the run has no answer: {log.error or log.ending}")
-    arranged = _Arranged(get_protocol(protocol), how or Completion())
+    arranged = _Arranged(get_protocol(protocol), how or Completion(), gold)
     for position, message in enumerate(log.messages):
         arranged.take(message, log.messages[position + 1 :])
     messages = tuple(dataclasses.replace(m, index=i) for i, m in enumerate(arranged.messages))
@@ -129,8 +137,9 @@ def trajectory_of(
         Unconvertible: the log cannot be converted; the message says why.
         UserError: the protocol is unknown.
     """
-    log = arrange(trace.log, protocol, how)
-    record = convert(log, protocol, trace.gold, trace.metadata)
+    how = how or Completion()
+    log = arrange(trace.log, protocol, how, trace.gold)
+    record = convert(log, protocol, trace.gold, trace.metadata, how.thoughts)
     broken = part_violations(protocol, record.parts)
     if broken:
         first = broken[0]
@@ -179,8 +188,8 @@ def _rewords(suggested: str, answer: str) -> bool:
 class _Arranged:
     """The reordered messages so far, and the last tag that these messages write."""
 
-    def __init__(self, rules: Protocol, how: Completion) -> None:
-        self.rules, self.how = rules, how
+    def __init__(self, rules: Protocol, how: Completion, gold: tuple[str, ...]) -> None:
+        self.rules, self.how, self.gold = rules, how, gold
         self.messages: list[Message] = []
         self.last = START
         self.passed = False
@@ -260,18 +269,28 @@ class _Arranged:
         rules = self.rules
         if "double_check" in rules.roles and not (self.last == "double_check" and self.passed):
             if not self.how.verification:
-                raise Unconvertible("the answer is not verified")
-            thought, message = message.thought, dataclasses.replace(message, thought="")
-            made = Message(0, "manager", "verification", Kind.SUGGESTION, message.content, thought)
-            self._put("suggested_answer", made)
-            body = format_double_check(4)
-            self._put("double_check", Message(0, "verification", "manager", Kind.VERDICT, body))
+                raise Unconvertible("the answer is not verified (traces.completion.verification)")
+            self._verify(message)
+            message = dataclasses.replace(message, thought="")
         elif "double_check" in rules.roles and not _rewords(self.suggested, message.content):
             raise Unconvertible("the answer is another one than the suggested answer that passed")
         if rules.form(rules.answer) == "solution" and parse_solution(message.content) is None:
             boxed = f"\\boxed{{{message.content.strip()}}}"
             message = dataclasses.replace(message, content=boxed)
         self._put("answer", message)
+
+    def _verify(self, answer: Message) -> None:
+        """Adds a suggested answer and its score, which the grader of text answers decides."""
+        text = parse_boxed(answer.content) or answer.content
+        if grade_answer(text, self.gold) != 1.0:
+            raise Unconvertible("the answer is not verified and equals no accepted answer")
+        made = Message(0, "manager", "verification", Kind.SUGGESTION, answer.content)
+        self._put(
+            "suggested_answer", dataclasses.replace(made, thought=answer.thought, invented=True)
+        )
+        body = format_double_check(4)
+        made = Message(0, "verification", "manager", Kind.VERDICT, body, invented=True)
+        self._put("double_check", made)
 
     # --- missing tags ----------------------------------------------------------------------
 

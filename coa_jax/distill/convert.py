@@ -54,11 +54,17 @@ _OWN_PLACE = re.compile(
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
+class Unconvertible(ValueError):
+    """Raised if a run cannot be converted to a trajectory that its protocol allows; says why."""
+
+
 class _Writer:
     """Collects segments into parts; keeps thoughts until the next tag is written."""
 
-    def __init__(self, protocol: str) -> None:
-        self.rules = get_protocol(protocol)
+    def __init__(self, protocol: str, thoughts: bool) -> None:
+        self.rules, self.may_invent = get_protocol(protocol), thoughts
+        self.count = 0  # number of the policy's segments so far
+        self.invented: list[int] = []  # numbers of the segments that the run does not contain
         self.parts: list[tuple[str, str]] = []
         self.segments: list[str] = []
         self.thoughts: list[str] = []
@@ -73,13 +79,21 @@ class _Writer:
         text, self.thoughts = " ".join(self.thoughts), []
         return text
 
-    def tag(self, role: str, body: str) -> None:
+    def tag(self, role: str, body: str, invented: bool = False) -> None:
         """Writes a tag, after the thoughts so far if the protocol allows a `think` segment here."""
         rule = self.rules.think_rule[role]
         if rule == "required" or (rule == "optional" and self.thoughts):
-            thought = self.take_thoughts() or _DEFAULT_THOUGHT.get(role, f"I use {role}.")
-            self.segments.append(f"<think>{thought}</think>")
-        self.segments.append(f"<{role}>{body}</{role}>")
+            thought = self.take_thoughts()
+            if not (thought or invented or self.may_invent):
+                raise Unconvertible(f"no thought before <{role}> (traces.completion.thoughts)")
+            text = thought or _DEFAULT_THOUGHT.get(role, f"I use {role}.")
+            self._add(f"<think>{text}</think>", invented=not thought)
+        self._add(f"<{role}>{body}</{role}>", invented)
+
+    def _add(self, segment: str, invented: bool) -> None:
+        self.invented += [self.count] if invented else []
+        self.count += 1
+        self.segments.append(segment)
 
     def observe(self, text: str) -> None:
         """Ends the policy's part and adds a part of the environment."""
@@ -168,13 +182,13 @@ def _write(writer: _Writer, message: Message) -> None:
             _write_reflection(writer, message)
         case Kind.SUGGESTION:
             if "suggested_answer" in rules.roles:
-                writer.tag("suggested_answer", message.content)
+                writer.tag("suggested_answer", message.content, message.invented)
             else:
                 writer.think(f"The answer may be {message.content}.")
         case Kind.VERDICT if "double_check" in rules.roles:
             score = verdict_score(message.content)
             body = message.content if score is None else format_double_check(score)
-            writer.tag("double_check", body)
+            writer.tag("double_check", body, message.invented)
         case Kind.ANSWER:
             writer.tag("answer", message.content)
 
@@ -221,6 +235,7 @@ def convert(
     protocol: str,
     gold: tuple[str, ...] = (),
     metadata: Mapping[str, Any] | None = None,
+    thoughts: bool = True,
 ) -> DistilledRecord:
     """Converts a run of the teacher to a trajectory of one policy.
 
@@ -230,15 +245,20 @@ def convert(
             protocol become thoughts.
         gold: accepted answers of the task, stored for graders.
         metadata: metadata to store in the record, in addition to statistics of the run.
+        thoughts: whether a standard sentence is written if the protocol requires a thought, and
+            the run has none.
 
     Returns:
         The record. Its parts, joined, are the text after the prompt. Unpaired surrogates, which a
-        model may write, are replaced in the same way as tokenizers replace them.
+        model may write, are replaced in the same way as tokenizers replace them. If the run does
+        not contain some segments, ``metadata["invented"]`` lists their numbers among the segments
+        of the policy, from 0.
 
     Raises:
+        Unconvertible: a required thought is missing, and ``thoughts`` is False.
         UserError: the protocol is unknown.
     """
-    writer = _Writer(protocol)
+    writer = _Writer(protocol, thoughts)
     for message in log.messages:
         _write(writer, message)
     writer.close()
@@ -249,8 +269,20 @@ def convert(
         gold=tuple(map(clean, gold)),
         parts=tuple((author, clean(text)) for author, text in writer.parts),
         answer=clean(log.answer or ""),
-        metadata={**(metadata or {}), **figures_of(log, protocol)},
+        metadata={
+            **(metadata or {}),
+            **figures_of(log, protocol),
+            **({"invented": writer.invented} if writer.invented else {}),
+        },
     )
+
+
+def invented_segments(record: DistilledRecord) -> frozenset[int]:
+    """Returns the numbers of the segments of the policy that are invented, see `convert`."""
+    numbers = record.metadata.get("invented")
+    if not isinstance(numbers, list | tuple):
+        return frozenset()
+    return frozenset(number for number in numbers if isinstance(number, int))
 
 
 def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:

@@ -4,19 +4,21 @@ r"""Prints trajectories of a file in readable form.
     python -m coa_jax.distill.inspect --data=runs/distill/dropped/train.jsonl --filter=wrong_answer
 
 The command reads records in every form that training reads (docs/data.md), and the ``dropped/``
-files of ``coa_jax.distill``. A bar marks the lines that the environment wrote. Below each
-trajectory the command prints the rules of the protocol that the trajectory breaks;
-``--level=paper`` selects the strict rules. It also lists the rows that training would leave out,
-with the reason.
+files of ``coa_jax.distill``. A bar marks the lines that the environment wrote, and ``[invented]``
+marks segments that the conversion of a foreign run added. Below each trajectory the command prints
+the rules of the protocol that the trajectory breaks; ``--level=paper`` selects the strict rules. It
+also lists the rows that training would leave out, with the reason.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from absl import flags
 
 from coa_jax.cli import run_main
+from coa_jax.distill.convert import invented_segments
 from coa_jax.errors import UserError
 from coa_jax.protocol import LEVELS, get_protocol, parse
 from coa_jax.records import LeftOut, iterate_records
@@ -46,6 +48,7 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
         f"          {', '.join(facts)}",
         "",
     ]
+    invented, numbers = invented_segments(record), itertools.count()
     for author, text in record.parts:
         if author == "environment":
             body = text.strip().removeprefix(f"<{rules.observation}>")
@@ -55,7 +58,8 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
         for segment in parse(rules, text).segments:
             if segment.role is not None or segment.body.strip():
                 first, *rest = segment.body.strip().split("\n")
-                lines.append(f"{segment.role or '(text)':16} {first}")
+                mark = segment.role is not None and next(numbers) in invented
+                lines.append(f"{segment.role or '(text)':16} {'[invented] ' * mark}{first}")
                 lines += [" " * 17 + line for line in rest]
     for broken in part_violations(record.protocol, record.parts):
         lines.append(f"!! {broken.kind} at {broken.position}: {broken.message}")

@@ -14,7 +14,7 @@ from typing import Any
 from coa_jax import jsonl
 from coa_jax.distill.messages import MessageLog, from_json, to_json
 from coa_jax.errors import UserError
-from coa_jax.run_dir import differences
+from coa_jax.settings import changes_of, line_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) ->
     Raises:
         UserError: the settings differ; the message names the differences.
     """
-    if changed := differences(there, now):
+    if changed := [line_of(change) for change in changes_of(there, now)]:
         more = [f"{len(changed) - 3} more"] if len(changed) > 3 else []
         raise UserError(
             f"{path}: holds runs of another configuration ({'; '.join([*changed[:3], *more])}); "

@@ -70,6 +70,7 @@ class Message:
             observation; None for other messages.
         slip: name of the deliberate mistake that a scripted mind made with the message; None for no
             mistake.
+        invented: whether the conversion of a foreign run added the message.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Message:
     thought: str = ""
     outcome: str | None = None
     slip: str | None = None
+    invented: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +121,8 @@ class MessageLog:
         return tuple(m.slip for m in self.messages if m.slip)
 
     def count(self, kind: Kind) -> int:
-        """Returns how many messages of the run are of a given kind."""
-        return sum(m.kind is kind for m in self.messages)
+        """Returns how many messages of a kind the run has, without messages that are invented."""
+        return sum(m.kind is kind and not m.invented for m in self.messages)
 
 
 def to_json(log: MessageLog) -> dict[str, Any]:

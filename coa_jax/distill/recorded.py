@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.distill.convert import figures_of
+from coa_jax.distill.convert import figures_of, invented_segments
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.trajectory import DistilledRecord
@@ -34,10 +34,13 @@ def log_of(record: DistilledRecord) -> MessageLog:
     thoughts: list[str] = []
     tool = ""
 
+    invented, number = invented_segments(record), -1
+
     def add(kind: Kind, sender: str, to: str, content: str) -> None:
         thought = " ".join(thoughts)
         thoughts.clear()
-        messages.append(Message(len(messages), sender, to, kind, content, thought))
+        made = Message(len(messages), sender, to, kind, content, thought)
+        messages.append(dataclasses.replace(made, invented=number in invented))
 
     for author, text in record.parts:
         if author == "environment":
@@ -50,6 +53,7 @@ def log_of(record: DistilledRecord) -> MessageLog:
             continue
         for segment in parse(rules, text).segments:
             body = segment.body.strip()
+            number += segment.role is not None
             if segment.role in rules.tools:
                 tool = str(segment.role)
                 add(Kind.CALL, agent_of(tool), tool, body)

@@ -14,6 +14,7 @@ from absl import logging
 from coa_jax import jsonl
 from coa_jax.bounds import Bounded, Place
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
+from coa_jax.distill.convert import invented_segments
 from coa_jax.distill.dataset import write_split
 from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.pipeline import DistillConfig, graded_runs
@@ -128,6 +129,8 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
             # Another file may contain a run with the same name.
             name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
             names.add(name)
+            if known is not None:
+                trace = dataclasses.replace(trace, gold=known.gold)
             try:
                 log, _ = trajectory_of(trace, config.protocol, config.completion)
             except Unconvertible as error:
@@ -212,10 +215,15 @@ def distill_traces(
     made = convert_files(config, tasks)
     runs = graded_runs(made.tasks, made.logs, filters.judges, made.records)
     records, report = write_split(name, runs, filters, workdir, count_tokens)
+    invented = [invented_segments(record) for record in records]
     jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", made.refusals)
     return records, {
         "reading": made.reading,
         "refused": dict(made.refused.most_common()),
         "filters": dataclasses.asdict(report),
         "teacher_tokens": sum(made.tokens) or None,
+        "invented": {
+            "records": sum(bool(numbers) for numbers in invented),
+            "segments": sum(map(len, invented)),
+        },
     }

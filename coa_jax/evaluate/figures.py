@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
 
@@ -23,6 +24,19 @@ FIELDS = (
 
 _MOST_GROUPS = 6
 """Maximum number of values of a field that are shown on a terminal."""
+
+
+def check_written(stage: str, groups: Sequence[Measured]) -> None:
+    """Raises UserError if samples were graded, and the policy wrote no token in any of them."""
+    graded = [one for group in groups for one in group.samples if one.value is not None]
+    if graded and not any(sample.tokens or sample.answer for sample in graded):
+        stops = Counter(sample.stop for sample in graded)
+        told = ", ".join(f"{count} samples {stop}" for stop, count in sorted(stops.items()))
+        raise UserError(
+            f"{stage}: there is no result, because the policy wrote no token (stop reasons: "
+            f"{told}); if the prompts do not fit into the context, give a shorter "
+            "rollout.prompt_style or a higher rollout.max_tokens and engine.max_length"
+        )
 
 
 def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:

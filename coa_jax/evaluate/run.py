@@ -19,7 +19,7 @@ from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
-from coa_jax.evaluate.figures import blocks, result
+from coa_jax.evaluate.figures import blocks, check_written, result
 from coa_jax.evaluate.journal import Journal, digest
 from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
 from coa_jax.evaluate.sample import Key, measured
@@ -306,6 +306,7 @@ def evaluate(
         why = asyncio.run(_finish(streams, tasks, config, graders, exposure, journal, bar.update))
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
+    check_written(stage, groups)
     found = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)
     described = {**about, "grading": _grading(config)}
     unjudged = graders.judge.no_verdict if graders.judge else {}

@@ -22,6 +22,22 @@ flags.disclaim_key_flags()
 
 C = TypeVar("C")
 
+MAY_CHANGE = (
+    "optimizer.total_steps",  # but not below the number of finished steps
+    *("checkpoint_every", "checkpoint_seconds", "keep_last", "keep_best"),
+    *("export_dtype", "traces", "profile_steps", "probe_s"),
+    # Evaluations during training do not change the trained parameters.
+    *("evaluate_every", "held_out", "validate_every", "validation"),
+    # Devices, and the sizes that fit a computation into their memory.
+    *("mesh", "rows", "remat", "attention", "data_workers", "*.concurrency"),
+    *("engine.slots", "engine.pages", "engine.page_size", "engine.chunk", "engine.engines"),
+    *("engine.extend_buckets", "engine.extend_block", "engine.decode_programs", "engine.attention"),
+    # Limits on cost, stored answers, and addresses of models.
+    *("tools.budgets", "tools.store", "*.max_calls", "*.max_total_tokens", "*.max_money"),
+    *("*.max_per_second", "*.prices", "*.cache", "graders.judge.chat.url", "teacher.url"),
+)
+"""Settings that may differ when a run continues, see docs/runs.md and `RunDir.keep_config`."""
+
 
 def define_flags(config: str, *, workdir_required: bool = True) -> None:
     """Defines the command-line flags of a command that trains a model.
@@ -57,17 +73,20 @@ def check_flags() -> None:
 
 @contextlib.contextmanager
 def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
-    """Opens a run directory and writes the config to it.
+    """Opens the directory of a training run, and checks that its settings are those of the config.
 
     If a run has several processes, only the first process writes.
 
     Args:
         workdir: the run directory.
-        config: settings of the run, which `RunDir.write_config` writes.
+        config: settings of the run, a dataclass, which `RunDir.begin` writes.
         wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
 
     Yields:
         The run directory, and the path at which to save the trained model.
+
+    Raises:
+        UserError: the directory holds a run in which a setting differs that is not in `MAY_CHANGE`.
     """
     active = processes.index() == 0
     if active:
@@ -76,7 +95,7 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         RunDir(workdir, active=active, wandb_project=wandb_project) as run,
         spending(workdir / "spent", processes.index(), processes.count()),
     ):
-        run.write_config(config)
+        run.keep_config(config, MAY_CHANGE)
         # Every process must have read how much the run has spent before any process spends more.
         processes.meet("what the run has spent", 600.0)
         yield run, run.path / "model"
@@ -92,6 +111,6 @@ def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
     """
     values = flags.FLAGS
     config = build(kind, values.config)
-    with run_at(run_folder(values.workdir), values.config, values.wandb_project) as (run, output):
+    with run_at(run_folder(values.workdir), config, values.wandb_project) as (run, output):
         train(config, run, output)
     print(f"model -> {with_urls(output)}")

@@ -216,7 +216,8 @@ def _resume(
         if model.config.lora.rank:
             like = like._replace(frozen=weights())
         restored = checkpoints.newest(like)
-    run.rewind(phase, 0 if restored is None else restored.step)
+    step = 0 if restored is None else restored.step
+    run.begin(phase, step, config.optimizer.total_steps)
     if restored is not None:
         return restored.state, restored.extra, checkpoints
     trained, frozen = split_trained(weights(), model.config, config.seed, mesh)

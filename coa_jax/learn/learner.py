@@ -141,17 +141,20 @@ class Learner:
             return not constrained
         return constrained and trajectory.protocol in self.constraint.start
 
-    def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    def learn(
+        self, groups: Sequence[Sequence[Trajectory]], config: RLConfig | None = None
+    ) -> dict[str, float]:
         """Makes the updates of the next step on graded groups of samples.
 
         Args:
             groups: trajectories of each group (the samples of one task).
+            config: settings of this step; None for those of the run.
 
         Returns:
             Statistics of the updates by name.
         """
         self.state, self.critic, statistics = update(
-            self._config,
+            config or self._config,
             self.state,
             self.model.config,
             groups,

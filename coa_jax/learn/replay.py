@@ -39,6 +39,8 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.replay import RecordedTool, recorded_session
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler
+from coa_jax.run_dir import read_config_changes
+from coa_jax.settings import build, config_at, line_of, plain
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Reward, StopReason, ToolCall, Trajectory
 
@@ -60,12 +62,14 @@ class ReplayResult:
             log-probabilities differ from those of the original run.
         diverged: first step after which the parameters differ from those of the original run; None
             if the parameters never differ.
+        changes: a line for each setting that changed during the run.
     """
 
     steps: int
     trajectories: int
     different: list[tuple[int, int, int]]
     diverged: int | None
+    changes: Sequence[str] = ()
 
     def __str__(self) -> str:
         parameters = (
@@ -73,19 +77,25 @@ class ReplayResult:
             if self.diverged is None
             else f"parameters differ from step {self.diverged} on"
         )
-        first = "".join(
+        notes = [
             f"\n  step {step}: task {index}, sample {sample} differs"
             for step, index, sample in self.different[:3]
-        )
+        ]
+        notes += [f"\n  setting that changed during the run: {line}" for line in self.changes]
+        if not self.trajectories:
+            notes.append("\nno trajectory was compared: no recorded step trained on a trajectory")
         return (
             f"{self.steps} steps, {self.trajectories} trajectories: "
-            f"{self.trajectories - len(self.different)} identical, {parameters}{first}"
+            f"{self.trajectories - len(self.different)} identical, {parameters}{''.join(notes)}"
         )
 
     @property
     def identical(self) -> bool:
-        """Whether all trajectories and parameters equal those of the original run, bit for bit."""
-        return self.diverged is None and not self.different
+        """Whether all trajectories and parameters equal those of the original run, bit for bit.
+
+        A replay that compared no trajectory shows nothing, so its value is False.
+        """
+        return self.trajectories > 0 and self.diverged is None and not self.different
 
 
 def replay_run(
@@ -93,7 +103,9 @@ def replay_run(
 ) -> ReplayResult:
     """Repeats the recorded steps of a run in a single process, and compares the results.
 
-    The machine must be of the same kind as the machine of the original run.
+    The machine must be of the same kind as the machine of the original run. If a setting changed
+    during the run, each update is computed with the settings of its step. Devices, engines and the
+    implementations of operations are those of the newest settings for all steps.
 
     Args:
         config: settings of the run.
@@ -111,6 +123,7 @@ def replay_run(
         raise UserError(f"{run / 'steps.jsonl'} has no record of step 1: nothing can be replayed")
     known = log.parameters()
     records = [r for r in records if r.composition.step in known]  # steps that were updated
+    changes = read_config_changes(run)
     different: list[tuple[int, int, int]] = []
     diverged: int | None = None
     with (
@@ -140,7 +153,11 @@ def replay_run(
                     for sample, trajectory in zip(samples, groups[-1], strict=True)
                     if sample["checksum"] != checksum(trajectory)
                 ]
-            learner.learn(groups)
+            earlier = any(change["step"] > step for change in changes)
+            learner.learn(
+                groups,
+                build(type(config), config_at(plain(config), changes, step)) if earlier else None,
+            )
             learner.step = step
             if diverged is None and digest(fingerprint(learner.state.model)) != known[step]:
                 diverged = step
@@ -148,7 +165,11 @@ def replay_run(
             bar.update()
         runner.run(again.close())
     count = sum(len(samples) for record in records for samples in record.samples)
-    return ReplayResult(len(records), count, different, diverged)
+    lines = [
+        f"{line_of((one['setting'], one['old'], one['new']))} from step {one['step']} on"
+        for one in changes
+    ]
+    return ReplayResult(len(records), count, different, diverged, lines)
 
 
 def _slots_needed(records: Sequence[StepRecord]) -> int:

@@ -112,7 +112,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             )
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
-        run.rewind("rl", learner.step)
+        run.begin("rl", learner.step, learner.total)
         stream = stream_of(config, parts, config.seed)
         pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
         with contextlib.closing(

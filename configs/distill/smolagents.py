@@ -24,4 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
         config.smolagents = complete(SmolConfig, {})
         config.traces = load_config("configs/distill/traces.py").traces
         config.traces.format, config.traces.protocol = "smolagents", "generalist"
+        # The protocol demands thoughts and a double check, which smolagents does not write. They
+        # are invented, and marked in the records.
+        config.traces.completion.thoughts = config.traces.completion.verification = True
     return config

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from coa_jax.distill.arrange import Completion
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
 from coa_jax.distill.pipeline import graded_runs, run_teacher, select
+
+INVENTING = Completion(thoughts=True, verification=True)
+"""Settings that invent thoughts and a verification where a protocol demands them."""
 
 SENDERS = {
     Kind.QUESTION: ("user", "manager"),

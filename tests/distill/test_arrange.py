@@ -1,9 +1,14 @@
 import pytest
 
-from coa_jax.distill.arrange import Unconvertible, arrange, trajectory_of
+from coa_jax.distill.arrange import Completion, Unconvertible, arrange, trajectory_of
+from coa_jax.distill.inspect import page
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.readers.base import Trace
-from tests.distill.logs import log_of
+from coa_jax.distill.recorded import log_of as log_of_record
+from coa_jax.distill.recorded import with_figures
+from coa_jax.records import read_records
+from coa_jax.trajectory import write_records
+from tests.distill.logs import INVENTING, log_of
 
 
 def reviewed(words):
@@ -48,7 +53,7 @@ def test_a_long_text_without_words_is_looked_through_once():
 
 def answered(suggested, answer, verdict="4"):
     rows = [("plan", "1. look"), ("suggestion", suggested), ("verdict", verdict)]
-    return trajectory_of(Trace(log_of(*rows, ("answer", answer))), "web")[1].text
+    return trajectory_of(Trace(log_of(*rows, ("answer", answer))), "web", INVENTING)[1].text
 
 
 @pytest.mark.parametrize(
@@ -89,18 +94,60 @@ def test_a_verdict_in_other_words_passes_the_answer():
 
 
 def test_a_verdict_without_a_score_is_refused():
-    with pytest.raises(Unconvertible, match="breaks the protocol web"):
+    with pytest.raises(Unconvertible, match="the answer is not verified"):
         answered("Paris", "Paris", "Doubtful; seen in 2024 only")
 
 
 def test_what_the_level_paper_demands_is_written_out_or_refused():
     found = [("call", "capital of Peru", "I look."), ("observation", "Lima."), ("answer", "Lima")]
     assert [m.kind for m in arrange(log_of(*found), "mhqa").messages][1] is Kind.CALL
-    log, record = trajectory_of(Trace(log_of(*found), ("Lima",)), "mhqa:paper")
+    log, record = trajectory_of(Trace(log_of(*found), ("Lima",)), "mhqa:paper", INVENTING)
     assert [m.kind for m in log.messages][1] is Kind.PLAN
     assert record.protocol == "mhqa:paper"
     ran = [("plan", "1. compute"), ("call", "```py\n1\n```", "I do.", "code")]
     ran += [("observation", "42", "", "code"), ("answer", "42", "It printed 42.")]
-    trajectory_of(Trace(log_of(*ran), ("42",)), "generalist")
+    trajectory_of(Trace(log_of(*ran), ("42",)), "generalist", INVENTING)
     with pytest.raises(Unconvertible, match="has neither a review nor a grade"):
-        trajectory_of(Trace(log_of(*ran), ("42",)), "generalist:paper")
+        trajectory_of(Trace(log_of(*ran), ("42",)), "generalist:paper", INVENTING)
+
+
+FOREIGN = [("plan", "1. look"), ("call", "capital of Peru"), ("observation", "Lima.")]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "how", "gold", "reason"),
+    [
+        ("web_wiki", None, ("Lima",), "the answer is not verified .traces.completion.verification"),
+        ("mhqa", None, ("Lima",), "no thought before <plan> .traces.completion.thoughts"),
+        ("web_wiki", Completion(verification=True), ("Lima",), "no thought before <plan>"),
+        ("web_wiki", INVENTING, ("Quito",), "equals no accepted answer"),
+        ("web_wiki", INVENTING, (), "equals no accepted answer"),
+    ],
+)
+def test_nothing_is_invented_by_default_and_no_score_without_a_right_answer(
+    protocol, how, gold, reason
+):
+    with pytest.raises(Unconvertible, match=reason):
+        trajectory_of(Trace(log_of(*FOREIGN, ("answer", "Lima")), gold), protocol, how)
+
+
+def test_a_run_that_says_enough_is_converted_without_inventions():
+    said = [(*row, "I think so.") if row[0] != "observation" else row for row in FOREIGN]
+    _, record = trajectory_of(Trace(log_of(*said, ("answer", "Lima", "Seen."))), "mhqa")
+    assert "invented" not in record.metadata and "I use" not in record.text
+
+
+def test_invented_segments_are_marked_kept_and_not_counted(tmp_path):
+    _, record = trajectory_of(
+        Trace(log_of(*FOREIGN, ("answer", "Lima", "It is Lima.")), ("Lima",)), "web_wiki", INVENTING
+    )
+    # Segments: think, plan, think, wiki_search, think, suggested_answer, think, double_check, ...
+    assert record.metadata["invented"] == [0, 2, 5, 6, 7]
+    assert record.metadata["double_checks"] == 0
+    write_records(tmp_path / "data.jsonl", [record])
+    (again,) = read_records(tmp_path / "data.jsonl")
+    assert with_figures(again, log_of_record(again)).metadata["double_checks"] == 0
+    lines = [line for line in page(again).splitlines() if "[invented]" in line]
+    assert [line.split()[0] for line in lines] == [
+        *("think", "think", "suggested_answer", "think", "double_check")
+    ]

@@ -15,6 +15,7 @@ from coa_jax.distill.smol_runs import SmolConfig, bind_settings, run_smolagents
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.trajectory import part_violations
+from tests.distill.logs import INVENTING
 
 
 class Recorded:
@@ -104,7 +105,7 @@ def test_the_memory_of_smolagents_becomes_trajectories_with_the_tools_own_words(
     assert len(traces) == len(dumps) == 6
     for trace, (task, log, _, calls) in zip(traces, dumps, strict=True):
         assert [(name, body) for name, body, _ in calls] == list(log.calls)
-        arranged, record = trajectory_of(trace, "generalist")
+        arranged, record = trajectory_of(trace, "generalist", INVENTING)
         assert part_violations("generalist", record.parts) == []
         returned = [text for author, text in record.parts if author == "environment"]
         assert returned == [

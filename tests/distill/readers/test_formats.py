@@ -10,7 +10,7 @@ from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.errors import UserError
 from coa_jax.trajectory import part_violations
-from tests.distill.logs import log_of
+from tests.distill.logs import INVENTING, log_of
 from tests.distill.readers.samples import calls_of, file_of, reasons, step
 
 
@@ -25,7 +25,7 @@ def read(tmp_path):
 
 
 def web_text(trace):
-    _, record = trajectory_of(trace, "web")
+    _, record = trajectory_of(trace, "web", INVENTING)
     assert part_violations("web", record.parts) == []
     return record.text
 
@@ -112,7 +112,7 @@ def test_a_malformed_chat_is_named(read, messages, reason):
 def test_a_conversation_that_breaks_off_has_no_answer(read):
     (trace,), _ = read("openai", {"messages": CHAT[:5]})
     with pytest.raises(Unconvertible, match="the file contains no final answer"):
-        trajectory_of(trace, "web")
+        trajectory_of(trace, "web", INVENTING)
 
 
 # --- MCP -----------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_a_session_of_mcp_on_one_line(read):
     assert (report["used"], report["ignored"]) == (1, 0)
     assert calls_of(trace) == CALLS
     with pytest.raises(Unconvertible, match="no plan and no thought"):
-        trajectory_of(trace, "web")
+        trajectory_of(trace, "web", INVENTING)
     (spoken,) = read("mcp", {**record, "messages": SESSION[2:3] + SESSION[6:]})[0]
-    _, converted = trajectory_of(spoken, "mhqa")
+    _, converted = trajectory_of(spoken, "mhqa", INVENTING)
     assert part_violations("mhqa", converted.parts) == []
 
 
@@ -267,7 +267,7 @@ def test_steps_of_smolagents_as_a_list_and_as_a_result(read, record):
     (trace,), _ = read("smolagents", record, name="run.json")
     assert calls_of(trace) == [("wiki_search", "Peru", "Lima", "ok")]
     assert trace.usage == {"prompt": 20, "completion": 4}
-    text = web_text(trace)
+    text = web_text(dataclasses.replace(trace, gold=("Lima",)))
     assert text.startswith("<think>Peru is given.</think>\n<plan>1. Search</plan>")
     assert text.endswith("<answer>Lima</answer>")
 

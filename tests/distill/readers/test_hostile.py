@@ -10,7 +10,7 @@ from coa_jax.distill.messages import to_json
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.errors import UserError
 from coa_jax.trajectory import part_violations
-from tests.distill.logs import log_of
+from tests.distill.logs import INVENTING, log_of
 from tests.distill.readers.samples import file_of, product, tower
 from tests.distill.readers.test_formats import CHAT, SESSION, STEPS, step
 
@@ -103,7 +103,7 @@ def test_every_wrong_value_at_every_place_is_used_or_explained(form, tmp_path):
         problems += len(report["problems"])
         for trace in traces:
             try:
-                _, record = trajectory_of(trace, protocol)
+                _, record = trajectory_of(trace, protocol, INVENTING)
             except Unconvertible as why:
                 assert str(why)
                 continue

@@ -7,6 +7,7 @@ from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.readers import read_traces
 from coa_jax.trajectory import part_violations
+from tests.distill.logs import INVENTING
 from tests.distill.readers.samples import (
     BORN,
     DESIGNER,
@@ -50,7 +51,7 @@ def test_nested_searches_stand_where_the_manager_asked_for_them(read):
 
 def test_a_whole_record_becomes_a_web_trajectory(read):
     (trace,), _ = read(file_of(tower()))
-    _, record = trajectory_of(trace, "web")
+    _, record = trajectory_of(trace, "web", INVENTING)
     assert part_violations("web", record.parts) == []
     # Written out by hand from the rules of the protocol.
     assert record.text == (
@@ -97,7 +98,7 @@ def test_errors_and_unreadable_outputs_are_part_of_the_run(read):
             "ok",
         ),
     ]
-    _, record = trajectory_of(trace, "code")
+    _, record = trajectory_of(trace, "code", INVENTING)
     assert part_violations("code", record.parts) == []
     assert record.parts[-1][1] == (
         "<reflection>It printed 391.</reflection>\n<think>That is the product.</think>\n"
@@ -109,14 +110,14 @@ def test_errors_and_unreadable_outputs_are_part_of_the_run(read):
 def test_what_cannot_be_converted_says_why(read):
     traces, _ = read(file_of(tower(), product()))
     with pytest.raises(Unconvertible, match="calls code, for which the protocol web has no tag"):
-        trajectory_of(traces[1], "web")
+        trajectory_of(traces[1], "web", INVENTING)
     with pytest.raises(Unconvertible, match="calls crawl_page, for which the protocol mhqa"):
-        trajectory_of(traces[0], "mhqa")
+        trajectory_of(traces[0], "mhqa", INVENTING)
     with pytest.raises(Unconvertible, match="the answer is not verified"):
         trajectory_of(traces[0], "web", Completion(verification=False))
     (gone,), _ = read(file_of(tower(prediction=None, agent_error="out of money")))
     with pytest.raises(Unconvertible, match="the run has no answer: out of money"):
-        trajectory_of(gone, "web")
+        trajectory_of(gone, "web", INVENTING)
 
 
 def test_runs_in_a_loop_belong_to_the_place_that_loops(read):
@@ -231,7 +232,7 @@ def test_a_thousand_damaged_files_are_read_and_accounted_for(read):
         for trace in traces:
             for protocol in ("web", "code"):
                 try:
-                    _, record = trajectory_of(trace, protocol)
+                    _, record = trajectory_of(trace, protocol, INVENTING)
                 except Unconvertible as why:
                     refused += bool(str(why))
                     continue

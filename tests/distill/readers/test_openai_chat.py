@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from coa_jax.distill.arrange import trajectory_of
 from coa_jax.distill.readers import read_traces
 from coa_jax.trajectory import part_violations
+from tests.distill.logs import INVENTING
 from tests.distill.readers.samples import calls_of, file_of, reasons
 
 ASKED = {"role": "user", "content": "What is six times seven?"}
@@ -110,7 +112,8 @@ def test_a_boxed_answer_converts_under_every_protocol(read, protocol, answer):
         result("1", "42"),
         said("It is e.g. 42.\nThe answer is \\boxed{42}."),
     )
-    _, record = trajectory_of(trace, protocol)
+    trace = dataclasses.replace(trace, gold=("42",))
+    _, record = trajectory_of(trace, protocol, INVENTING)
     assert part_violations(protocol, record.parts) == []
     assert record.answer == answer
     assert "The answer is 42." in record.text
