@@ -118,14 +118,16 @@ class RunDir:
     def close(self) -> None:
         """Closes the files and releases the lock, so that other runs can use the directory.
 
-        If the run failed before it began (see `keep_config`), its new directory is removed.
+        If the run failed before it began (see `keep_config`), its new directory is removed, unless
+        the run has already spent money or calls.
         """
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None
         if self.active and self._lock is not None:
-            if self._existed is not None and (self._kept or not _has_files(self.path)):
-                _remove(self.path, self._existed)
+            new = self._existed is not None and not (self.path / "spent").exists()
+            if new and (self._kept or not _has_files(self.path)):
+                _remove(self.path, bool(self._existed))
             elif self._kept is None:
                 write_protocols(self.path)
         if self._lock is not None:
