@@ -108,12 +108,13 @@ def _adapter(run: Path, stage: str) -> Adapter:
 def _write_adapter(
     run: Path, adapters: list[Adapter], config: dict[str, Any], output: Path
 ) -> None:
-    write_sum(adapters, storage.with_urls(config["model"] or run / "models" / "base"), output)
+    base = storage.origin_of(config["model"] or run / "models" / "base")
+    write_sum(adapters, base, output)
     agent = read_card(run / "models" / "rl")
     files.write_json(output / CARD, agent)
     settings = config["rl"]
     step = int(settings["optimizer"]["total_steps"])
-    text = hub_card(str(config["model"]), "rl", step, settings, agent)
+    text = hub_card(base, "rl", step, settings, agent, adapter=True)
     (output / "README.md").write_text(text, encoding="utf-8")
 
 
