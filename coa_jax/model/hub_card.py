@@ -72,7 +72,7 @@ def hub_card(
     rows |= {k: v for k, v in settings.items() if isinstance(v, str | int | float) and v != ""}
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
     note = f"""\
-The training did not start from the weights of `{known}` on the Hub, but from other weights:
+The training did not start from the weights of the base model on the Hub, but from weights that were
 {weights}.{_OTHER_BASE * adapter}
 
 """
