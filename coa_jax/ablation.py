@@ -38,7 +38,7 @@ from coa_jax.intervals import rates
 from coa_jax.learn import sft
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.markdown import table
-from coa_jax.model.api import load_model, save_model
+from coa_jax.model.peft_io import copy_model
 from coa_jax.progress import progress
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
@@ -217,7 +217,7 @@ class Ablation:
         if (path / "config.json").is_file():
             return path
         if self.command.model:
-            save_model(load_model(self.command.model), path, overwrite=True)
+            copy_model(self.command.model, path)
         else:
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
             policy, prompt = self.command.policy, load_prompt(self.command.prompt_style)

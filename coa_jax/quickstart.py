@@ -37,7 +37,8 @@ from coa_jax.learn import rejection, rl, sft
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.model.api import describe_model, load_model, save_model
+from coa_jax.model.api import describe_model, load_model
+from coa_jax.model.peft_io import copy_model
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.progress import progress
 from coa_jax.protocol import TAGS, FormatName
@@ -206,7 +207,7 @@ class Pipeline:
         """Creates the untrained policy, or copies the pretrained policy."""
         records = with_level(read_records(self.data / "train.jsonl"), "", self.config.format)
         if self.config.model:
-            save_model(load_model(self.config.model), self.models / "base", overwrite=True)
+            copy_model(self.config.model, self.models / "base")
             return
         prompt = load_prompt(self.config.prompt_style)
         write_policy(self.config.policy, records, prompt, self.models / "base")

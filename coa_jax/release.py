@@ -38,6 +38,11 @@ from coa_jax.records import read_records
 from coa_jax.trajectory import iterate_trajectories
 
 _STAGES = ("sft", "rl")
+_SPLITS = ("train", "validation")
+_CONFIG = {
+    "config_name": "default",
+    "data_files": [{"split": split, "path": f"{split}.parquet"} for split in _SPLITS],
+}
 _CONTROLS = ("sft_more", "rft")
 _README = Path(__file__).parent / "templates" / "release.md"
 _COPIED = ("config.json", "summary.json", "metrics.jsonl")
@@ -69,8 +74,9 @@ def release(run: Path, output: Path) -> int:
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as temporary:
         new = Path(temporary) / output.name
         new.mkdir()
-        _write_adapter(run, adapters, config, new / "adapter")
-        _write_data(run, new)
+        base = storage.origin_of(config["model"] or run / "models" / "base")
+        _write_adapter(run, adapters, base, config, new / "adapter")
+        _write_data(run, config, new)
         # Only runs with protocols of their own have a file of protocols.
         for name in (*_COPIED, *([PROTOCOLS] if (run / PROTOCOLS).is_file() else ())):
             shutil.copy(run / name, new / name)
@@ -81,12 +87,12 @@ def release(run: Path, output: Path) -> int:
                 folder.mkdir(parents=True)
                 text = json.dumps(files.read_json_object(path, None), separators=(",", ":"))
                 (folder / path.name).write_text(text + "\n", encoding="utf-8")
-        (new / "README.md").write_text(_readme(config, new), encoding="utf-8")
+        (new / "README.md").write_text(_readme(base, new), encoding="utf-8")
         files.replace_folder(new, output)
     return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
 
 
-def _readme(config: dict[str, Any], new: Path) -> str:
+def _readme(base: storage.Origin, new: Path) -> str:
     """Returns the README, which lists the contents of the directory and commands that use it."""
     summary = files.read_json_object(new / "summary.json")
     rates = [
@@ -94,7 +100,10 @@ def _readme(config: dict[str, Any], new: Path) -> str:
         for stage in _STAGES
     ]
     text = _README.read_text(encoding="utf-8")
-    return text.format(model=config["model"], rates=" and ".join(rates))
+    model = f"`{base.name or storage.with_urls(base.place)}`"
+    if base.weights:
+        model += f" (weights {base.weights},\nwhich differ slightly from the weights on the Hub)"
+    return text.format(model=model, rates=" and ".join(rates))
 
 
 def _adapter(run: Path, stage: str) -> Adapter:
@@ -106,18 +115,22 @@ def _adapter(run: Path, stage: str) -> Adapter:
 
 
 def _write_adapter(
-    run: Path, adapters: list[Adapter], config: dict[str, Any], output: Path
+    run: Path,
+    adapters: list[Adapter],
+    base: storage.Origin,
+    config: dict[str, Any],
+    output: Path,
 ) -> None:
-    write_sum(adapters, storage.with_urls(config["model"] or run / "models" / "base"), output)
+    write_sum(adapters, base, output)
     agent = read_card(run / "models" / "rl")
     files.write_json(output / CARD, agent)
     settings = config["rl"]
     step = int(settings["optimizer"]["total_steps"])
-    text = hub_card(str(config["model"]), "rl", step, settings, agent)
+    text = hub_card(base, "rl", step, settings, agent, adapter=True)
     (output / "README.md").write_text(text, encoding="utf-8")
 
 
-def _write_data(run: Path, output: Path) -> None:
+def _write_data(run: Path, config: dict[str, Any], output: Path) -> None:
     """Copies the distilled records with their card, and the trajectories of both evaluations."""
     try:
         import pyarrow
@@ -125,11 +138,13 @@ def _write_data(run: Path, output: Path) -> None:
     except ImportError:
         raise missing("writing parquet", "pyarrow", "tasks") from None
     (output / "data").mkdir()
-    for split in ("train", "validation"):
+    for split in _SPLITS:
         table = pyarrow.Table.from_pylist(read_objects(run / "data" / f"{split}.jsonl"))
         pyarrow.parquet.write_table(table, output / "data" / f"{split}.parquet", compression="zstd")
     records = read_records(output / "data" / "train.parquet")
-    text = data_card(f"Distilled trajectories of {run.name}", records)
+    name = f"Distilled trajectories of {run.name}"
+    tasks = {part: str(its["tasks"]) for part, its in config["distill"].get("mixture", {}).items()}
+    text = data_card(name, records, configs=[_CONFIG], tasks=tasks)
     (output / "data" / "README.md").write_text(text, encoding="utf-8")
     for stage in _STAGES:
         phase = f"evaluate-{stage}"

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.protocol import get_protocol, parse
+from coa_jax.storage import with_header
 from coa_jax.trajectory import DistilledRecord
 
+_FACTBOOK = ("The World Factbook (CIA): public domain", "other")
 LICENCES = {
-    "factbook": "The World Factbook (CIA): public domain",
-    "arithmetic": "reasoning-gym: Apache-2.0",
+    "factbook": _FACTBOOK,
+    "factbook_people": _FACTBOOK,
+    "arithmetic": ("reasoning-gym: Apache-2.0", "apache-2.0"),
 }
-"""Maps the name of a task source to the licence of its texts."""
+"""Maps the name of a task source to the licence of its texts, and to its identifier on the Hub.
+
+The texts of these sources are English.
+"""
+_SIZES = {10**3: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<1M"}
 
 
 def tags_of(record: DistilledRecord) -> Counter[str]:
@@ -25,14 +33,24 @@ def tags_of(record: DistilledRecord) -> Counter[str]:
 
 
 def card(
-    name: str, records: Sequence[DistilledRecord], funnel: Mapping[str, Any] | None = None
+    name: str,
+    records: Sequence[DistilledRecord],
+    funnel: Mapping[str, Any] | None = None,
+    configs: Sequence[Mapping[str, Any]] = (),
+    tasks: Mapping[str, str] | None = None,
 ) -> str:
-    """Returns the data card, which describes a data set, as Markdown.
+    """Returns the data card, which describes a data set: a YAML header for the Hub, and Markdown.
+
+    The header leaves out licence and language if a source of the tasks is not built in.
 
     Args:
         name: name of the data set.
         records: all records of the data set.
         funnel: statistics of the filters, see `FilterReport`; None if unknown.
+        configs: the forms of the data set and their files, as the Hub expects them under
+            ``configs``.
+        tasks: maps the name of a part of a mixture, which records have as their source, to the
+            source of its tasks, such as ``arithmetic:gcd``.
     """
     tags: Counter[str] = sum(map(tags_of, records), Counter())
     tools = {t for r in records for t in get_protocol(r.protocol).tools}
@@ -49,11 +67,46 @@ def card(
         lines += [f"Runs before the filters: {funnel['total']}, kept: {funnel['kept']}.", ""]
         lines += _table("dropped by", funnel["dropped"])
     lines += ["## Licences", ""]
-    for source in sorted({text.partition(":")[0] for text in sources}):
-        lines.append(
-            f"- {source}: {LICENCES.get(source, 'not known; ask the source of the tasks')}"
-        )
-    return "\n".join([*lines, ""])
+    unknown = ("not known; ask the source of the tasks", "")
+    licences = {
+        source: LICENCES.get((tasks or {}).get(source, source).partition(":")[0], unknown)
+        for source in sorted({text.partition(":")[0] for text in sources})
+    }
+    lines += [f"- {source}: {licence}" for source, (licence, _) in licences.items()]
+    known = {identifier for _, identifier in licences.values()}
+    header = {
+        "license": [] if "" in known else sorted(known),
+        "language": ["en"] if known and "" not in known else [],
+        "task_categories": ["question-answering", "text-generation"],
+        "size_categories": [next((s for n, s in _SIZES.items() if len(records) < n), "n>1M")],
+        "tags": ["agent-traces", "chain-of-agents", "coa_jax"],
+        "configs": list(configs),
+    }
+    return _with_header(header, "\n".join([*lines, ""]))
+
+
+def joined(cards: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the card of a folder with several data sets, which contains their cards.
+
+    Args:
+        cards: the cards of the data sets.
+        configs: the forms of the data sets and their files, as for `card`.
+    """
+    from huggingface_hub import DatasetCard
+
+    parsed = [DatasetCard(text) for text in cards]
+    header: dict[str, Any] = {}
+    for key in ("license", "language", "task_categories", "size_categories", "tags"):
+        values = [each.data.get(key) for each in parsed]
+        header[key] = sorted(set(itertools.chain(*values))) if all(values) else []
+    text = "\n".join(each.text.lstrip() for each in parsed)
+    return _with_header({**header, "configs": list(configs)}, text)
+
+
+def _with_header(header: Mapping[str, Any], text: str) -> str:
+    # The Hub has no identifier for texts in the public domain.
+    name = "public-domain" if "other" in header["license"] else ""
+    return with_header({**header, "license_name": name}, text)
 
 
 def _lengths(records: Iterable[DistilledRecord]) -> list[str]:

@@ -34,7 +34,7 @@ from absl import flags
 
 from coa_jax import files, jsonl
 from coa_jax.cli import run_main
-from coa_jax.distill.card import card
+from coa_jax.distill.card import card, joined
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
@@ -250,9 +250,23 @@ def export(
         write_tfds(records, out / "tfds", name)
     files.replace(out / f"{name}_card.md", card(name, records, funnel).encode())
     cards = [path.read_text(encoding="utf-8") for path in sorted(out.glob("*_card.md"))]
-    files.replace(out / "README.md", "\n".join(cards).encode())
+    files.replace(out / "README.md", joined(cards, _configs(out)).encode())
     left_out = [record.id for record, fit in zip(records, fits, strict=True) if not fit]
     return left_out if "alpaca" in forms else []
+
+
+def _configs(out: Path) -> list[dict[str, Any]]:
+    """Returns the forms in a folder with their files, for the header of the folder's card."""
+    found = []
+    for form, suffix in (("messages", "jsonl"), ("sharegpt", "json"), ("alpaca", "json")):
+        ending = f"_{form}.{suffix}"
+        splits = [
+            {"split": re.sub(r"\W", "_", path.name.removesuffix(ending)), "path": path.name}
+            for path in sorted(out.glob(f"*{ending}"))
+        ]
+        if splits:
+            found.append({"config_name": form, "data_files": splits, "default": not found})
+    return found
 
 
 def _write(path: Path, value: Any) -> None:

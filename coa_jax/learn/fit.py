@@ -192,7 +192,8 @@ def fit(
     if step < total or unmeasured:
         end_run(step, total)
     model = dataclasses.replace(model, params=state.model)
-    save_trained(model, config.model, output, config.export_dtype)
+    settings = dataclasses.asdict(config)
+    save_trained(model, config.model, output, config.export_dtype, phase, settings)
 
 
 def _resume(

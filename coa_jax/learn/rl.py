@@ -127,7 +127,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     if learner.step < learner.total or learner.unmeasured:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
-    save_trained(model, config.model, output, config.export_dtype)
+    settings = dataclasses.asdict(config)
+    save_trained(model, config.model, output, config.export_dtype, "rl", settings)
 
 
 def repeat(config: RLConfig, run: Path) -> ReplayResult:

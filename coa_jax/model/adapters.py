@@ -20,7 +20,7 @@ from coa_jax.bounds import Count, Positive, check
 from coa_jax.errors import UserError
 from coa_jax.model.hf_weights import TensorSource
 from coa_jax.model.safetensors_io import Checkpoint, LocalFiles, write_safetensors
-from coa_jax.storage import hub_id
+from coa_jax.storage import Origin, hub_id, local_copy, read_header, with_urls
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -44,13 +44,16 @@ class Adapter:
 
     Attributes:
         folder: the directory.
-        base: the base model: a path, a URL, or an id of the Hugging Face Hub.
+        base: the base model: a path, a URL, or an id of the Hugging Face Hub. A local copy of a
+            model of the Hub with the weights of the training replaces the id, see `local_copy`.
+        weights: how the weights of the training differ from those of ``base``; "" if they do not.
         scale: factor by which the product ``B A`` of the adapter's matrices is multiplied: ``alpha
             / r``, or ``alpha / sqrt(r)`` if ``use_rslora`` is set.
     """
 
     folder: Path
     base: str
+    weights: str
     scale: float
 
 
@@ -79,12 +82,31 @@ def read_adapter(folder: Path) -> Adapter | None:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
-    revision = config.get("revision")
-    if isinstance(revision, str) and revision and hub_id(base) == (base, None, None):
-        base = f"{base}@{revision}"
+    revision, weights = config.get("revision"), ""
+    if hub_id(base) == (base, None, None):
+        weights = str(read_header(folder).get("base_weights") or "")
+        if isinstance(revision, str) and revision:
+            base = f"{base}@{revision}"
+        elif (copy := local_copy(base, weights, folder)) is not None:
+            base, weights = str(copy), ""
     rank: Any = check(config.get("r"), Count, f"{path}: r")
     alpha: Any = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
-    return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Adapter(folder, base, weights, scale)
+
+
+def base_entries(origin: Origin) -> dict[str, Any]:
+    """Returns the entries of ``adapter_config.json`` that name the base model.
+
+    A model of the Hub, or a local copy of it, is named by its id, as PEFT expects. A GGUF file of
+    the Hub keeps its longer name.
+    """
+    found = hub_id(origin.place) if origin.name else None
+    name, revision, file = found or (origin.name, None, None)
+    if file or not name:
+        # The mirror of a bucket is temporary.
+        name, revision = with_urls(origin.place), None
+    return {"base_model_name_or_path": name, "revision": revision}
 
 
 class AdaptedTensors:
@@ -137,7 +159,7 @@ def _weights(adapter: Adapter) -> Checkpoint:
     return Checkpoint(str(adapter.folder), LocalFiles(adapter.folder, [WEIGHTS_FILE]))
 
 
-def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
+def write_sum(adapters: Sequence[Adapter], base: Origin, output: Path) -> None:
     """Writes one adapter with the total effect of adapters that were trained one after the other.
 
     The rank of the written adapter is the sum of the ranks of the given adapters, because ``[B1 B2]
@@ -145,9 +167,9 @@ def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
 
     Args:
         adapters: adapters of the same projections, in the order of their training. The first
-            adapter was trained on ``base``; every later adapter was trained on the model into which
-            its predecessors had been merged.
-        base: name of the base model, which is written to ``base_model_name_or_path``.
+            adapter was trained on the base model; every later adapter was trained on the model into
+            which its predecessors had been merged.
+        base: origin of the base model, which the written configuration names.
         output: directory to which the adapter is written; it is created if necessary.
 
     Raises:
@@ -167,5 +189,5 @@ def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     write_safetensors(output / WEIGHTS_FILE, shapes, ml_dtypes.bfloat16, tensors.items())
-    known = {"base_model_name_or_path": base, "r": rank, "lora_alpha": rank, "use_rslora": False}
-    files.write_json(output / CONFIG_FILE, {**config, **known})
+    known = {"r": rank, "lora_alpha": rank, "use_rslora": False}
+    files.write_json(output / CONFIG_FILE, {**config, **base_entries(base), **known})

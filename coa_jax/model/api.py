@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, read_adapter
@@ -200,14 +201,21 @@ def _open(
     if (adapter := read_adapter(folder)) is not None:
         if is_base:
             raise UserError("that is an adapter too: merge the two with PEFT first")
+        if weights and adapter.weights:
+            logging.warning(
+                "%s was trained on other weights of %s than those on the Hub (%s): the adapter "
+                "meets a slightly different model",
+                *(path, adapter.base, adapter.weights),
+            )
         try:
             base, source = _open(
                 adapter.base, weights=weights, tokenizer=tokenizer, mesh=mesh, is_base=True
             )
         except UserError as error:
+            trained = f"; its weights in the training: {adapter.weights}" if adapter.weights else ""
             raise UserError(
                 f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
-                f"{error}"
+                f"{error}{trained}"
             ) from error
         own = read(find_tokenizer, folder)
         own = base.tokenizer if isinstance(own, MissingTokenizer) else own

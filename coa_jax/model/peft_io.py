@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from coa_jax.files import write_json
-from coa_jax.model.adapters import CONFIG_FILE, WEIGHTS_FILE
-from coa_jax.model.api import Model, save_model
+from coa_jax.files import replace, write_json
+from coa_jax.model.adapters import CONFIG_FILE, WEIGHTS_FILE, base_entries
+from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.card import CARD
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.hf_weights import to_host
+from coa_jax.model.hub_card import hub_card
 from coa_jax.model.params import Params, merge_adapters, select, without_adapters
 from coa_jax.model.safetensors_io import write_safetensors
-from coa_jax.storage import with_urls
+from coa_jax.storage import Origin, origin_of, with_header
 
 _PEFT = {
     **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
@@ -24,8 +28,40 @@ _PEFT = {
 """Maps a projection to the path of its adapter in a layer and to PEFT's module name."""
 
 
-def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
+def copy_model(source: str, output: Path) -> None:
+    """Writes a float32 copy of a model, with a ``README.md`` that says what the model is a copy of.
+
+    Args:
+        source: path, URL or Hub id of the model.
+        output: directory that is created or replaced.
+    """
+    save_model(load_model(source), output, overwrite=True)
+    origin = origin_of(source)
+    if jax.process_index() or not (origin.base or origin.about):
+        return
+    relation = ("quantized" if origin.weights else "copy") if origin.name else "finetune"
+    header = {
+        "base_model": origin.base,
+        "base_model_relation": origin.base and relation,
+        "base_weights": origin.weights,
+        **origin.about,
+        "library_name": "transformers",
+    }
+    text = with_header(header, "A copy that `coa_jax` made as the start of a training run.\n")
+    replace(output / "README.md", text.encode())
+
+
+def save_trained(
+    model: Model,
+    source: str,
+    output: Path,
+    dtype: str,
+    phase: str,
+    settings: Mapping[str, Any],
+) -> None:
     """Writes a model to a directory and, if it has adapters, the adapters to a second directory.
+
+    Each directory gets a model card (`model.hub_card`), the file ``README.md``.
 
     The model in ``output`` has the adapters merged into its weights. The adapters alone are written
     to the directory whose name is that of ``output`` followed by ``-adapters``.
@@ -36,18 +72,28 @@ def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
             adapters.
         output: directory that is created or replaced.
         dtype: dtype of the saved model; adapters are saved in float32.
+        phase: kind of training: ``sft``, ``rl``, ``rft`` or ``dpo``.
+        settings: settings of the training, for the cards.
     """
     merged = merge_adapters(model.config, model.params)
     config = without_adapters(model.config)
     whole = dataclasses.replace(model, config=config, params=merged)
     save_model(whole, output, dtype=dtype, overwrite=True)
+    origin, folder = origin_of(source), output.with_name(f"{output.name}-adapters")
     if model.config.lora.rank:
         adapters = select(model.config, model.params, adapter=True)
-        folder = output.with_name(f"{output.name}-adapters")
-        write_adapters(folder, adapters, model.config.lora, source)
+        write_adapters(folder, adapters, model.config.lora, origin)
+    if jax.process_index() == 0:
+        about = phase, int(settings["optimizer"]["total_steps"]), settings, model.card
+        replace(output / "README.md", hub_card(origin, *about).encode())
+        if model.config.lora.rank:
+            if model.card:
+                write_json(folder / CARD, dict(model.card))
+            text = hub_card(origin, *about, adapter=True)
+            replace(folder / "README.md", text.encode())
 
 
-def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: str) -> None:
+def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, base: Origin) -> None:
     """Writes adapters in the format that ``peft.PeftModel.from_pretrained`` reads.
 
     If there are several processes, all of them must call this function; the first process writes.
@@ -56,7 +102,7 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
         directory: directory to which the files are written; it is created if necessary.
         adapters: parameters of the adapters.
         lora: configuration of the adapters.
-        source: path or name of the base model, which is recorded in the configuration file.
+        base: origin of the base model, which the configuration file names.
     """
     tensors = adapter_tensors(adapters)
     if jax.process_index():
@@ -67,7 +113,7 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": with_urls(source),  # the mirror of a bucket is temporary
+        **base_entries(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

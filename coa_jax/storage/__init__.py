@@ -29,12 +29,22 @@ from coa_jax.storage.hub import (
     weights_on_hub,
 )
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
+from coa_jax.storage.origin import (
+    FETCHED,
+    Origin,
+    local_copy,
+    origin_of,
+    read_header,
+    with_header,
+)
 from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
 from coa_jax.storage.shared import SharedCache, closing_caches
 
 __all__ = [
+    "FETCHED",
     "SCHEMES",
     "Mirror",
+    "Origin",
     "SharedCache",
     "cache_folder",
     "cached_files",
@@ -50,10 +60,13 @@ __all__ = [
     "is_url",
     "join",
     "local",
+    "local_copy",
     "mirror_of",
     "model_folder",
+    "origin_of",
     "output",
     "push_model",
+    "read_header",
     "run_folder",
     "snapshot_of",
     "upload",
@@ -61,5 +74,6 @@ __all__ = [
     "visited",
     "weights_apart",
     "weights_on_hub",
+    "with_header",
     "with_urls",
 ]

@@ -38,6 +38,7 @@ torch = pytest.importorskip("torch")
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 20)).astype(np.int32)
 LORA = LoraConfig(rank=3, alpha=5.0)
+SFT = ("sft", {"optimizer": {"total_steps": 3}, "data": "hf:me/sums"})
 SOME = LoraConfig(rank=2, alpha=4.0, projections=("v", "up", "down"))
 
 
@@ -95,7 +96,7 @@ def merged(model):
 def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path, backend):
     peft = pytest.importorskip("peft")
     model, compute = grown(load_model(base), LORA), Compute(backend=backend)
-    save_trained(model, str(base), tmp_path / "model", "float32")
+    save_trained(model, str(base), tmp_path / "model", "float32", *SFT)
     reference = peft.PeftModel.from_pretrained(
         LlamaForCausalLM.from_pretrained(base), tmp_path / "model-adapters", is_trainable=True
     )
@@ -148,7 +149,7 @@ def test_only_the_chosen_projections_change(base, tmp_path):
     from safetensors.numpy import load_file
 
     model = grown(load_model(base), SOME)
-    save_trained(model, str(base), tmp_path / "model", "float32")
+    save_trained(model, str(base), tmp_path / "model", "float32", *SFT)
     before, after = (load_file(p / "model.safetensors") for p in (base, tmp_path / "model"))
     changed = {name.split(".")[-2] for name in after if (before[name] != after[name]).any()}
     assert changed == {"v_proj", "up_proj", "down_proj"}
@@ -183,7 +184,7 @@ def test_a_model_trained_as_a_whole_has_no_adapters(base, tmp_path):
     params, frozen = split_trained(model.params, model.config, seed=1)
     assert params is model.params and frozen == {}
     assert merge_adapters(model.config, params) is params
-    save_trained(model, "", tmp_path / "m", "float32")
+    save_trained(model, "", tmp_path / "m", "float32", *SFT)
     assert not (tmp_path / "m-adapters").exists()
 
 
@@ -226,7 +227,7 @@ def test_adapters_are_merged_into_weights_of_16_bits(base):
 def test_an_adapter_directory_is_a_model(base, tmp_path):
     peft = pytest.importorskip("peft")
     model = grown(load_model(base), SOME)
-    save_trained(model, str(base), tmp_path / "model", "float32")
+    save_trained(model, str(base), tmp_path / "model", "float32", *SFT)
     loaded, whole = load_model(tmp_path / "model-adapters"), load_model(tmp_path / "model")
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6),
@@ -269,7 +270,7 @@ def test_an_adapter_directory_is_a_model(base, tmp_path):
 )
 def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, message):
     model = grown(load_model(base), SOME)
-    save_trained(model, str(base), tmp_path / "model", "float32")
+    save_trained(model, str(base), tmp_path / "model", "float32", *SFT)
     path = tmp_path / "model-adapters" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UserError, match=message):
@@ -286,7 +287,7 @@ def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, m
 def test_an_adapter_with_odd_tensors_is_refused(base, tmp_path, change, message):
     from safetensors.numpy import load_file, save_file
 
-    save_trained(grown(load_model(base), SOME), str(base), tmp_path / "model", "float32")
+    save_trained(grown(load_model(base), SOME), str(base), tmp_path / "model", "float32", *SFT)
     path = tmp_path / "model-adapters" / "adapter_model.safetensors"
     tensors = load_file(path)
     name = sorted(tensors)[0]
@@ -297,11 +298,11 @@ def test_an_adapter_with_odd_tensors_is_refused(base, tmp_path, change, message)
 
 def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base, tmp_path):
     model = grown(load_model(base), SOME)
-    save_trained(model, str(tmp_path / "smaller"), tmp_path / "model", "float32")
+    save_trained(model, str(tmp_path / "smaller"), tmp_path / "model", "float32", *SFT)
     other = dataclasses.replace(model.config, num_layers=1, lora=LoraConfig())
     save_model(Model(other, random_params(other), model.tokenizer), tmp_path / "smaller")
     with pytest.raises(UserError, match=r"do not fit model.layers.1.*smaller: is base_model_name"):
         load_model(tmp_path / "model-adapters")
-    save_trained(model, str(tmp_path / "model-adapters"), tmp_path / "second", "float32")
+    save_trained(model, str(tmp_path / "model-adapters"), tmp_path / "second", "float32", *SFT)
     with pytest.raises(UserError, match="that is an adapter too"):
         load_model(tmp_path / "second-adapters")
