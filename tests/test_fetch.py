@@ -8,9 +8,11 @@ import sys
 import zipfile
 
 import pytest
+from huggingface_hub import ModelCard
 
 from coa_jax.errors import UserError
 from coa_jax.fetch import WEIGHTS, fetch
+from coa_jax.storage import origin_of
 
 CONTENT = b"the weights"
 
@@ -46,7 +48,8 @@ def test_half_a_file_is_replaced_and_a_whole_one_is_left(index, tmp_path, name):
     (target / wanted.file).write_bytes(b"half of it")
     assert fetch(wanted, target) == target
     files = {path.name for path in target.iterdir()}
-    assert files == {wanted.file, *(["config.json"] if wanted.others else [])}
+    others = ["config.json"] if wanted.others else ["README.md"]
+    assert files == {wanted.file, *others}
     assert (target / wanted.file).read_bytes() == CONTENT
     index({}, status=1)  # asked no more
     assert fetch(wanted, target) == target
@@ -70,3 +73,15 @@ def test_other_weights_are_refused_and_nothing_is_left_behind(index, tmp_path, f
     with pytest.raises(UserError, match=said):
         fetch(WEIGHTS["smollm2"], target)
     assert list(target.iterdir()) == []
+
+
+def test_a_folder_that_was_fetched_says_that_its_weights_are_quantised(index, tmp_path):
+    weights = dataclasses.replace(WEIGHTS["smollm2"], sha256=hashlib.sha256(CONTENT).hexdigest())
+    (tmp_path / weights.file).write_bytes(CONTENT)  # fetched before folders had a card
+    index({}, status=1)
+    card = ModelCard.load(fetch(weights, tmp_path) / "README.md")
+    assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (card.data.base_model_relation, card.data.license) == ("quantized", "apache-2.0")
+    assert "Q4_1 (4-bit) file" in card.text
+    origin = origin_of(tmp_path / weights.file)
+    assert origin.name == card.data.base_model and "Q4_1" in origin.weights

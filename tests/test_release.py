@@ -9,21 +9,25 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 from safetensors.numpy import load_file
 
 from coa_jax.claims import Folders, at_k, difference, rate, table
 from coa_jax.errors import UserError
+from coa_jax.fetch import WEIGHTS
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
 from coa_jax.protocol import spec
 from coa_jax.records import read_records
 from coa_jax.release import release
 from coa_jax.report import build_report
+from coa_jax.storage import with_header
 from coa_jax.trajectory import read_trajectories
 from tests.released import RELEASED, unreleased
 
 
-def test_the_released_files_are_whole_and_below_ten_megabytes():
+def test_the_released_files_are_whole_and_below_ten_megabytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     files = [path for path in RELEASED.rglob("*") if path.is_file() and "report" not in path.parts]
     assert sum(path.stat().st_size for path in files) < 10_000_000
     adapter = read_adapter(RELEASED / "adapter")
@@ -33,6 +37,12 @@ def test_the_released_files_are_whole_and_below_ten_megabytes():
         values = stored.astype(np.float32)
         assert np.isfinite(values).all() and values.any(), name
     assert read_card(RELEASED / "adapter")
+    card = ModelCard.load(RELEASED / "adapter" / "README.md").data
+    known = json.loads((RELEASED / "adapter" / "adapter_config.json").read_text())
+    header = WEIGHTS["smollm2"].header
+    assert card.base_model == known["base_model_name_or_path"] == header["base_model"]
+    assert card.base_weights == adapter.weights == header["base_weights"]
+    assert (card.library_name, card.base_model_relation) == ("peft", "adapter")
     assert len(read_records(RELEASED / "data" / "train.parquet")) > 1_700
 
 
@@ -142,6 +152,21 @@ def run(tmp_path):
     run = tmp_path / "run"
     unreleased(run)
     return run
+
+
+def test_a_release_names_the_model_of_the_hub_and_the_weights_of_the_training(
+    run, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    header = WEIGHTS["smollm2"].header
+    (tmp_path / "weights" / "SmolLM2-135M-Instruct").mkdir(parents=True)
+    card = with_header(header, "fetched")
+    (tmp_path / "weights" / "SmolLM2-135M-Instruct" / "README.md").write_text(card)
+    release(run.rename(tmp_path / "ask-0"), tmp_path / "out")
+    for name in ("README.md", "adapter/README.md", "data/README.md"):
+        assert (tmp_path / "out" / name).read_text() == (RELEASED / name).read_text(), name
+    written = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == header["base_model"]
 
 
 def test_protocols_of_the_run_are_released(run, monkeypatch, tmp_path):

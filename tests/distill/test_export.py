@@ -8,6 +8,7 @@ import grain
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from huggingface_hub import DatasetCard
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
@@ -258,6 +259,9 @@ def test_a_record_without_the_last_word_of_the_policy_is_no_sharegpt(tmp_path):
 def test_the_card_counts_what_is_there():
     funnel = {"total": 9, "kept": 7, "dropped": {"wrong_answer": 2}}
     text = card("train", RECORDS, funnel)
+    data = DatasetCard(text).data
+    assert (data.license, data.license_name, data.language) == (["other"], "public-domain", ["en"])
+    assert data.size_categories == ["n<1K"] and "question-answering" in data.task_categories
     for line in (
         "7 chain-of-agents trajectories.",
         "| factbook | 7 |",
@@ -269,7 +273,24 @@ def test_the_card_counts_what_is_there():
         "- factbook: The World Factbook (CIA): public domain",
     ):
         assert line in text.split("\n")
-    assert "0 chain-of-agents" in card("empty", [])
+    empty = DatasetCard(card("empty", []))
+    assert "0 chain-of-agents" in empty.text and empty.data.license is None
+    named = [dataclasses.replace(RECORDS[0], metadata={"source": "sums"})]
+    assert DatasetCard(card("train", named)).data.license is None
+    mixture = DatasetCard(card("train", named, tasks={"sums": "arithmetic:gcd,lcm"}))
+    assert mixture.data.license == ["apache-2.0"] and "- sums: reasoning-gym" in mixture.text
+
+
+def test_the_hub_finds_the_files_of_an_exported_folder_in_its_card(tmp_path):
+    export(RECORDS, tmp_path, "train", ("messages", "alpaca"))
+    export([dataclasses.replace(RECORDS[0], metadata={})], tmp_path, "held-out", ("messages",))
+    found = datasets.load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    assert {split: rows.num_rows for split, rows in found.items()} == {"train": 7, "held_out": 1}
+    assert "messages" in found["train"].column_names
+    card = DatasetCard.load(tmp_path / "README.md")
+    assert [each["config_name"] for each in card.data.configs] == ["messages", "alpaca"]
+    assert card.data.license is card.data.language is None  # a record has an unknown source
+    assert card.text.count("chain-of-agents trajectories") == 2
 
 
 def test_a_page_shows_who_wrote_what_and_what_is_wrong():

@@ -3,12 +3,18 @@
 import dataclasses
 import functools
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from huggingface_hub import ModelCard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coa_jax.errors import UserError
@@ -27,14 +33,17 @@ from coa_jax.model.params import (
     split_trained,
     without_adapters,
 )
-from coa_jax.model.peft_io import save_trained
+from coa_jax.model.peft_io import copy_model, save_trained
 from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.small.bpe import train_bpe
+from coa_jax.storage import origin_of, with_header
+from tests.hub_server import hub_server
 from tests.random_params import random_params
 
 torch = pytest.importorskip("torch")
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 20)).astype(np.int32)
 LORA = LoraConfig(rank=3, alpha=5.0)
@@ -306,3 +315,80 @@ def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base, tmp_path)
     save_trained(model, str(tmp_path / "model-adapters"), tmp_path / "second", "float32", *SFT)
     with pytest.raises(UserError, match="that is an adapter too"):
         load_model(tmp_path / "second-adapters")
+
+
+QUANTISED = {
+    "base_model": "Org/Base",
+    "base_model_relation": "quantized",
+    "base_weights": "dequantised from base.Q4_1.gguf",
+    "license": "apache-2.0",
+}
+LOADED = """
+import numpy as np, torch
+from peft import AutoPeftModelForCausalLM
+from coa_jax import load_model, logits
+tokens = np.load("tokens.npy")
+theirs = AutoPeftModelForCausalLM.from_pretrained("Org/Adapter")(torch.tensor(tokens)).logits
+ours = logits(load_model("Org/Adapter"), tokens)
+np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=0, atol=2e-5)
+print("equal")
+"""
+
+
+def test_an_adapter_of_a_local_copy_names_the_model_of_the_hub(base, tmp_path, monkeypatch, caplog):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "weights" / "tiny"
+    exact = load_model(base)
+    rounded = jax.tree.map(lambda x: jnp.round(x * 64) / 64, exact.params)
+    save_model(dataclasses.replace(exact, params=rounded), copy)
+    (copy / "README.md").write_text(with_header(QUANTISED, "A copy."))
+    copy_model(str(copy), tmp_path / "run" / "base")
+    model = grown(load_model(tmp_path / "run" / "base"), SOME)
+    save_trained(model, str(tmp_path / "run" / "base"), tmp_path / "run" / "sft", "float32", *SFT)
+
+    adapter = tmp_path / "run" / "sft-adapters"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        "Org/Base"
+    )
+    card = ModelCard.load(adapter / "README.md")
+    known = (card.data.base_model, card.data.license, card.data.datasets, card.data.library_name)
+    assert known == ("Org/Base", "apache-2.0", ["me/sums"], "peft")
+    assert QUANTISED["base_weights"] in card.text and str(tmp_path) not in card.content
+    whole = ModelCard.load(tmp_path / "run" / "sft" / "README.md").data
+    assert (whole.base_model_relation, whole.library_name) == ("finetune", "transformers")
+
+    # The copies with the weights of the training replace the model of the Hub.
+    expected = logits(merged(model))
+    for folder in ("weights", "run/base"):
+        np.testing.assert_allclose(logits(load_model(adapter)), expected, rtol=0, atol=1e-6)
+        assert not caplog.messages
+        shutil.rmtree(folder)
+    with hub_server() as hub:
+        hub.add("Org/Base", {file.name: file.read_bytes() for file in base.iterdir()})
+        hub.add("Org/Adapter", {file.name: file.read_bytes() for file in adapter.iterdir()})
+        np.save("tokens.npy", TOKENS.astype(np.int64))
+        online = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": ""}
+        online |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(REPOSITORY)}
+        line = [sys.executable, "-c", LOADED]
+        done = subprocess.run(line, env={**os.environ, **online}, capture_output=True, text=True)
+    assert done.stdout.endswith("equal\n"), done.stderr
+    assert "was trained on other weights of Org/Base than those on the Hub" in done.stderr
+
+
+def test_an_adapter_keeps_a_base_that_is_only_a_path_and_takes_its_licence(base, tmp_path):
+    local = tmp_path / "base"
+    shutil.copytree(base, local)
+    (local / "README.md").write_text(
+        with_header({"base_model": "Org/Older", "license": "mit", "language": "de"}, "Trained.")
+    )
+    save_trained(grown(load_model(local), SOME), str(local), tmp_path / "m", "float32", *SFT)
+    folder = tmp_path / "m-adapters"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == (
+        str(local)
+    )
+    data = ModelCard.load(folder / "README.md").data
+    assert (data.base_model, data.license, data.language) == (None, "mit", "de")
+    assert ModelCard.load(tmp_path / "m" / "README.md").data.base_model == "Org/Older"
+    (local / "README.md").write_text("---\nlicense: [mit\n---\n")  # no YAML
+    assert origin_of(local).about == {}

@@ -15,7 +15,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.model.hub_card import hub_card
-from coa_jax.storage import check_push
+from coa_jax.storage import Origin, check_push, origin_of
 from coa_jax.storage.hub import hub_id
 from tests.damage import samples
 from tests.hub_server import TOKEN, Hub, hub_server
@@ -218,7 +218,9 @@ def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    (folder / "README.md").write_text(hub_card("Qwen/Qwen3-4B", "rl", 7, {}, {}))
+    (folder / "README.md").write_text(
+        hub_card(Origin("Qwen/Qwen3-4B", *["Qwen/Qwen3-4B"] * 2), "rl", 7, {}, {})
+    )
     code = (
         "from pathlib import Path\nfrom coa_jax.storage import push_model\n"
         f"print(push_model(Path({str(folder)!r}), {NAME!r}, 'rl step 7'))"
@@ -229,7 +231,7 @@ def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
     assert done.stdout.strip() == f"{hub.url}/{NAME}/commit/{found[0]}"
     assert {name: found[1][name] for name in files} == files
     assert hub.messages == ["rl step 7"]
-    assert b'base_model: "Qwen/Qwen3-4B"' in found[1]["README.md"]
+    assert b"base_model: Qwen/Qwen3-4B\n" in found[1]["README.md"]
     assert list(hub.objects.values()) == [files["model.safetensors"]]
 
 
@@ -243,11 +245,12 @@ def test_a_push_without_a_token_or_a_name_is_refused_at_the_start(hub, tmp_path)
     )
 
 
-def test_the_card_of_a_pushed_model_names_no_path_of_the_trainer():
+def test_the_card_of_a_pushed_model_names_no_path_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = {"seed": 3, "optimizer": {"learning_rate": 1e-5}, "data": "gs://secret/data"}
-    text = hub_card("gs://secret/models/Base", "sft", 12, config, {"protocol": "web"})
+    text = hub_card(Origin("gs://secret/models/Base"), "sft", 12, config, {"protocol": "web"})
     assert "secret" not in text and "base_model" not in text
-    other = hub_card("weights/SmolLM2-135M-Instruct", "sft", 3, {}, {})
+    other = hub_card(origin_of("weights/SmolLM2-135M-Instruct"), "sft", 3, {}, {})
     assert "base_model" not in other and "| SmolLM2-135M-Instruct |" in other
     assert "| base model | Base |" in text and "| protocol | web |" in text
     assert "| optimizer: learning_rate | 1e-05 |" in text
