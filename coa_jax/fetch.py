@@ -56,12 +56,6 @@ class Weights:
     others: bool
     header: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def what(self) -> str:
-        """Name of the model, and how its weights differ from those of its authors."""
-        weights = self.header.get("base_weights")
-        return f"{self.name} ({weights})" if weights else self.name
-
 
 WEIGHTS = {
     "smollm2": Weights(
@@ -156,7 +150,8 @@ def main(argv: list[str]) -> None:
     directory = directory or str(FETCHED / weights.name)
     check_places({"--copy": directory})
     print(fetch(weights, Path(directory)))
-    print(weights.what, file=sys.stderr)
+    if note := weights.header.get("base_weights"):
+        print(f"{weights.name}: training and evaluation use weights {note}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def export(
 
 def _configs(out: Path) -> list[dict[str, Any]]:
     """Returns the forms in a folder with their files, for the header of the folder's card."""
-    found = []
+    found: list[dict[str, Any]] = []
     for form, suffix in (("messages", "jsonl"), ("sharegpt", "json"), ("alpaca", "json")):
         ending = f"_{form}.{suffix}"
         splits = [

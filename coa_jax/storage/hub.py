@@ -22,7 +22,7 @@ from coa_jax.reading import made_by
 from coa_jax.storage.copies import local, stands_for
 from coa_jax.storage.places import is_url, opened, telling
 
-_ID = re.compile(
+ID = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?"
     r"(:(?P<file>[\w./-]+\.gguf))?"
 )
@@ -40,7 +40,7 @@ def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None, str | None] 
         existing local path.
     """
     text = os.fspath(place)
-    found = _ID.fullmatch(text)
+    found = ID.fullmatch(text)
     if found is None or os.path.exists(text):
         return None
     return found["name"], found["revision"], found["file"]
@@ -371,7 +371,7 @@ def check_push(name: str) -> None:
         UserError: the name is not a Hub id, huggingface_hub is in offline mode, or there is no
             token.
     """
-    found = _ID.fullmatch(name)
+    found = ID.fullmatch(name)
     if found is None or found["revision"] or found["file"]:
         raise UserError(f"--push={name}: give a Hub id, Org/Name")
     from huggingface_hub import constants, get_token

@@ -16,7 +16,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.reading import SMALL
-from coa_jax.storage.hub import hub_id, model_folder
+from coa_jax.storage.hub import ID, hub_id, model_folder
 
 FETCHED = Path("weights")
 """Folder in the working directory with the folders of models that ``coa-jax fetch`` writes."""
@@ -64,7 +64,7 @@ def origin_of(place: str | os.PathLike[str]) -> Origin:
     if named is not None:
         return Origin(text, named[0], named[0], "", about)
     base, relation = header.get("base_model"), header.get("base_model_relation")
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not ID.fullmatch(base):
         return Origin(text, about=about)
     weights = str(header.get("base_weights") or ("quantised" if relation == "quantized" else ""))
     return Origin(text, base if relation in _COPIES else "", base, weights, about)
@@ -76,13 +76,13 @@ def local_copy(name: str, weights: str, folder: Path) -> Path | None:
     Args:
         name: id of the model on the Hub.
         weights: how the weights of the copy differ from those on the Hub, as in `Origin`.
-        folder: folder whose neighbours are searched after the folders in `FETCHED`.
+        folder: folder of an adapter. The folder ``base`` beside it, to which a pipeline copies its
+            base model, is searched after the folders in `FETCHED`.
     """
-    for place in (FETCHED, folder.parent):
-        for readme in sorted(place.glob("*/README.md")):
-            found = origin_of(readme.parent)
-            if (found.name, found.weights) == (name, weights):
-                return readme.parent
+    for place in (*sorted(FETCHED.glob("*")), folder.parent / "base"):
+        found = origin_of(place)
+        if (found.name, found.weights) == (name, weights):
+            return place
     return None
 
 
