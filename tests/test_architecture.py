@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+import jax
 import pytest
 
 from coa_jax.learn import logps, objectives
@@ -62,6 +63,7 @@ def stacks(tmp_path_factory) -> dict[str, list[list[tuple[str, str]]]]:
         return layer(*arguments, **options)
 
     tasks = tiny_policy.write_tasks(folder / "tasks.jsonl")
+    jax.clear_caches()  # earlier tests may have traced the same programs, which are not traced again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logps, "weighted_sum", end_sft)
         patch.setattr(objectives, "clip", end_rl)

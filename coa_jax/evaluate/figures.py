@@ -27,9 +27,12 @@ _MOST_GROUPS = 6
 
 
 def check_written(stage: str, groups: Sequence[Measured]) -> None:
-    """Raises UserError if samples were graded, and the policy wrote no token in any of them."""
+    """Raises UserError if samples were graded, and the policy wrote nothing in any of them.
+
+    A sample that the policy ended at once (stop reason ``eos``) counts as written.
+    """
     graded = [one for group in groups for one in group.samples if one.value is not None]
-    if graded and not any(sample.tokens or sample.answer for sample in graded):
+    if graded and not any(one.tokens or one.answer or one.stop == "eos" for one in graded):
         stops = Counter(sample.stop for sample in graded)
         told = ", ".join(f"{count} samples {stop}" for stop, count in sorted(stops.items()))
         raise UserError(

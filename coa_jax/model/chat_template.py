@@ -67,6 +67,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -
     command, stdin = [sys.executable, "-I", __file__], json.dumps(asked, default=str).encode()
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=_WAIT_S, env={})
+        if done.returncode == 1:  # an exception that is no limit of the template
+            raise RuntimeError(done.stderr.decode(errors="replace"))
         answer = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         limits = f"{_SECONDS} seconds or {_MEMORY >> 20} MiB"
@@ -138,7 +140,7 @@ def _confine(seconds: int) -> None:
     if kernel is not None:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         with contextlib.suppress(OSError):  # a kernel without Landlock
-            landlock.restrict((), "", False)
+            landlock.restrict((), (), "", False)
         with contextlib.suppress(OSError):  # another architecture
             seccomp.install(seccomp.compile_filter(True, True, False))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # no other file, and no socket
