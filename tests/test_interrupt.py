@@ -31,8 +31,10 @@ from tests import tiny_policy
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUESTION = "How long is a night?"
 # Two processes that outlive every patience; one of them has left the program's session.
+# The first line names both processes "sleep" (PR_SET_NAME).
 PROGRAM = (
-    "import os\nif os.fork() == 0:\n    os.setsid()\nos.execv('/usr/bin/sleep', ['sleep', '86400'])"
+    "import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'sleep')\n"
+    "if os.fork() == 0:\n    os.setsid()\ntime.sleep(86400)"
 )
 BUDGET = RolloutConfig(max_tokens=320, max_tool_calls=3, max_observation_tokens=24)
 

@@ -127,6 +127,12 @@ def _with_records(summary: dict[str, Any]) -> dict[str, Any]:
                 f"train: no record became a trajectory; most often ({number} times): {reason}; "
                 "look at refused/train.jsonl in the work directory"
             )
+        if unread := [file for file in data.get("reading", ()) if file["problems"]]:
+            path, problems = unread[0]["path"], unread[0]["problems"]
+            raise UserError(
+                f"train: no run was read; {path} has {problems} records that are malformed or of "
+                "another format than traces.format"
+            )
     return summary
 
 

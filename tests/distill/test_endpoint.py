@@ -236,7 +236,9 @@ def test_a_command_has_one_budget_for_all_its_splits(tmp_path):
         with pytest.raises(UserError, match="max_calls=5 is spent"):
             run(5)
         assert len(server.seen) == 9 + 2
-        summary = run(12)
+        with pytest.raises(UserError, match="unanswered dropped the most, 2 of 2"):
+            run(12)
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert [data["spent"]["calls"] for data in summary["data"].values()] == [6, 6]
 
 
@@ -249,8 +251,9 @@ def test_runs_of_a_model_that_is_asked_otherwise_are_of_another_configuration(tm
             changes |= {"tasks.train": 1, "tasks.validation": 1}
             distill(load_config("configs/distill/endpoint.py", changes), tmp_path)
 
-        run(0.7)
-        run(0.7)
+        for _ in range(2):
+            with pytest.raises(UserError, match="unanswered dropped the most, 1 of 1"):
+                run(0.7)
         with pytest.raises(UserError, match=r"temperature 0\.7.* -> .*temperature 0\.2"):
             run(0.2)
         assert len(server.seen) == 6
