@@ -421,7 +421,7 @@ def test_a_wrong_command_is_one_line(script, arguments, said):
 @pytest.mark.parametrize("script", [*FLAGS, "tpu_pod.sh", "local_processes.sh"])
 def test_the_examples_of_the_help_run_as_printed(script, monkeypatch):
     text = run("bash", str(LAUNCH / script), "--help").stdout.replace("\\\n", " ")
-    (example,) = re.findall(r"e\.g\. +(.*)", text)
+    example = re.findall(r"e\.g\. +(.*)", text)[0]
     monkeypatch.setenv("COA_JAX_PYTHON", sys.executable)
     if script == "local_processes.sh":
         _, _, processes, *words = shlex.split(example)

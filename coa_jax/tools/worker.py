@@ -203,6 +203,10 @@ class _Process:
             self._used = time.monotonic()
             return answer
         except BaseException as error:
+            if isinstance(error, EOFError):  # the process is ending, and its own signal says why
+                patience = time.monotonic() + 1.0
+                while self._process.poll() is None and time.monotonic() < patience:
+                    time.sleep(0.01)
             self._kill()
             if not isinstance(error, EOFError | OSError):
                 raise

@@ -215,9 +215,8 @@ def test_a_request_ends_with_the_time_of_its_trajectory(tmp_path):
         return SEARCH
 
     rollout = dataclasses.replace(CONFIG.rollout, max_seconds=0.3)
-    with serving(slow) as server:
-        with pytest.raises(UserError, match="1 samples deadline"):
-            ask(server.url, tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
+    with serving(slow) as server, pytest.raises(UserError, match="1 samples deadline"):
+        ask(server.url, tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
     (trace,) = read_trajectories(tmp_path / "traces.jsonl")
     assert trace.stop_reason == StopReason.DEADLINE and trace.metadata["seconds"] < 1.5
 
