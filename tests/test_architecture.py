@@ -63,7 +63,7 @@ def stacks(tmp_path_factory) -> dict[str, list[list[tuple[str, str]]]]:
         return layer(*arguments, **options)
 
     tasks = tiny_policy.write_tasks(folder / "tasks.jsonl")
-    jax.clear_caches()  # earlier tests may have traced the same programs, which are not traced again
+    jax.clear_caches()  # a program that another test has traced would not be traced again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logps, "weighted_sum", end_sft)
         patch.setattr(objectives, "clip", end_rl)
