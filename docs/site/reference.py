@@ -173,7 +173,7 @@ def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
         raise InterruptedError
 
     with (
-        unittest.mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        unittest.mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop),
         unittest.mock.patch.object(sys, "argv", [module.__name__]),
         contextlib.suppress(InterruptedError),
     ):
