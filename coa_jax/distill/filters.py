@@ -103,7 +103,7 @@ SETTINGS = {
 
 
 def why_nothing(dropped: Mapping[str, int], split: str) -> str:
-    """Returns an error message for a data set of which the filters dropped every run.
+    """Returns an error message for a data set whose runs were all dropped by the filters.
 
     Args:
         dropped: maps the name of each filter to the number of runs that it dropped.

@@ -34,10 +34,10 @@ def check_written(stage: str, groups: Sequence[Measured]) -> None:
     graded = [one for group in groups for one in group.samples if one.value is not None]
     if graded and not any(one.tokens or one.answer or one.stop == "eos" for one in graded):
         stops = Counter(sample.stop for sample in graded)
-        told = ", ".join(f"{count} samples {stop}" for stop, count in sorted(stops.items()))
+        reasons = ", ".join(f"{count} samples {stop}" for stop, count in sorted(stops.items()))
         raise UserError(
             f"{stage}: there is no result, because the policy wrote no token (stop reasons: "
-            f"{told}); if the prompts do not fit into the context, give a shorter "
+            f"{reasons}); if the prompts do not fit into the context, give a shorter "
             "rollout.prompt_style or a higher rollout.max_tokens and engine.max_length"
         )
 

@@ -93,7 +93,8 @@ def row_sum(x: jax.Array) -> jax.Array:
     """
     x = x.astype(jnp.float32)
     while (size := x.shape[-1]) > 1:
-        # The largest power of two that divides the size, unless so few terms need many blocks.
+        # The largest power of two that divides the size, up to 128. If it is below 8, a block has
+        # 128 terms, or all terms of a shorter row, and zeros fill the last block.
         block = size & -size
         if block < 8:
             block = 1 << (size - 1).bit_length()
