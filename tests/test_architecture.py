@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
 
-import jax
 import pytest
 
 from coa_jax.learn import logps, objectives
@@ -42,11 +43,28 @@ def functions_of(frame: FrameType | None) -> list[tuple[str, str]]:
     return functions[::-1]
 
 
+Stacks = dict[str, list[list[tuple[str, str]]]]
+
+
 @pytest.fixture(scope="module")
-def stacks(tmp_path_factory) -> dict[str, list[list[tuple[str, str]]]]:
+def stacks(tmp_path_factory) -> Stacks:
     """The functions on the stack where an RL loss, an SFT loss and a decoding layer are entered."""
-    folder = tiny_policy.write_sft_inputs(tmp_path_factory.mktemp("reading"))
-    seen: dict[str, list[list[tuple[str, str]]]] = {"rl": [], "sft": [], "decode": []}
+    folder = tmp_path_factory.mktemp("reading")
+    # In a process of its own: programs that another test has traced would not be traced again.
+    record = f"from tests.test_architecture import *; write_stacks(Path({str(folder)!r}))"
+    command = [sys.executable, "-c", record]
+    subprocess.run(command, cwd=PACKAGE.parent, check=True, timeout=300)
+    stacks = json.loads((folder / "stacks.json").read_text())
+    return {
+        way: [[tuple(function) for function in stack] for stack in stacks[way]] for way in stacks
+    }
+
+
+def write_stacks(folder: Path) -> None:
+    """Starts a tiny SFT and a tiny RL run in a folder, up to their first update."""
+    tiny_policy.write_sft_inputs(folder)
+    tiny_policy.write_rl_inputs(folder)
+    seen: Stacks = {"rl": [], "sft": [], "decode": []}
     layer = decoder.Layer.__call__
 
     def end_rl(ratio=None, advantages=None) -> None:
@@ -62,17 +80,16 @@ def stacks(tmp_path_factory) -> dict[str, list[list[tuple[str, str]]]]:
         seen["decode"].append([*functions_of(sys._getframe(1)), entered])
         return layer(*arguments, **options)
 
-    tasks = tiny_policy.write_tasks(folder / "tasks.jsonl")
-    jax.clear_caches()  # a program that another test has traced would not be traced again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logps, "weighted_sum", end_sft)
         patch.setattr(objectives, "clip", end_rl)
         patch.setattr(decoder.Layer, "__call__", through_layer)
         with pytest.raises(Reached):
             run_sft(folder / "sft", sft_config(folder / "base", folder / "data.jsonl"))
+        rl = rl_config(folder / "model", folder / "tasks.jsonl", algorithm=Algorithm("grpo"))
         with pytest.raises(Reached):
-            run_rl(folder / "rl", rl_config(folder / "base", tasks, algorithm=Algorithm("grpo")))
-    return seen
+            run_rl(folder / "rl", rl)
+    (folder / "stacks.json").write_text(json.dumps(seen))
 
 
 @pytest.mark.parametrize(
