@@ -277,7 +277,8 @@ def sampled_batch(setup: Setup, *stack: int) -> Batch:
         batch = batch._replace(unfolded=Unfolded(wide, wide, ids))
     return batch._replace(
         rule=None if setup.rules is None else ids,
-        weight=None if config.chosen.normalise == "token" else numbers,
+        weight=numbers,
+        copies=numbers,
         age=ids if config.max_staleness else None,
     )
 

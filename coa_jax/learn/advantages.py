@@ -215,7 +215,8 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
     (arXiv 2006.05990 §3.5). If all advantages are equal, they become 0.
 
     Args:
-        batches: all micro-batches of the step; the function reads ``advantage`` and ``mask``.
+        batches: all micro-batches of the step, of which the function reads ``advantage``, ``mask``
+            and ``copies``.
         eps: number that is added to the variance, so that a variance of 0 causes no division by
             zero.
 
@@ -225,7 +226,7 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
     """
 
     def moments(mean: float) -> np.ndarray:
-        each = [jax.device_get(_moments(b.advantage, b.mask, jnp.float32(mean))) for b in batches]
+        each = [jax.device_get(_moments(b.advantage, b.counts, jnp.float32(mean))) for b in batches]
         count, *sums = np.sum(np.asarray(each, np.float64), axis=0)
         return np.asarray(sums) / max(count, 1.0)
 
@@ -239,14 +240,14 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
 
 @jax.jit
 def _moments(
-    advantage: jax.Array, mask: jax.Array, mean: jax.Array
+    advantage: jax.Array, counts: jax.Array, mean: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the number of policy tokens, and the sums of their differences to a mean.
 
     The second of the two sums is that of the squared differences.
     """
-    centred = jnp.where(mask > 0, advantage - mean, 0.0)
-    return jnp.sum(mask), jnp.sum(centred), jnp.sum(centred * centred)
+    centred = jnp.where(counts > 0, advantage - mean, 0.0)
+    return jnp.sum(counts), jnp.sum(counts * centred), jnp.sum(counts * centred * centred)
 
 
 @jax.jit

@@ -66,6 +66,8 @@ class Batch(NamedTuple):
         age: int32 ``[R, T]``, number of steps between the policy version that sampled a token and
             the policy version that is trained on the token; None if the newest version sampled all
             tokens.
+        copies: number of samples that each sequence stands for, float32 ``[R, T]``, see
+            `merge_identical`; None if every sequence is one sample.
         unfolded: layout of the rows inside attention, where each sequence has its own copy of a
             prompt that the row stores only once; None if no sequences share a prompt.
     """
@@ -84,7 +86,13 @@ class Batch(NamedTuple):
     returns: jax.Array | np.ndarray | None = None
     teacher_logp: jax.Array | np.ndarray | None = None
     age: np.ndarray | None = None
+    copies: np.ndarray | None = None
     unfolded: Unfolded | None = None
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Number of samples in which each token has a loss, float32 ``[R, T]``."""
+        return self.mask if self.copies is None else self.mask * self.copies
 
 
 def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
@@ -187,6 +195,29 @@ def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
     for position, sampled_by in trajectory.metadata.get("policy_versions", ()):
         versions[position:] = sampled_by
     return versions
+
+
+def merge_identical(examples: Sequence[Example]) -> list[Example]:
+    """Merges examples in which every array is the same, such as samples that share all tokens.
+
+    An update is a sum over sequences, and each loss treats every sequence by itself. So a merged
+    example, counted as often as it occurred, gives the same gradients.
+
+    Returns:
+        The first of each set of identical examples, with ``copies`` in ``more``.
+    """
+    merged: dict[bytes, list[Example]] = {}
+    for example in examples:
+        arrays = (example.tokens, example.mask, example.logp, example.advantage)
+        key = b"".join(x.tobytes() for x in (*arrays, *example.more.values()))
+        merged.setdefault(key, []).append(example)
+    return [
+        dataclasses.replace(
+            same[0],
+            more={**same[0].more, "copies": np.full(len(same[0].tokens), len(same), np.float32)},
+        )
+        for same in merged.values()
+    ]
 
 
 def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:

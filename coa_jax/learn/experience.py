@@ -173,7 +173,7 @@ def inputs(batch: Batch) -> Batch:
     """
     return batch._replace(
         weight=None, old_logp=None, ref_logp=None, value=None, returns=None,
-        teacher_logp=None, age=None,
+        teacher_logp=None, age=None, copies=None,
     )  # fmt: skip
 
 
@@ -184,7 +184,8 @@ def _distilled(batches: Sequence[Batch], coef: float) -> tuple[list[Batch], dict
         assert batch.teacher_logp is not None
         old = batch.logp if batch.old_logp is None else batch.old_logp
         gain = np.where(batch.mask > 0, np.asarray(distillation(old, batch.teacher_logp)), 0.0)
-        total, count = total - float(gain.sum(dtype=np.float64)), count + float(batch.mask.sum())
+        total -= float((gain * batch.counts).sum(dtype=np.float64))
+        count += float(batch.counts.sum())
         advantage = batch.advantage + np.float32(coef) * gain
         made.append(batch._replace(advantage=advantage.astype(np.float32), teacher_logp=None))
     return made, {"opd/reverse_kl": total / max(count, 1.0)}
@@ -210,7 +211,9 @@ def _explained_variance(batches: Sequence[Batch]) -> dict[str, float]:
     state.
     """
     returns, values = (
-        np.concatenate([getattr(b, name)[b.mask > 0] for b in batches]).astype(np.float64)
+        np.concatenate(
+            [np.repeat(getattr(b, name), b.counts.astype(int).ravel()) for b in batches]
+        ).astype(np.float64)
         for name in ("returns", "value")
     )
     variance = returns.var()

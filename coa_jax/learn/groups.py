@@ -165,17 +165,20 @@ def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
 
 
 def learned_lengths(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """Returns the number of tokens of each sequence on which a step trains.
+    """Returns the number of tokens of each different sequence on which a step trains.
 
     Trajectories without a reward or without policy tokens are left out.
     """
-    return [
-        len(one.tokens)
-        for group in groups
-        for t, reward in zip(group, rewards(group), strict=True)
-        if reward is not None and t.num_policy_tokens
-        for one in t.sequences
-    ]
+    lengths: list[int] = []
+    for group in groups:
+        learned = {
+            (one.tokens.tobytes(), reward): len(one.tokens)
+            for t, reward in zip(group, rewards(group), strict=True)
+            if reward is not None and t.num_policy_tokens
+            for one in t.sequences
+        }
+        lengths.extend(learned.values())
+    return lengths
 
 
 def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:

@@ -10,6 +10,7 @@ from coa_jax.engine.memory import engine_memory
 from coa_jax.learn.advantages import advantages_of
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.movement import norm_before
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import TrainState, init_state, run_state
@@ -78,6 +79,7 @@ class Learner:
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
         self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
         self.total = config.rules.steps
+        self._norm_before = norm_before(config.model) if config.lora.rank else 0.0
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
         self.constraint = constraint_for(
             config.rollout, model.tokenizer, model.config.vocab_size, protocols
@@ -165,6 +167,8 @@ class Learner:
             teacher=self.teacher,
             version=self.step,
         )
+        if self._norm_before and "moved/norm" in statistics:
+            statistics["moved/of_sft"] = statistics["moved/norm"] / self._norm_before
         return statistics
 
     def publish(self) -> None:

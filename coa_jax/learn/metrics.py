@@ -62,6 +62,7 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "group/sampled": float(len(groups)),
         "group/used": float(len(sampled.used)),
         "group/discarded": float(sampled.composition.discarded),
+        **variety(groups),
         "group/frac_zero_std": _mean(not has_signal(rewards) for rewards in graded),
         "group/frac_all_pass": _mean(bool(g) and min(g) == max(g) > 0 for g in graded),
         "group/frac_all_fail": _mean(bool(g) and max(g) <= 0 for g in graded),
@@ -86,6 +87,35 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float:
     """Returns the mean of some numbers; 0 if there are none."""
     return float(np.mean([*values] or [0.0]))
+
+
+def variety(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Computes how different the samples of a group are, and which of them have larger gradients.
+
+    Returns:
+        ``group/distinct``, the share of samples that remain if every text of a group counts once;
+        ``group/distinct_tokens``, the same for policy tokens; and, if there are samples below and
+        above the mean reward of their group, ``group/gradient_ratio``, the ratio of their mean
+        squared gradients. The squared gradient of a sample is estimated by the sum of ``(1 -
+        p)^2`` over its policy tokens, which have the probabilities p.
+    """
+    texts = [{t.tokens.tobytes(): t.num_policy_tokens for t in group} for group in groups]
+    samples = [t for group in groups for t in group]
+    tokens = sum(t.num_policy_tokens for t in samples)
+    squares: dict[bool, list[float]] = {False: [], True: []}
+    for group in groups:
+        rewards = [(t, t.reward.value) for t in group if t.reward and t.reward.value is not None]
+        mean = _mean(value for _, value in rewards)
+        for t, value in rewards:
+            if value != mean:
+                misses = -np.expm1(t.logp[t.author == Author.POLICY])
+                squares[value > mean].append(float(np.sum(misses * misses, dtype=np.float64)))
+    below, above = _mean(squares[False]), _mean(squares[True])
+    return {
+        "group/distinct": sum(map(len, texts)) / max(len(samples), 1),
+        "group/distinct_tokens": sum(sum(text.values()) for text in texts) / max(tokens, 1),
+        **({"group/gradient_ratio": below / above} if above and squares[False] else {}),
+    }
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:

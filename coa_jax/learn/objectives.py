@@ -43,7 +43,8 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
     """Computes the weights w_t of the token losses l_t in an update's loss ``sum_t w_t l_t / N``.
 
     N is the number of policy tokens of the whole update. The weights are computed on the host from
-    the whole update, so they depend neither on packing nor on micro-batches:
+    the whole update, so they depend neither on packing nor on micro-batches. A sequence that stands
+    for several samples (``copies``) counts as often:
 
     - ``token``: w = 1, the mean over all tokens (DAPO, arXiv 2503.14476 eq 8);
     - ``sequence``: w = N / (S n), where S is the number of sequences and n the number of policy
@@ -58,18 +59,19 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
         length: the constant L of ``constant``; other normalisations ignore it.
 
     Returns:
-        The batches with ``weight``, float32 ``[R, T]``; ``weight`` stays None if all weights are 1.
+        The batches with ``weight``, float32 ``[R, T]``, which includes ``copies``; ``weight`` stays
+        None if all weights are 1.
     """
     if normalise == "token":
-        return list(batches)
-    counts = [_tokens_of_own_sequence(batch) for batch in batches]
-    tokens = sum(float(batch.mask.sum(dtype=np.float64)) for batch in batches)
+        return [b if b.copies is None else b._replace(weight=b.counts) for b in batches]
+    lengths = [_tokens_of_own_sequence(batch) for batch in batches]
+    tokens = sum(float(batch.counts.sum(dtype=np.float64)) for batch in batches)
     # Each of the n policy tokens of a sequence counts as 1 / n of a sequence.
-    sequences = sum(float((batch.mask / n).sum()) for batch, n in zip(batches, counts, strict=True))
+    sequences = sum(float((b.counts / n).sum()) for b, n in zip(batches, lengths, strict=True))
     scale = tokens / max(sequences, 1.0)
     weighed = []
-    for batch, n in zip(batches, counts, strict=True):
-        weight = batch.mask * scale / (n if normalise == "sequence" else length)
+    for batch, n in zip(batches, lengths, strict=True):
+        weight = batch.counts * scale / (n if normalise == "sequence" else length)
         weighed.append(batch._replace(weight=weight.astype(np.float32)))
     return weighed
 
@@ -409,7 +411,7 @@ def policy_objective(
         per_token = per_token - algorithm.entropy_coef * entropy
     weight = batch.mask if batch.weight is None else batch.mask * batch.weight
     loss = jnp.sum(per_token * weight)
-    sums = {name: jnp.sum(value * batch.mask) for name, value in stats.items()}
+    sums = {name: jnp.sum(value * batch.counts) for name, value in stats.items()}
     return loss, {"loss": loss, **sums, "mismatch/abs_logp_max": jnp.max(gap)}
 
 
@@ -441,9 +443,9 @@ def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.
         bounded = jnp.square(old + jnp.clip(values - old, -bound, bound) - returns)
         clipped = bounded > error
         error = jnp.maximum(error, bounded)
-    loss = 0.5 * jnp.sum(error * batch.mask)
+    loss = 0.5 * jnp.sum(error * batch.counts)
     return loss, {
         "loss": loss,
-        "value": jnp.sum(values * batch.mask),
-        "frac_clipped": jnp.sum(clipped * batch.mask),
+        "value": jnp.sum(values * batch.counts),
+        "frac_clipped": jnp.sum(clipped * batch.counts),
     }

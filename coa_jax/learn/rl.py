@@ -410,13 +410,14 @@ def _loop(
                 source.log.learned(learner.step, parameters)
                 rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
                 run.traces(learner.step, "rl", rows, config.traces.format)
+            of_rollouts = metrics.rollout_metrics(sampled)
             row = {
                 **stats,
-                **metrics.rollout_metrics(sampled),
+                **of_rollouts,
                 **metrics.train_speed(
                     learner.model.config,
                     groups.learned_lengths(sampled.used) * config.epochs,
-                    stats.get("tokens", 0.0),
+                    stats.get("tokens", 0.0) * of_rollouts["group/distinct_tokens"],
                     clock.seconds["update"],
                 ),
                 **metrics.peak_memory(),

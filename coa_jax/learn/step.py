@@ -345,7 +345,7 @@ def train_step(
     if number > capacity:
         capacity = max(1 << (number - 1).bit_length(), 4)
     if count is None:
-        count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
+        count = float(sum(np.sum(batch.counts, dtype=np.float64) for batch in batches))
     state, stats = in_turn(
         compute.mesh,
         train_program,

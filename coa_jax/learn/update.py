@@ -14,9 +14,18 @@ from jax.sharding import Mesh
 from coa_jax.engine.constraint import Constraint
 from coa_jax.learn.advantages import advantages_of
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example, unpack
+from coa_jax.learn.batch import (
+    Batch,
+    Example,
+    merge_identical,
+    pack,
+    split_rows,
+    trajectory_example,
+    unpack,
+)
 from coa_jax.learn.experience import complete_experience, inputs
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
+from coa_jax.learn.movement import EVERY, movement
 from coa_jax.learn.objectives import weigh
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, TrainState, abstract_state, init_state, train_step
@@ -94,7 +103,8 @@ def update(
 
     If no trajectory has a reward, the parameters do not change, but the step is counted. If the
     trajectories were sampled under a constraint, the log-probabilities in the loss are computed
-    under the same constraint.
+    under the same constraint. Identical samples of a group are computed once, see
+    `batch.merge_identical`.
 
     Args:
         config: settings of the run.
@@ -117,7 +127,7 @@ def update(
     algorithm, aged = config.chosen, version if config.max_staleness else None
     weight = weight_of_turns(config.graders) if config.environment.credit == "turn" else None
     members = [group_examples(algorithm, group, constraint, aged, weight) for group in groups]
-    members = [group for group in members if group]
+    members = [merge_identical(group) for group in members if group]
     if not members:
         return state, critic, {}
     began = time.perf_counter()
@@ -143,6 +153,8 @@ def update(
     )
     figures["time/score"] = time.perf_counter() - began
     figures |= _spread_of_advantages(step)
+    if config.lora.rank and (version + 1) % EVERY == 0:
+        figures |= movement(state, step[0], model, compute, config.temperature, allowed)
     of_policy: list[dict[str, float]] = []
     of_critic: list[dict[str, float]] = []
     capacity = -(-config.groups_per_update * config.group_size // config.rows)
@@ -161,7 +173,10 @@ def update(
         if critic is not None:
             critic, values = train_step(
                 critic,
-                [inputs(b)._replace(rule=None, value=b.value, returns=b.returns) for b in batches],
+                [
+                    inputs(b)._replace(rule=None, value=b.value, returns=b.returns, copies=b.copies)
+                    for b in batches
+                ],
                 loss=ValueLoss(algorithm.value_clip),
                 model=model,
                 compute=compute,

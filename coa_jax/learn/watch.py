@@ -299,6 +299,18 @@ def starved(watch: Watch, row: Row) -> str | None:
     )
 
 
+def still(watch: Watch, row: Row) -> str | None:
+    """Returns a warning if ten steps or more have changed hardly any most probable token."""
+    changed, step = _value(row, "moved/argmax"), int(row.get("step", 0))
+    if changed is None or changed >= 0.005 or step < 10:
+        return None
+    return (
+        f"after {step} steps the most probable token has changed at only {changed:.2%} of the "
+        "tokens: the policy hardly moves; raise optimizer.learning_rate (adapters take about ten "
+        "times the rate of full training), or give more samples per step and more steps"
+    )
+
+
 def diverged(watch: Watch, row: Row) -> str | None:
     """Returns a warning if the loss of the step is not finite, and None otherwise."""
     # JSON has no NaN, so `RunDir.metrics` writes null.
@@ -316,6 +328,7 @@ RULES: dict[Rule, str] = {
     mismatch: "mismatch/abs_logp_mean",
     overfitting: "validation/loss",
     starved: "time/data",
+    still: "moved/argmax",
     diverged: "loss",
 }
 """Maps each rule to the metric that a row must have for the rule to apply."""

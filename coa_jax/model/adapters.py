@@ -159,6 +159,22 @@ def _weights(adapter: Adapter) -> Checkpoint:
     return Checkpoint(str(adapter.folder), LocalFiles(adapter.folder, [WEIGHTS_FILE]))
 
 
+def product_norm(adapter: Adapter) -> float:
+    """Returns the Frobenius norm, over all modules, of what an adapter adds to the weights.
+
+    Raises:
+        UserError: the adapter's file is damaged.
+    """
+    weights, total = _weights(adapter), 0.0
+    for name in weights.shapes:
+        if name.endswith(_A):
+            a = weights.read(name).astype(np.float32)
+            b = weights.read(name.removesuffix(_A) + _B).astype(np.float32)
+            # |B A|^2 is the sum of the elementwise product of two matrices of the adapter's rank.
+            total += float(np.sum((a @ a.T) * (b.T @ b), dtype=np.float64))
+    return adapter.scale * math.sqrt(total)
+
+
 def write_sum(adapters: Sequence[Adapter], base: Origin, output: Path) -> None:
     """Writes one adapter with the total effect of adapters that were trained one after the other.
 

@@ -70,6 +70,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
     of_environment = [dataclasses.replace(group[0], tool_calls=(call,))]
     more = metrics.staleness([group], step=9) | metrics.agent_figures(of_agent)
     more |= metrics.turn_figures(of_environment)
+    more |= dict.fromkeys(("moved/kl", "moved/argmax", "moved/norm", "moved/of_sft"))  # of adapters
     return {**names, "rl": names["rl"] | set(more)}
 
 

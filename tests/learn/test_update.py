@@ -148,6 +148,52 @@ def test_an_algorithm_makes_what_was_right_likelier(name):
         assert critic is None
 
 
+@pytest.mark.parametrize(
+    ("name", "mini_batch"),
+    [("dapo", 0), ("gspo", 1), ("ppo", 0), ("own", 0)]
+    + [pytest.param(name, 1, marks=pytest.mark.slow) for name in REWARDED],
+)
+def test_identical_samples_are_computed_once_and_learned_as_often_as_they_occur(
+    name, mini_batch, monkeypatch
+):
+    # Each group has two different right samples, one of them three times, and a wrong one twice.
+    repeated = [[g[1], g[0], g[1], g[3], g[0], g[1]] for g in groups()]
+    optimizer = OptimizerConfig(1.0, 8, eps=1.0, clip_norm=1e9)  # moves along the gradient
+    settings = config(
+        "grpo" if name == "own" else name, mini_batch=mini_batch, optimizer=optimizer, group_size=6,
+        knobs={"loss": "tests.learn.test_update:squared_ratio"} if name == "own" else {},
+    )  # fmt: skip
+    rows = []
+
+    def noting(state, batches, **options):
+        rows.append(sum(int((b.segment_ids > 0).sum()) for b in batches))
+        return train_step(state, batches, **options)
+
+    def learn():
+        start = jax.tree.map(jnp.copy, params())
+        reference, critic = reference_params(settings, start), critic_state(settings, start)
+        state = init_state(start, settings.optimizer)
+        return update(settings, state, MODEL, repeated, COMPUTE, critic=critic, reference=reference)
+
+    monkeypatch.setattr("coa_jax.learn.update.train_step", noting)
+    merged, merged_critic, stats = learn()
+    tokens, rows[:] = sum(rows), []
+    monkeypatch.setattr("coa_jax.learn.update.merge_identical", list)
+    separate, separate_critic, wanted = learn()
+    assert tokens < 0.6 * sum(rows)
+    assert stats == pytest.approx({**wanted, "time/score": stats["time/score"]}, rel=1e-4, abs=1e-6)
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), separate.params, params())
+    assert max(jax.tree.leaves(moved)) > 1e-4
+    for ours, theirs in ((merged, separate), (merged_critic, separate_critic)):
+        if ours is not None:
+            for one, other in zip(*map(jax.tree.leaves, (ours.params, theirs.params)), strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5 * max(jax.tree.leaves(moved)))
+
+
+def squared_ratio(ratio, advantages):
+    return -advantages * ratio * ratio
+
+
 def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
     """With log-probabilities of the trainer the sampler's mismatch is measured, not clipped."""
     shifted = [
