@@ -1,4 +1,4 @@
-"""The order of the rooms, the size of the files and the declared dependencies hold."""
+"""The order of the rooms and the declared dependencies hold."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ ROOMS = (
     ("check",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
-LINES = 450
 
 
 def room_of(path: Path, package: Path) -> str | None:
@@ -149,11 +148,6 @@ def sources() -> list[Path]:
         for path in (REPOSITORY / folder).rglob("*")
         if path.suffix in (".py", ".sh")
     )
-
-
-def test_no_file_is_too_long_to_read():
-    lengths = {path: len(path.read_text().splitlines()) for path in sources()}
-    assert {str(p.relative_to(REPOSITORY)): n for p, n in lengths.items() if n > LINES} == {}
 
 
 def test_nothing_is_left_for_later():
