@@ -3,9 +3,9 @@
 `coa_jax.tasks.assertions` starts two processes with the text of this file. `judge` executes the
 assertion, in whose names the functions of the program are objects of the class `Remote`. `serve`
 executes the program and answers the calls. Only values cross: numbers, texts, bytes, None,
-containers of such values, and exceptions. The program sees the arguments of its functions, but
-neither the text of the assertion nor the expected results. All comparisons take place in the
-process of the assertion, where an object of the program is nothing but a number.
+containers of such values, arrays of numbers, and exceptions. The program sees the arguments of its
+functions, but neither the text of the assertion nor the expected results. All comparisons take
+place in the process of the assertion, where an object of the program is nothing but a number.
 
 A message is one line of JSON. The file needs nothing but the standard library of Python 3.9.
 """
@@ -43,9 +43,18 @@ _TYPES: dict[type, Callable[[Any], list[Any]]] = {
     dict: lambda v: [[list(pair) for pair in v.items()]],
     fractions.Fraction: lambda v: [v.numerator, v.denominator],
     decimal.Decimal: lambda v: [str(v)],
+    type({}.keys()): lambda v: [list(v)],
+    type({}.values()): lambda v: [list(v)],
+    type({}.items()): lambda v: [list(v)],
 }
-"""Type of a value that crosses -> the arguments with which the type builds the value again."""
-_NAMES = {kind.__name__: kind for kind in _TYPES}
+"""Type of a value that crosses -> the arguments from which `_NAMES` builds the value again."""
+_NAMES: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in _TYPES},
+    "dict_keys": lambda keys: dict.fromkeys(keys).keys(),
+    "dict_values": lambda values: dict(enumerate(values)).values(),
+    "dict_items": lambda items: dict(items).items(),
+    "ndarray": lambda flat, kind, shape: __import__("numpy").array(flat, kind).reshape(shape),
+}
 
 
 class NotAValueError(Exception):
@@ -61,10 +70,21 @@ def pack(value: Any, other: Callable[[Any], Any]) -> Any:
         return [pack(item, other) for item in value]
     if kind in _TYPES:
         return {kind.__name__: [pack(item, other) for item in _TYPES[kind](value)]}
+    if _is_array(value):
+        return {"ndarray": [pack(part, other) for part in _parts(value)]}
     name = getattr(value, "__name__", "")
     if isinstance(value, type) and getattr(builtins, name, None) is value:
         return {"type": name}
     return other(value)
+
+
+def _is_array(value: Any) -> bool:
+    kind = type(value)
+    return (kind.__module__, kind.__name__) == ("numpy", "ndarray") and value.dtype.kind in "biufc"
+
+
+def _parts(array: Any) -> tuple[list[Any], str, list[int]]:
+    return array.ravel().tolist(), array.dtype.str, list(array.shape)
 
 
 def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
@@ -99,7 +119,7 @@ def update(old: Any, new: Any) -> Any:
     elif isinstance(old, set):
         old.clear()
         old.update(new)
-    elif isinstance(old, bytearray):
+    elif isinstance(old, bytearray) or (_is_array(old) and old.shape == new.shape):
         old[:] = new
     elif isinstance(old, tuple):
         return old if all(map(operator.is_, old, map(update, old, new))) else new

@@ -131,6 +131,9 @@ HONEST = {
     "named tuples": ("assert f() == (1, 2)",
                      "import collections as c\ndef f(): return c.namedtuple('P', 'x y')(1, 2)"),
     "counters": ("assert f('aab') == {'a': 2, 'b': 1}", "def f(x): return Counter(x)"),
+    "views of dictionaries": ("a, b, c = f({'a': 1})\n"
+                              "assert a == {'a'} and list(b) == [1] and c == {('a', 1)}",
+                              "def f(x): return x.keys(), x.values(), x.items()"),
     "fractions": ("from fractions import Fraction\nassert f() == Fraction(1, 2)",
                   "from fractions import Fraction\ndef f(): return Fraction(2, 4)"),
     "state": ("f(1)\nassert f(2) == [1, 2]",
@@ -158,6 +161,26 @@ def test_honest_programs_pass_assertions_apart():
 
     outcomes = dict(zip(HONEST, asyncio.run(all_of_them()), strict=True))
     assert {n: o for n, o in outcomes.items() if o != Outcome("")} == {}
+
+
+def test_arrays_cross_as_values():
+    limits = dataclasses.replace(LIMITS, libraries=("numpy",))
+    test = (
+        "import numpy as np\nx = np.array([[3, 1], [2, 4]])\ny = f(x)\n"
+        "assert np.array_equal(y, [[1, 3], [2, 4]]) and y is x\n"
+        "assert np.allclose(f(np.array([0.5, 1j])), [1j, 0.5])"
+    )
+    honest = "import numpy as np\ndef f(x):\n    x.sort()\n    return x"
+    cheats = (
+        "class A:\n    def __eq__(s, o): return s\n    def __array__(s, *a, **k): return [1]\n"
+        "    dtype = shape = property(lambda s: s)\ndef f(x): return A()",
+        "import numpy as np\nnp.array_equal = np.allclose = lambda *a, **k: True\n"
+        "def f(x): return x",
+    )
+    for program, passes in ((honest, True), *((cheat, False) for cheat in cheats)):
+        outcome = asyncio.run(run_tests(program, read_tests({"functional": test}), limits))
+        assert (outcome.why == "") == passes, program
+        assert not outcome.cheatable
 
 
 @pytest.mark.parametrize(
