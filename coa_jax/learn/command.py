@@ -28,8 +28,8 @@ MAY_CHANGE = (
     *("export_dtype", "traces", "profile_steps", "probe_s"),
     # Evaluations during training do not change the trained parameters.
     *("evaluate_every", "held_out", "validate_every", "validation"),
-    # Devices, and the sizes that fit a computation into their memory.
-    *("mesh", "rows", "remat", "attention", "data_workers", "*.concurrency"),
+    # Devices, and the sizes and the dtype of computations that suit them.
+    *("mesh", "rows", "remat", "dtype", "attention", "data_workers", "*.concurrency"),
     *("engine.slots", "engine.pages", "engine.page_size", "engine.chunk", "engine.engines"),
     *("engine.extend_buckets", "engine.extend_block", "engine.decode_programs", "engine.attention"),
     # Limits on cost, stored answers, and addresses of models.

@@ -85,9 +85,11 @@ def test_a_finished_run_is_kept_and_a_permitted_change_is_recorded_with_its_step
             coa_jax.train_sft(sft_of(folder, **refused), tmp_path)
     assert (tmp_path / "config.json").read_bytes() == trained
     more = {"optimizer": dataclasses.replace(TWO_STEPS, total_steps=3), "checkpoint_every": 3}
+    more["dtype"] = "bfloat16"  # as on a processor that has it
     assert len(coa_jax.train_sft(sft_of(folder, **more), tmp_path).rows) == 3
     assert read_config_changes(tmp_path) == [
         {"step": 3, "setting": "checkpoint_every", "old": 2, "new": 3},
+        {"step": 3, "setting": "dtype", "old": "float32", "new": "bfloat16"},
         {"step": 3, "setting": "optimizer.total_steps", "old": 2, "new": 3},
     ]
     assert files.read_json_object(tmp_path / "config.json")["checkpoint_every"] == 3
