@@ -24,9 +24,9 @@ from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.encode import observation_text
 from coa_jax.model.params import init_params
 from coa_jax.protocol import Prompt, get_protocol, render_prompt
-from coa_jax.rollout.observation import observation_text
 from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext, call

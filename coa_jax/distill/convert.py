@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax.distill.messages import Kind, Message, MessageLog, clean
+from coa_jax.model.encode import observation_text
 from coa_jax.protocol import (
     START,
     Protocol,
@@ -29,7 +30,6 @@ from coa_jax.protocol import (
     quote_tool_text,
 )
 from coa_jax.records.split import ENVIRONMENT, POLICY
-from coa_jax.rollout.observation import observation_text
 from coa_jax.tasks.grading import grade_answer
 from coa_jax.trajectory import (
     Author,

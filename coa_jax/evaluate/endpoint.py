@@ -23,8 +23,8 @@ from coa_jax.environments.session import ToolLoop
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
+from coa_jax.model.encode import observation_text
 from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
-from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig, tool_context
 from coa_jax.tools.base import Tool
 from coa_jax.tools.net.budget import Spent, counts_of

@@ -21,11 +21,12 @@ from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
+from coa_jax.model.encode import message_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Messages
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig, message_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.storage import is_url, local, model_folder
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool

@@ -16,10 +16,9 @@ import numpy as np
 from coa_jax.engine.constraint import Constraint, token_states
 from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import Unfolded
+from coa_jax.model.encode import frame_tokens, plain_frame, policy_ids, prompt_ids
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt, Protocol, get_protocol
-from coa_jax.rollout.observation import frame_tokens, plain_frame, policy_ids
-from coa_jax.rollout.request import prompt_ids
 from coa_jax.trajectory import Author, DistilledRecord, Trajectory
 
 

@@ -14,9 +14,10 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
 from coa_jax.learn.stream import LocalShare
 from coa_jax.model.api import Model
+from coa_jax.model.encode import prompt_ids
 from coa_jax.parallel.transfer import gather
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.request import Request, prompt_ids
+from coa_jax.rollout.request import Request
 from coa_jax.tasks import Graders, Task
 from coa_jax.trajectory import Trajectory
 

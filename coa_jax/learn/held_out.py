@@ -25,11 +25,12 @@ from coa_jax.engine.engine import Engine
 from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.learn.fingerprints import digest
+from coa_jax.model.encode import prompt_ids
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import gather
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level

@@ -1,4 +1,4 @@
-"""Encodes the text of tools and environments as the policy reads it.
+"""Encodes prompts, and the text of tools and environments, as the policy reads them.
 
 The text before and after an observation is called its frame.
 """
@@ -11,12 +11,39 @@ from coa_jax.model.tokenizer import (
     IM_END,
     IM_START,
     control_id,
+    conversation_ids,
     decode_ids,
     encode_plain,
     end_of_turn_id,
 )
-from coa_jax.model.tool_chat import Frames, frame_ids, result_frames
-from coa_jax.protocol import Protocol, quote_tool_text
+from coa_jax.model.tool_chat import Frames, frame_ids, result_frames, tool_conversation_ids
+from coa_jax.protocol import Asked, Messages, Prompt, Protocol, messages_of, quote_tool_text
+
+
+def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
+    """Returns the token ids of a prompt.
+
+    A prompt consists of the messages in the chat template of the tokenizer, and the beginning of
+    the assistant message that the policy continues.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        asked: the task or record with the question.
+        prompt: instructions and prompt style with which the question is put to the policy.
+    """
+    return message_ids(tokenizer, messages_of(asked, prompt))
+
+
+def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
+    """Returns the token ids of chat messages and of the beginning of the assistant message.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        messages: the messages, and the tools that the chat template describes to the policy.
+    """
+    if messages.tools:
+        return tuple(tool_conversation_ids(tokenizer, messages.turns, messages.tools))
+    return tuple(conversation_ids(tokenizer, messages.turns))
 
 
 def observation_text(protocol: Protocol, text: str) -> str:

@@ -15,11 +15,12 @@ from coa_jax.environments.base import EnvironmentConfig, tags_of
 from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
+from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.settings import build
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model

@@ -7,18 +7,18 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from coa_jax.model.tokenizer import conversation_ids
-from coa_jax.model.tool_chat import Frames
-from coa_jax.protocol import get_protocol
-from coa_jax.rollout.detokenize import TokenTable
-from coa_jax.rollout.episode import Episode
-from coa_jax.rollout.observation import (
+from coa_jax.model.encode import (
     encode_observation,
     encode_reply,
     frame_length,
     frames_of,
     reply_length,
 )
+from coa_jax.model.tokenizer import conversation_ids
+from coa_jax.model.tool_chat import Frames
+from coa_jax.protocol import get_protocol
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.rollout.episode import Episode
 from coa_jax.rollout.request import Request
 
 

@@ -10,9 +10,7 @@ from coa_jax.bounds import Bounded, Natural, Place, SecondsOrNone, Size
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.environments.session import Opener
 from coa_jax.errors import UserError
-from coa_jax.model.tokenizer import conversation_ids
-from coa_jax.model.tool_chat import tool_conversation_ids
-from coa_jax.protocol import TAGS, Asked, FormatName, Level, Messages, Prompt, messages_of
+from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, StopReason, ToolCall
@@ -79,32 +77,6 @@ class RolloutConfig(Bounded):
                 f"cut_context needs max_turn_tokens from 1 to less than a third of max_tokens, to "
                 f"know when the context is full; it is {self.max_turn_tokens}"
             )
-
-
-def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
-    """Returns the token ids of a prompt.
-
-    A prompt consists of the messages in the chat template of the tokenizer, and the beginning of
-    the assistant message that the policy continues.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-        asked: the task or record with the question.
-        prompt: instructions and prompt style with which the question is put to the policy.
-    """
-    return message_ids(tokenizer, messages_of(asked, prompt))
-
-
-def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
-    """Returns the token ids of chat messages and of the beginning of the assistant message.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-        messages: the messages, and the tools that the chat template describes to the policy.
-    """
-    if messages.tools:
-        return tuple(tool_conversation_ids(tokenizer, messages.turns, messages.tools))
-    return tuple(conversation_ids(tokenizer, messages.turns))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from coa_jax.rollout.request import prompt_ids
+from coa_jax.model.encode import prompt_ids
 from coa_jax.serve import answers, exchange, functions
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.samples import Event, Visit

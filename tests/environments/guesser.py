@@ -19,10 +19,10 @@ from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import Model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.encode import encode_reply
 from coa_jax.model.params import init_params
 from coa_jax.model.tokenizer import conversation_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.observation import encode_reply
 from coa_jax.rollout.request import Request
 from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task

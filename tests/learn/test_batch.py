@@ -19,10 +19,9 @@ from coa_jax.learn.batch import (
     trajectory_example,
     unpack,
 )
+from coa_jax.model.encode import encode_observation, observation_text, prompt_ids
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt, get_protocol
-from coa_jax.rollout.observation import encode_observation, observation_text
-from coa_jax.rollout.request import prompt_ids
 from coa_jax.small.bpe import train_bpe
 from coa_jax.trajectory import Author, DistilledRecord
 from tests.learn.bare import bare

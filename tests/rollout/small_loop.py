@@ -9,10 +9,11 @@ import functools
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
+from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import DistilledRecord, Trajectory

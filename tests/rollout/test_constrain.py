@@ -22,6 +22,7 @@ from coa_jax.learn.logps import token_logps
 from coa_jax.model.api import Model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.encode import prompt_ids
 from coa_jax.model.params import bind, init_params
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt, get_protocol, protocol_names
@@ -30,7 +31,7 @@ from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.episode import Episode
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.replay import recording, replay
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, StopReason, format_valid, trajectory_violations

@@ -12,11 +12,12 @@ from coa_jax import jsonl
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import record_example, trajectory_example
+from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import decode_ids, end_of_turn_id, eos_ids
 from coa_jax.protocol import Prompt, get_protocol
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.replay import RecordedTool
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks.base import with_level
 from coa_jax.trajectory import (
     Author,

@@ -13,12 +13,12 @@ import pytest
 
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.batch import trajectory_example
+from coa_jax.model.encode import frame_length
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.observation import frame_length
 from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Author, StopReason

@@ -17,10 +17,11 @@ import pytest
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model, save_model
+from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import StopReason, Trajectory, read_trajectories
 from tests import tiny_policy

@@ -15,10 +15,10 @@ import transformers
 
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import save_model
+from coa_jax.model.encode import observation_text
 from coa_jax.model.tokenizer import decode_ids, encode_plain, eos_ids
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.constrain import constraint_for
-from coa_jax.rollout.observation import observation_text
 from coa_jax.tools.base import ToolContext, call
 from tests import tiny_policy
 from tests.chats import chat_ids

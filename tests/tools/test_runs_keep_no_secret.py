@@ -15,8 +15,8 @@ import pytest
 from coa_jax.engine.config import EngineConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
+from coa_jax.model.encode import observation_text
 from coa_jax.protocol import get_protocol
-from coa_jax.rollout.observation import observation_text
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
 from coa_jax.tasks.graders import GradersConfig

@@ -26,10 +26,11 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
+from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol.bodies import without_thought
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
+from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_facts import compute, to_decimal
 from coa_jax.tasks.factbook_grammar import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coa_jax.model import encode
+from coa_jax.model.encode import encode_observation, frame_length
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import get_protocol
-from coa_jax.rollout import observation
-from coa_jax.rollout.observation import encode_observation, frame_length
 from tests import tiny_policy
 
 PROTOCOL = get_protocol("generalist")
@@ -44,7 +44,7 @@ def test_of_a_long_text_little_is_encoded_and_the_cut_is_where_it_would_be(text,
         encoded.append(len(part))
         return encode_plain(tokenizer, part)
 
-    monkeypatch.setattr(observation, "encode_plain", counting)
+    monkeypatch.setattr(encode, "encode_plain", counting)
     for budget in (0, 10, 100):
         _, body = encode_observation(tokenizer, PROTOCOL, text, budget)
         assert text.startswith(body)
