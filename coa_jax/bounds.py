@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
+import os
 import re
 import types
 import typing
@@ -329,3 +330,23 @@ def _number(value: float) -> str:
     """Formats a bound exactly, in as few characters as possible."""
     short = str(value) if isinstance(value, int) else f"{value:g}"
     return short if float(short) == value else repr(value)
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """Reads a number of seconds from an environment variable.
+
+    Args:
+        variable: name of the variable.
+        default: result if the variable is not set.
+
+    Raises:
+        UserError: the value is not a number above 0 and below a day.
+    """
+    text = os.environ.get(variable, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86400:
+        raise UserError(f"{variable} is {text!r}; give seconds above 0")
+    return value

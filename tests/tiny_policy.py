@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.learn.batch import pack, record_example, split_rows
+from coa_jax.learn.batch import pack, split_rows
+from coa_jax.learn.examples import record_example
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model

@@ -50,7 +50,8 @@ from coa_jax.bench.workload import Workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import pack, split_rows, trajectory_example
+from coa_jax.learn.batch import pack, split_rows
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
 from coa_jax.rollout.loop import rollout

@@ -26,7 +26,8 @@ from coa_jax.device.checks import Check, executor, guarded, within
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example
+from coa_jax.learn.batch import Batch, Example, pack, split_rows
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.experience import score
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step

@@ -27,7 +27,8 @@ import numpy as np
 from absl import flags
 
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch, Example, empty_batch, first_fit, pack, record_example
+from coa_jax.learn.batch import Batch, Example, empty_batch, first_fit, pack
+from coa_jax.learn.examples import record_example
 from coa_jax.protocol import Prompt, known_protocols, restore_protocols
 from coa_jax.records import LeftOut, Records
 from coa_jax.tasks.base import one_with_level

@@ -21,8 +21,9 @@ from absl import logging
 
 from coa_jax.bounds import Count, OneOf, Place, Positive, Prose
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
+from coa_jax.learn.batch import Batch, pack, split_rows
 from coa_jax.learn.data import Update, UpdateSequence, shuffled
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.experience import score
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.logps import token_logps

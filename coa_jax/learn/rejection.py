@@ -19,8 +19,8 @@ from absl import logging
 
 from coa_jax.bounds import Between, Count, Place, Prose
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import trajectory_example
 from coa_jax.learn.data import RecordReader, Updates, examples_in_memory, join, shuffled
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.lengths import fitting, measure
 from coa_jax.learn.losses import SFTLoss

@@ -14,15 +14,8 @@ from jax.sharding import Mesh
 from coa_jax.engine.constraint import Constraint
 from coa_jax.learn.advantages import advantages_of
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.batch import (
-    Batch,
-    Example,
-    merge_identical,
-    pack,
-    split_rows,
-    trajectory_example,
-    unpack,
-)
+from coa_jax.learn.batch import Batch, Example, merge_identical, pack, split_rows, unpack
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.experience import complete_experience, inputs
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
 from coa_jax.learn.movement import EVERY, movement
@@ -310,7 +303,7 @@ def group_examples(
         group: samples of one task.
         constraint: constraint under which the trajectories were sampled; None without a constraint.
         version: current policy version, from which the ages of tokens are computed, see
-            `batch.trajectory_example`; None leaves out the ages.
+            `examples.trajectory_example`; None leaves out the ages.
         weight: weight of the turn rewards in the reward of a trajectory, from which each turn gets
             an advantage of its own, see `learn.turns`. With None, all turns share the advantage of
             the trajectory.

@@ -43,8 +43,8 @@ from typing import Any, NoReturn, TypeVar
 import jax
 from absl import logging
 
+from coa_jax.bounds import seconds_of
 from coa_jax.errors import UserError
-from coa_jax.storage.places import seconds_of
 
 T = TypeVar("T")
 

@@ -28,10 +28,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from coa_jax.bounds import seconds_of
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import CHECKPOINTS, PART, joined, own_folder, stands_for
-from coa_jax.storage.places import check_writable, is_url, opened, seconds_of, telling
+from coa_jax.storage.places import check_writable, is_url, opened, telling
 from coa_jax.storage.repeat import Repeated
 
 WHOLE = 8 << 20

@@ -191,23 +191,3 @@ def check_writable(url: str) -> None:
     with telling(url):
         fs.pipe_file(probe, b"?")
         fs.rm_file(probe)
-
-
-def seconds_of(variable: str, default: float) -> float:
-    """Reads a number of seconds from an environment variable.
-
-    Args:
-        variable: name of the variable.
-        default: result if the variable is not set.
-
-    Raises:
-        UserError: the value is not a number above 0 and below a day.
-    """
-    text = os.environ.get(variable, str(default))
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise UserError(f"{variable} is {text!r}; give seconds above 0")
-    return value

@@ -26,9 +26,10 @@ from typing import Any
 from absl import logging
 
 from coa_jax import files, reading
+from coa_jax.bounds import seconds_of
 from coa_jax.storage.copies import local, locked, own_folder, stands_for
 from coa_jax.storage.mirror import ENTRIES, Mirror
-from coa_jax.storage.places import check, check_writable, join, opened, seconds_of, telling
+from coa_jax.storage.places import check, check_writable, join, opened, telling
 from coa_jax.storage.repeat import Repeated
 
 _open: list[SharedCache] = []

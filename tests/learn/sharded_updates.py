@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from coa_jax.engine.config import EngineConfig
 from coa_jax.extensions import importable
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.batch import pack, split_rows, trajectory_example
+from coa_jax.learn.batch import pack, split_rows
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state, train_step

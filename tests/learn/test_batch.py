@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import (
-    Example,
-    pack,
-    record_example,
-    split_rows,
-    trajectory_example,
-    unpack,
-)
+from coa_jax.learn.batch import Example, pack, split_rows, unpack
+from coa_jax.learn.examples import record_example, trajectory_example
 from coa_jax.model.encode import encode_observation, observation_text, prompt_ids
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt, get_protocol

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Example, first_fit, pack, record_example, split_rows
+from coa_jax.learn.batch import Example, first_fit, pack, split_rows
 from coa_jax.learn.data import (
     RecordReader,
     Updates,
@@ -29,6 +29,7 @@ from coa_jax.learn.data import (
     read_ahead,
     shuffled,
 )
+from coa_jax.learn.examples import record_example
 from coa_jax.learn.lengths import fitting, measure
 from coa_jax.protocol import Prompt
 from coa_jax.records import Records

@@ -10,8 +10,9 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.learn import lengths
-from coa_jax.learn.batch import pack, record_example
+from coa_jax.learn.batch import pack
 from coa_jax.learn.data import RecordReader
+from coa_jax.learn.examples import record_example
 from coa_jax.learn.lengths import fitting, measure
 from coa_jax.protocol import Prompt
 from coa_jax.records import Records

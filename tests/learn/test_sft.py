@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn import sft
-from coa_jax.learn.batch import record_example
 from coa_jax.learn.checkpoint import Checkpoints
+from coa_jax.learn.examples import record_example
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import load_tokenizer

@@ -13,7 +13,8 @@ import pytest
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm, presets
-from coa_jax.learn.batch import pack, trajectory_example
+from coa_jax.learn.batch import pack
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.experience import complete_experience, score
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.learn.update import (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coa_jax.distill.export import FORMS, export
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import record_example
+from coa_jax.learn.examples import record_example
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt
 from coa_jax.records import LeftOut, iterate_records, read_records

@@ -17,7 +17,8 @@ from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import DEAD
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import pack, trajectory_example
+from coa_jax.learn.batch import pack
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.api import Model
 from coa_jax.model.compute import local_compute

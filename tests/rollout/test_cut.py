@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import pack, trajectory_example
+from coa_jax.learn.batch import pack
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
 from coa_jax.rollout.cut import KEPT, kept_spans

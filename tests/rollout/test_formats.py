@@ -11,7 +11,7 @@ import pytest
 from coa_jax import jsonl
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import record_example, trajectory_example
+from coa_jax.learn.examples import record_example, trajectory_example
 from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import decode_ids, end_of_turn_id, eos_ids
 from coa_jax.protocol import Prompt, get_protocol

@@ -13,7 +13,8 @@ import pytest
 from coa_jax.engine import programs
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import pack, record_example, trajectory_example
+from coa_jax.learn.batch import pack
+from coa_jax.learn.examples import record_example, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
 from coa_jax.protocol import Prompt

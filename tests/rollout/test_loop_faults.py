@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import trajectory_example
+from coa_jax.learn.examples import trajectory_example
 from coa_jax.model.encode import frame_length
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import get_protocol
