@@ -31,7 +31,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,8 +180,12 @@ class BoundFunction:
 
     def __call__(self, **offered: Any) -> Any:
         """Calls the function with its options and with the offered arguments that it accepts."""
+        return self.found(**self.arguments(offered))
+
+    def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the function's options, and those of the offered arguments that it accepts."""
         asked = {name: value for name, value in offered.items() if name in self.asks}
-        return self.found(**asked, **self.options)
+        return {**asked, **self.options}
 
 
 def is_path(name: str) -> bool:
@@ -270,22 +274,22 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def tried(call: BoundFunction, name: str, where: str, advice: str = "", **offered: Any) -> Any:
-    """Calls a user-defined function; if it raises an exception, raises a `UserError` instead.
+@contextlib.contextmanager
+def blaming(call: BoundFunction, name: str, where: str, advice: str = "") -> Iterator[None]:
+    """Turns an exception of a user-defined function, called in the block, into a `UserError`.
 
     Args:
         call: the function with its options.
         name, where: name of the function and name of the setting, used in error messages.
         advice: requirements on functions of this kind, with which the error message ends; "" for no
             advice.
-        offered: arguments that the function may receive.
 
     Raises:
         UserError: the function raised an exception. The message has the first line of the exception
             and the line number in the function's file.
     """
     try:
-        return call(**offered)
+        yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from coa_jax.bounds import shown
 from coa_jax.errors import UserError
-from coa_jax.extensions import tried
+from coa_jax.extensions import blaming
 from coa_jax.learn.algorithms import Algorithm, marked
 from coa_jax.learn.batch import Batch
 from coa_jax.trajectory import Trajectory
@@ -56,14 +56,12 @@ def advantages_of(
         return []
     name, where = algorithm.advantage, "algorithm.advantage"
     values = [t.reward.value for t in graded if t.reward is not None]
-    found = tried(
-        algorithm.advantage_call,
-        name,
-        where,
-        rewards=np.array(values, np.float64),
-        lengths=np.array([t.num_policy_tokens for t in graded]),
-        trajectories=graded,
-    )
+    with blaming(algorithm.advantage_call, name, where):
+        found = algorithm.advantage_call(
+            rewards=np.array(values, np.float64),
+            lengths=np.array([t.num_policy_tokens for t in graded]),
+            trajectories=graded,
+        )
     try:
         given = [np.asarray(value, np.float32) for value in found]
     except (TypeError, ValueError):

@@ -68,8 +68,8 @@ LOSSES = ExtensionKind(
 )
 """Loss functions, which are pure JAX functions that return the loss of each token.
 
-`objectives.surrogate` describes the arguments. The mark ``of_sequence`` (see `marked`) declares
-that the loss needs one advantage for all tokens of a sequence.
+`objectives.loss_arguments` describes the arguments and the result. The mark ``of_sequence`` (see
+`marked`) declares that the loss needs one advantage for all tokens of a sequence.
 """
 
 NORMALISATIONS = ("token", "sequence", "constant")

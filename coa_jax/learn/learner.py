@@ -15,7 +15,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import TrainState, init_state, run_state
 from coa_jax.learn.teacher import load_teacher
-from coa_jax.learn.update import critic_run_state, critic_state, reference_params, update
+from coa_jax.learn.update import critic_run_state, critic_state, reference_params
 from coa_jax.model.api import describe_model, load_weights
 from coa_jax.model.params import (
     DecodeParams,
@@ -54,6 +54,7 @@ class Learner:
         unmeasured: whether a signal ended the evaluation after ``step``, so that the metrics of the
             step lack its results.
         total: number of steps of the run.
+        norm_before: norm of the adapters of the run before, see `movement.norm_before`.
     """
 
     def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):
@@ -79,7 +80,7 @@ class Learner:
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
         self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
         self.total = config.rules.steps
-        self._norm_before = norm_before(config.model) if config.lora.rank else 0.0
+        self.norm_before = norm_before(config.model) if config.lora.rank else 0.0
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
         self.constraint = constraint_for(
             config.rollout, model.tokenizer, model.config.vocab_size, protocols
@@ -143,33 +144,19 @@ class Learner:
             return not constrained
         return constrained and trajectory.protocol in self.constraint.start
 
-    def learn(
-        self, groups: Sequence[Sequence[Trajectory]], config: RLConfig | None = None
-    ) -> dict[str, float]:
-        """Makes the updates of the next step on graded groups of samples.
-
-        Args:
-            groups: trajectories of each group (the samples of one task).
-            config: settings of this step; None for those of the run.
-
-        Returns:
-            Statistics of the updates by name.
-        """
-        self.state, self.critic, statistics = update(
-            config or self._config,
-            self.state,
-            self.model.config,
-            groups,
-            self.compute,
-            self.constraint,
-            critic=self.critic,
-            reference=self.reference,
-            teacher=self.teacher,
-            version=self.step,
-        )
-        if self._norm_before and "moved/norm" in statistics:
-            statistics["moved/of_sft"] = statistics["moved/norm"] / self._norm_before
-        return statistics
+    @property
+    def update_arguments(self) -> dict[str, Any]:
+        """The arguments of `update.update` that the run holds, except the policy's state."""
+        return {
+            "model": self.model.config,
+            "compute": self.compute,
+            "constraint": self.constraint,
+            "critic": self.critic,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "version": self.step,
+            "norm_before": self.norm_before,
+        }
 
     def publish(self) -> None:
         """Copies the current policy to the engines; no slot of an engine may be in use."""

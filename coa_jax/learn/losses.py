@@ -1,10 +1,10 @@
 """Losses of a micro-batch: for supervised fine-tuning, policy gradients, and a critic.
 
 A loss is a frozen dataclass, which is a static argument of the compiled training step and is called
-as ``loss(net, batch)``. The call returns ``(sum, statistics)``. The training step adds up the sums
-of all micro-batches of an update and divides by the number of policy tokens, so the gradient does
-not depend on how sequences are split into micro-batches. A statistic is a sum over tokens too, or a
-maximum if its name ends in ``max``. `learn.objectives` has the formulas.
+as ``loss(params, batch, net)``. The call returns ``(sum, statistics)``. The training step adds up
+the sums of all micro-batches of an update and divides by the number of policy tokens, so the
+gradient does not depend on how sequences are split into micro-batches. A statistic is a sum over
+tokens too, or a maximum if its name ends in ``max``. `learn.objectives` has the formulas.
 """
 
 from __future__ import annotations
@@ -21,25 +21,32 @@ from coa_jax.extensions import first_line
 from coa_jax.learn.algorithms import LOSSES, Algorithm
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.logps import logp_sum, token_logps
-from coa_jax.learn.objectives import Stats, policy_objective, surrogate, value_objective
+from coa_jax.learn.objectives import (
+    Stats,
+    blaming_loss,
+    checked_loss,
+    loss_arguments,
+    policy_objective,
+    value_objective,
+)
 from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params
+from coa_jax.model.params import Params, join
 
 
 class Net(NamedTuple):
-    """The model whose loss is computed, as arguments inside a compiled function.
+    """What a loss needs besides the trained parameters and a batch.
 
     Attributes:
-        params: all parameters of the model, including adapters.
+        frozen: the parameters that are not trained; {} in a run without adapters.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
         allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
             without constrained decoding.
     """
 
-    params: Params
+    frozen: Params
     model: ModelConfig
     compute: Compute
     allowed: jax.Array | None = None
@@ -48,16 +55,18 @@ class Net(NamedTuple):
 class Loss(Protocol):
     """The interface of a loss: a hashable object, which `learn.step.train_step` differentiates.
 
-    A loss is called with a `Net` and a `Batch`. It returns (sum of the loss over the tokens,
-    statistics).
+    A loss is called with parameters, a `Batch` and a `Net`. It returns (sum of the loss over the
+    tokens, statistics).
     """
 
-    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
+    def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch.
 
         Args:
-            net: the model. For `ValueLoss` the model is a critic, see `learn.value.init_critic`.
+            params: the trained parameters. For `ValueLoss` they are those of a critic, see
+                `learn.value.init_critic`.
             batch: packed rows of a micro-batch.
+            net: the rest of the model.
 
         Returns:
             The loss summed over tokens, float32 ``[]``, and statistics, which include ``loss``.
@@ -71,9 +80,9 @@ class SFTLoss:
     Tokens of observations and prompts have mask 0, and therefore no loss.
     """
 
-    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
+    def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        loss = -logp_sum(net.params, net.model, batch, net.compute)
+        loss = -logp_sum(join(params, net.frozen), net.model, batch, net.compute)
         return loss, {"loss": loss}
 
 
@@ -89,10 +98,10 @@ class PolicyLoss:
     algorithm: Algorithm
     temperature: float
 
-    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
+    def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
         logp, entropy = token_logps(
-            net.params,
+            join(params, net.frozen),
             net.model,
             batch,
             net.compute,
@@ -116,9 +125,9 @@ class ValueLoss:
 
     bound: float
 
-    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
+    def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        values = token_values(net.params, batch, model=net.model, compute=net.compute)
+        values = token_values(params, batch, model=net.model, compute=net.compute)
         return value_objective(values, batch, self.bound)
 
 
@@ -127,7 +136,7 @@ def check_loss(algorithm: Algorithm) -> None:
 
     Raises:
         UserError: JAX cannot trace the loss, its result has a wrong shape (see
-            `objectives.surrogate`), the loss or its gradient is not finite, or the gradient with
+            `objectives.checked_loss`), the loss or its gradient is not finite, or the gradient with
             respect to the policy is zero.
     """
     if algorithm.loss in LOSSES.built_in:
@@ -142,7 +151,10 @@ def check_loss(algorithm: Algorithm) -> None:
     def total(logp: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         old, advantages, mask, segments = arrays
         batch = Batch(segments, segments, segments, mask, old, advantages)  # type: ignore[arg-type]
-        loss, _ = surrogate(algorithm, logp, old, advantages, jnp.ones_like(old), batch)
+        arguments = loss_arguments(algorithm, logp, old, advantages, jnp.ones_like(old), batch)
+        with blaming_loss(algorithm):
+            result = algorithm.loss_call.found(**arguments)
+        loss, _ = checked_loss(algorithm, result, logp)
         return jnp.sum(loss), loss
 
     try:

@@ -37,6 +37,7 @@ def movement(
     compute: Compute,
     temperature: float,
     allowed: jax.Array | None = None,
+    norm_before: float = 0.0,
 ) -> dict[str, float]:
     """Compares a policy with the policy without its adapters, on tokens that it has sampled.
 
@@ -47,11 +48,13 @@ def movement(
         compute: dtype, operations and sharding of the computation.
         temperature: sampling temperature.
         allowed: tokens that the run's constraint allows; None without constrained decoding.
+        norm_before: norm of the adapters of the run before, see `norm_before`; 0 if unknown.
 
     Returns:
         ``moved/kl``, the k3 estimate of the KL divergence from the initial policy, in nats per
         token; ``moved/argmax``, the share of tokens that are the most probable ones under one of
-        the two policies only; and ``moved/norm``, see `adapter_norm`.
+        the two policies only; ``moved/norm``, see `adapter_norm`; and ``moved/of_sft``, this norm
+        divided by ``norm_before``, if it is known.
     """
     placed = put_batch(inputs(batch), compute.mesh)
 
@@ -69,10 +72,12 @@ def movement(
     changed = (was > -0.5) != (now > -0.5)  # the most probable token has the log-probability 0
     divergence = np.asarray(kl_estimate("k3", batch.logp, start))
     weights, count = batch.counts, max(float(batch.counts.sum()), 1.0)
+    norm = float(adapter_norm(state.params, model.lora.alpha / model.lora.rank))
     return {
         "moved/kl": float((weights * divergence).sum() / count),
         "moved/argmax": float((weights * changed).sum() / count),
-        "moved/norm": float(adapter_norm(state.params, model.lora.alpha / model.lora.rank)),
+        "moved/norm": norm,
+        **({"moved/of_sft": norm / norm_before} if norm_before else {}),
     }
 
 

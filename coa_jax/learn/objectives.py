@@ -12,6 +12,7 @@ advantage.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from jax.typing import ArrayLike
 
 from coa_jax.bounds import shown
 from coa_jax.errors import UserError
-from coa_jax.extensions import tried
+from coa_jax.extensions import blaming
 from coa_jax.learn.algorithms import Algorithm, marked
 from coa_jax.learn.batch import Batch
 
@@ -117,18 +118,17 @@ def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
 # --- losses of tokens ----------------------------------------------------------------------
 
 
-def surrogate(
+def loss_arguments(
     algorithm: Algorithm,
     logp: jax.Array,
     old_logp: jax.Array,
     advantages: jax.Array,
     entropy: jax.Array,
     batch: Batch,
-) -> tuple[jax.Array, Stats]:
-    """Calls the algorithm's loss function (see `algorithms.LOSSES`) on a batch.
+) -> dict[str, Any]:
+    """Returns the arguments with which the algorithm's loss function is called on a batch.
 
-    A loss function may have any of these parameters, and is called with the arguments of its
-    parameters:
+    A loss function (see `algorithms.LOSSES`) may have any of these parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
     - ``mask``: 1 for tokens that the policy wrote, 0 for all other tokens;
@@ -139,40 +139,56 @@ def surrogate(
     - ``entropy``: entropy of the current policy at each token;
     - ``clip_low``, ``clip_high`` and ``dual_clip``: settings of the algorithm.
 
-    All arrays have the shape ``[R, T]``, and are float32 except for ``segment_ids``.
+    All arrays have the shape ``[R, T]``, and are float32 except for ``segment_ids``. The function
+    returns the loss of each token, float32 ``[R, T]``, or a pair of this array and a dictionary of
+    metrics; `policy_objective` takes the mean of each metric over tokens. It treats every sequence
+    by itself, because the other sequences of a row depend on packing.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         logp, old_logp, advantages, entropy: arrays as described above, float32 ``[R, T]``.
         batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
+    """
+    log_ratio = (logp - old_logp) * batch.mask
+    return algorithm.loss_call.arguments(
+        {
+            "logp": logp,
+            "old_logp": old_logp,
+            "log_ratio": log_ratio,
+            "ratio": bounded_exp(log_ratio),
+            "advantages": advantages,
+            "mask": batch.mask,
+            "segment_ids": batch.segment_ids,
+            "entropy": entropy,
+            "clip_low": algorithm.clip_low,
+            "clip_high": algorithm.clip_high,
+            "dual_clip": algorithm.dual_clip,
+        }
+    )
+
+
+def blaming_loss(algorithm: Algorithm) -> contextlib.AbstractContextManager[None]:
+    """Turns an exception of the algorithm's loss function into a `UserError`."""
+    advice = "a loss is a pure function of arrays: jax.numpy, and no `if` on their values"
+    return blaming(algorithm.loss_call, algorithm.loss, "algorithm.loss", advice)
+
+
+def checked_loss(algorithm: Algorithm, result: Any, logp: jax.Array) -> tuple[jax.Array, Stats]:
+    """Checks what the algorithm's loss function returned.
+
+    Args:
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        result: what the loss function returned.
+        logp: log-probabilities of the tokens, float32 ``[R, T]``.
 
     Returns:
         The loss of each token, float32 ``[R, T]``, and the loss function's metrics by name.
-        `policy_objective` takes the mean of each metric over tokens.
 
     Raises:
-        UserError: the loss function fails, JAX cannot trace it, or its results have other shapes.
+        UserError: the result has other shapes, or a metric has an invalid name.
     """
     name, where = algorithm.loss, "algorithm.loss"
-    log_ratio = (logp - old_logp) * batch.mask
-    found = tried(
-        algorithm.loss_call,
-        name,
-        where,
-        "a loss is a pure function of arrays: jax.numpy, and no `if` on their values",
-        logp=logp,
-        old_logp=old_logp,
-        log_ratio=log_ratio,
-        ratio=bounded_exp(log_ratio),
-        advantages=advantages,
-        mask=batch.mask,
-        segment_ids=batch.segment_ids,
-        entropy=entropy,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-    )
-    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     shape = jnp.shape(logp)
     if not isinstance(loss, jax.Array) or loss.shape != shape or loss.dtype != logp.dtype:
         given = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else shown(loss)
@@ -253,7 +269,7 @@ def sequence_clip(
 
     The ratio is the exponential of the mean of log r over the policy tokens of the sequence. All
     tokens of a sequence have the same loss, so ``normalise=sequence`` yields the mean over
-    sequences. For the parameters see `surrogate`; for the results see `clip`.
+    sequences. For the parameters see `loss_arguments`; for the results see `clip`.
     """
     ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
     return clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -264,8 +280,8 @@ def cispo(
 ) -> tuple[jax.Array, Stats]:
     """Computes CISPO's loss ``-stop_gradient(clip(r)) A log p`` (arXiv 2506.13585 eq 4).
 
-    Clipping bounds the factor of a token's gradient, but no token loses its gradient. `surrogate`
-    explains the parameters, and `clip` the results.
+    Clipping bounds the factor of a token's gradient, but no token loses its gradient.
+    `loss_arguments` explains the parameters, and `clip` the results.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -383,7 +399,10 @@ def policy_objective(
         old = trainer
     advantage = jnp.where(on, batch.advantage, 0.0)
     weighted = advantage * jnp.where(advantage < 0, algorithm.negative_weight, 1.0)
-    per_token, metrics = surrogate(algorithm, logp, old, weighted, entropy, batch)
+    arguments = loss_arguments(algorithm, logp, old, weighted, entropy, batch)
+    with blaming_loss(algorithm):
+        result = algorithm.loss_call.found(**arguments)
+    per_token, metrics = checked_loss(algorithm, result, logp)
     difference = (trainer - sampler) * batch.mask
     gap = jnp.abs(difference)
     stats = {

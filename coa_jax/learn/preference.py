@@ -33,6 +33,7 @@ from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
 from coa_jax.model.api import download_once, load_model
 from coa_jax.model.hf_weights import to_host
+from coa_jax.model.params import Params, join
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
@@ -215,11 +216,10 @@ class DPOLoss:
 
     beta: float
 
-    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
+    def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `losses.Loss`."""
-        logp, _ = token_logps(
-            net.params, net.model, batch, net.compute, mask=batch.mask, entropy=False
-        )
+        whole = join(params, net.frozen)
+        logp, _ = token_logps(whole, net.model, batch, net.compute, mask=batch.mask, entropy=False)
         return dpo_objective(logp, batch, self.beta)
 
 

@@ -33,6 +33,7 @@ from coa_jax.learn.groups import request_of
 from coa_jax.learn.learner import Learner
 from coa_jax.learn.record import StepLog, StepRecord, checksum
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.update import update
 from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.progress import progress
 from coa_jax.protocol import Prompt
@@ -153,10 +154,11 @@ def replay_run(
                     for sample, trajectory in zip(samples, groups[-1], strict=True)
                     if sample["checksum"] != checksum(trajectory)
                 ]
-            earlier = any(change["step"] > step for change in changes)
-            learner.learn(
-                groups,
-                build(type(config), config_at(plain(config), changes, step)) if earlier else None,
+            then = config
+            if any(change["step"] > step for change in changes):
+                then = build(type(config), config_at(plain(config), changes, step))
+            learner.state, learner.critic, _ = update(
+                then, learner.state, groups=groups, **learner.update_arguments
             )
             learner.step = step
             if diverged is None and digest(fingerprint(learner.state.model)) != known[step]:

@@ -37,6 +37,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.stream import LocalShare, Stream
+from coa_jax.learn.update import update
 from coa_jax.learn.watch import Watch
 from coa_jax.model.api import download_once
 from coa_jax.model.card import CARD
@@ -388,7 +389,9 @@ def _loop(
             sampled, figures = step
             processes.doing(f"update of step {learner.step + 1}")
             with clock("update"):
-                stats = learner.learn(sampled.used)
+                learner.state, learner.critic, stats = update(
+                    config, learner.state, groups=sampled.used, **learner.update_arguments
+                )
             learner.step, learner.ledger = learner.step + 1, sampled.composition.state
             figures |= source.count(sampled.composition)
             error = check_updates(stats, config.optimizer)

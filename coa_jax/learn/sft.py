@@ -303,4 +303,4 @@ def mean_loss(
 
 @functools.partial(jax.jit, static_argnames=("model", "compute"))
 def _loss(params: Params, batch: Batch, *, model: ModelConfig, compute: Compute) -> jax.Array:
-    return SFTLoss()(Net(params, model, compute), batch)[0]
+    return SFTLoss()(params, batch, Net({}, model, compute))[0]

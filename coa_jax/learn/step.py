@@ -28,7 +28,7 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, abstract_params, join, select
 from coa_jax.parallel.placement import put_batch
-from coa_jax.parallel.turns import in_turn
+from coa_jax.parallel.turns import turn
 
 
 class TrainState(NamedTuple):
@@ -192,18 +192,21 @@ def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None)
 
 
 def gradient_sums(
-    loss: Callable[[Params, Batch], tuple[jax.Array, Stats]],
+    loss: Callable[..., tuple[jax.Array, Stats]],
     params: Params,
     batches: Batch,
     number: jax.Array | int,
+    net: Any = None,
 ) -> tuple[Params, Stats]:
     """Sums gradients and statistics over the first ``number`` micro-batches of a stack.
 
     Args:
-        loss: computes the loss of a micro-batch, and statistics.
+        loss: computes the loss of a micro-batch, and statistics; called with ``params``, the
+            micro-batch and ``net``.
         params: parameters with respect to which the loss is differentiated.
         batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
+        net: the rest of the model, see `losses.Net`.
 
     Returns:
         The summed gradients, in the shapes of ``params``, and statistics by name. A statistic is a
@@ -214,7 +217,7 @@ def gradient_sums(
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
     def add(i: jax.Array, total: tuple[Params, Stats]) -> tuple[Params, Stats]:
-        gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i))
+        gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i), net)
         sums, seen = total
         merged = {
             name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
@@ -222,7 +225,7 @@ def gradient_sums(
         }
         return jax.tree.map(jnp.add, sums, gradients), merged
 
-    names = jax.eval_shape(lambda: loss(params, batch_at(0))[1])
+    names = jax.eval_shape(lambda: loss(params, batch_at(0), net)[1])
     start = (
         jax.tree.map(jnp.zeros_like, params),
         {name: jnp.zeros((), jnp.float32) for name in names},
@@ -262,11 +265,8 @@ def train_program(
     Returns:
         The new state, and statistics by name, see `train_step`.
     """
-
-    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
-        return loss(Net(join(params, state.frozen), model, compute, allowed), batch)
-
-    sums, stats = gradient_sums(loss_of, state.params, batches, number)
+    net = Net(state.frozen, model, compute, allowed)
+    sums, stats = gradient_sums(loss, state.params, batches, number, net)
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
     updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)
@@ -346,19 +346,11 @@ def train_step(
         capacity = max(1 << (number - 1).bit_length(), 4)
     if count is None:
         count = float(sum(np.sum(batch.counts, dtype=np.float64) for batch in batches))
-    state, stats = in_turn(
-        compute.mesh,
-        train_program,
-        state,
-        put_batch(stack(batches, capacity), compute.mesh, rows),
-        np.int32(number),
-        np.float32(max(count, 1.0)),
-        allowed,
-        loss=loss,
-        model=model,
-        compute=compute,
-        optimizer=optimizer,
-    )
+    arrays = put_batch(stack(batches, capacity), compute.mesh, rows)
+    sizes = np.int32(number), np.float32(max(count, 1.0))
+    static = {"loss": loss, "model": model, "compute": compute, "optimizer": optimizer}
+    with turn(compute.mesh) as finish:
+        state, stats = finish(train_program(state, arrays, *sizes, allowed, **static))
     values = {name: value.item() for name, value in jax.device_get(stats).items()}
     return state, {**values, "tokens": count}
 

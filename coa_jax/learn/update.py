@@ -91,6 +91,7 @@ def update(
     reference: Params | None = None,
     teacher: Teacher | None = None,
     version: int = 0,
+    norm_before: float = 0.0,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
     """Makes the updates of one step of reinforcement learning.
 
@@ -112,6 +113,7 @@ def update(
         teacher: local teacher, see `learn.teacher.load_teacher`; None without a local teacher.
         version: version number of the policy before this step, which equals the number of earlier
             steps.
+        norm_before: norm of the adapters of the run before, see `movement.norm_before`.
 
     Returns:
         The new states of the policy and of the critic (None without a critic), and statistics by
@@ -147,7 +149,9 @@ def update(
     figures["time/score"] = time.perf_counter() - began
     figures |= _spread_of_advantages(step)
     if config.lora.rank and (version + 1) % EVERY == 0:
-        figures |= movement(state, step[0], model, compute, config.temperature, allowed)
+        figures |= movement(
+            state, step[0], model, compute, config.temperature, allowed, norm_before
+        )
     of_policy: list[dict[str, float]] = []
     of_critic: list[dict[str, float]] = []
     capacity = -(-config.groups_per_update * config.group_size // config.rows)

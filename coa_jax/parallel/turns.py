@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -27,16 +27,28 @@ T = TypeVar("T")
 _TURN = threading.RLock()
 
 
-def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that holds a lock while a multi-device program is launched.
+@contextlib.contextmanager
+def turn(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
+    """Holds a lock while a multi-device program is launched.
 
-    A single-device program needs no lock; for such a program, the returned context manager has no
-    effect.
+    A single-device program needs no lock; for such a program, the context manager has no effect.
+
+    The simulated devices of a CPU have no queues, so programs that wait for their turn would occupy
+    the threads that other programs need. On a CPU, the launching thread must therefore also wait
+    until the program has ended.
 
     Args:
         mesh: devices on which the program runs; None for one device.
+
+    Yields:
+        A function that returns the result of the program, after this wait if it is necessary.
     """
-    return contextlib.nullcontext() if mesh is None or mesh.size == 1 else _TURN
+    if mesh is None or mesh.size == 1:
+        yield lambda result: result
+        return
+    waits = mesh.devices.flat[0].platform == "cpu"
+    with _TURN:
+        yield jax.block_until_ready if waits else lambda result: result
 
 
 def mesh_of(array: Any) -> Mesh | None:
@@ -48,11 +60,7 @@ def mesh_of(array: Any) -> Mesh | None:
 
 
 def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Launches a program while no other thread launches a program.
-
-    The simulated devices of a CPU have no queues, so programs that wait for their turn would occupy
-    the threads that other programs need. On a CPU, this function therefore also waits until the
-    program has ended.
+    """Launches a program while no other thread launches a program; see `turn`.
 
     Args:
         mesh: devices on which the program runs; None for one device.
@@ -63,8 +71,5 @@ def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **opt
     Returns:
         The result of the program, which the devices may still be computing.
     """
-    with turn(mesh):
-        result = program(*arguments, **options)
-        if mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(result)
-        return result
+    with turn(mesh) as finish:
+        return finish(program(*arguments, **options))

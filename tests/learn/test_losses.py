@@ -50,7 +50,7 @@ def examples(sizes=(12, 7, 19, 3, 16), seed=0, advantages=None):
 
 @functools.partial(jax.jit, static_argnames=("loss", "compute"))
 def loss_and_gradient(params, batch, loss, compute=COMPUTE):
-    return jax.value_and_grad(lambda p: loss(Net(p, MODEL, compute), batch)[0])(params)
+    return jax.value_and_grad(lambda p: loss(p, batch, Net({}, MODEL, compute))[0])(params)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk"))
@@ -93,7 +93,7 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
     batch = pack(members, 32)
     assert batch.tokens.shape[0] < len(members)  # some share a row
     (loss, _), gradients = jax.jit(
-        jax.value_and_grad(lambda p: SFT(Net(p, model.config, COMPUTE), batch), has_aux=True)
+        jax.value_and_grad(lambda p: SFT(p, batch, Net({}, model.config, COMPUTE)), has_aux=True)
     )(model.params)
     expected = 0.0
     for e in members:
@@ -217,7 +217,7 @@ def test_policy_loss_is_the_clipped_objective(clip):
     batch = batch._replace(logp=((np.asarray(old) + shift) * batch.mask).astype(np.float32))
     policy_loss = PolicyLoss(clip, temperature=0.9)
     (loss, stats), gradient = jax.jit(
-        jax.value_and_grad(lambda p: policy_loss(Net(p, MODEL, COMPUTE), batch), has_aux=True)
+        jax.value_and_grad(lambda p: policy_loss(p, batch, Net({}, MODEL, COMPUTE)), has_aux=True)
     )(PARAMS)
     logp = np.asarray(old, np.float64)
     expected, slope, low, high = reference_policy_loss(logp, batch, clip)

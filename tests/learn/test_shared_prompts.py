@@ -100,8 +100,8 @@ def sums(loss, params_of=lambda: PARAMS, whole=0, rows=1, normalise="token", com
     batches = weigh(split_rows(packed, rows), normalise)
     total = None
 
-    def of_params(params, batch):
-        return loss(Net(params, MODEL, compute), batch)
+    def of_params(params, batch, _):
+        return loss(params, batch, Net({}, MODEL, compute))
 
     for batch in batches:
         if isinstance(loss, ValueLoss):

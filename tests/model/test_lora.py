@@ -121,7 +121,7 @@ def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path, backend):
     adapters, kept = (select(model.config, model.params, adapter=kind) for kind in (True, False))
 
     def loss(adapters):
-        return SFTLoss()(Net(join(adapters, kept), model.config, compute), batch)[0]
+        return SFTLoss()(adapters, batch, Net(kept, model.config, compute))[0]
 
     ours = jax.jit(jax.grad(loss))(adapters)["layers"]
     torch.nn.functional.cross_entropy(
@@ -181,7 +181,7 @@ def test_frozen_weights_cost_no_gradient(base, dtype):
 
     def flops(config):
         trained, kept = split_trained(model.params, config, seed=1)
-        grad = jax.grad(lambda p, kept: SFTLoss()(Net(join(p, kept), config, compute), batch)[0])
+        grad = jax.grad(lambda p, kept: SFTLoss()(p, batch, Net(kept, config, compute))[0])
         # The platform's count; it counts the body of a loop once, which is a layer here.
         return jax.jit(grad).lower(trained, kept).compile().cost_analysis()["flops"]
 

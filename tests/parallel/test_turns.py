@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.parallel import processes
+from coa_jax.parallel import processes, turns
 from coa_jax.parallel.transfer import gather
 from coa_jax.parallel.turns import in_turn, turn
 from tests.parallel.launched import launch, launch_function
@@ -79,7 +79,7 @@ def save_and_gather(folder: str) -> None:
     allgather = multihost_utils.process_allgather
 
     def watched(*arguments, **options):  # `sync_global_devices` calls this function, too
-        if not turn(_Two())._is_owned():
+        if not turns._TURN._is_owned():
             outside.append(what)
         return allgather(*arguments, **options)
 

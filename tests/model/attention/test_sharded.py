@@ -31,8 +31,8 @@ params = random_params(config)
 
 def gradients(compute):
     here = jax.device_put(params, shardings(config, compute.mesh))
-    def loss(params, batch):
-        return SFTLoss()(Net(params, config, compute), batch)
+    def loss(params, batch, _):
+        return SFTLoss()(params, batch, Net({}, config, compute))
 
     only = put_batch(stack([batch], 1), compute.mesh)
     return jax.device_get(jax.jit(gradient_sums, static_argnums=0)(loss, here, only, 1))

@@ -82,8 +82,8 @@ def training(topology: str, rows: int = 4, length: int = 256) -> None:
     batch = Batch(*(array("int32") for _ in range(3)), *(array("float32") for _ in range(3)))
     number = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def loss(params, batch):
-        return SFTLoss()(Net(params, MODEL, compute), batch)
+    def loss(params, batch, _):
+        return SFTLoss()(params, batch, Net({}, MODEL, compute))
 
     sums = jax.jit(gradient_sums, static_argnums=0)
     report("training", sums.lower(loss, params, batch, number).compile())
