@@ -214,7 +214,7 @@ def _traces(place: str) -> str:
 def _tasks(config: Any) -> tuple[Any, str]:
     """Loads the tasks of the run, and checks that they can be graded on this host."""
     if isinstance(config, RLRun):
-        parts, _, _ = questions(config)
+        parts, *_ = questions(config)
         tasks = [task for each in parts.values() for task in each]
     elif isinstance(config, EvaluateRun):
         tasks = load(config)

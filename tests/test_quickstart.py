@@ -23,7 +23,7 @@ SMALL = {
     "sft.optimizer.total_steps": 2,
     "sft.optimizer.warmup_steps": 0,
     "sft.validate_every": 1,
-    "rl.num_tasks": 4,
+    "rl.num_tasks": 60,
     "rl.groups": 2,
     "rl.group_size": 2,
     "rl.max_sampled": 1.0,

@@ -141,7 +141,7 @@ async def run_teacher(
     return [logs[task.id] for task in tasks]
 
 
-_KEPT = ("hops", "kind", "trace")
+_KEPT = ("hops", "kind", "relation", "entities", "trace")
 """Metadata fields of a task that its records keep; ``trace`` holds data from other systems' logs.
 """
 

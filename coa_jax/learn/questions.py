@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from coa_jax.environments.session import graded_by_environment
+from coa_jax.errors import UserError
+from coa_jax.learn.distilled import Overlap, find_distilled
 from coa_jax.learn.pool import with_pass_rates
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.protocol import Prompt
@@ -12,24 +16,40 @@ from coa_jax.tasks.mixture import load_parts
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 
 
-def questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]:
+def questions(
+    config: RLConfig, run: Path | None = None
+) -> tuple[dict[str, list[Task]], Prompt, Graders, Overlap]:
     """Loads the training tasks of a run, with their prompt style and graders.
 
+    Args:
+        config: settings of the run.
+        run: directory of the run, which may have begun; None to check its settings only.
+
     Returns:
-        Three parts: a dictionary from the name of a source to its tasks, the prompt style, and the
-        graders of the answers.
+        Four parts: a dictionary from the name of a source to its tasks, the prompt style, the
+        graders of the answers, and the distilled tasks.
 
     Raises:
-        UserError: a source cannot be loaded, or its tasks cannot be graded.
+        UserError: a source cannot be loaded, its tasks cannot be graded, all of them are left out,
+            or `find_distilled` refuses them.
     """
     parts = {}
     graders = Graders(config.graders)
-    for name, tasks in load_parts(config, "train", config.num_tasks, config.seed).items():
-        rated = with_pass_rates(config.pool, tasks, name or config.tasks)
+    loaded = load_parts(config, "train", config.num_tasks, config.seed)
+    overlap = find_distilled(config.distilled, config.model, loaded, run)
+    left_out = set(overlap.left_out)
+    for name, tasks in loaded.items():
+        remaining = [task for task in tasks if task.id not in left_out]
+        if tasks and not remaining:
+            raise UserError(
+                f"all {len(tasks)} tasks of {name or config.tasks} are distilled: raise num_tasks, "
+                "give another seed or source, or distilled.tasks=count to train on them"
+            )
+        rated = with_pass_rates(config.pool, remaining, name or config.tasks)
         parts[name] = graded_by_environment(config.environment, rated)
     graders.check([task for tasks in parts.values() for task in tasks])
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     for name, tasks in parts.items():
         parts[name] = with_level(tasks, config.rollout.level, config.rollout.format)
         warn_of_prompts(parts[name], prompt, "tasks", "config.rollout.prompt_style")
-    return parts, prompt, graders
+    return parts, prompt, graders, overlap

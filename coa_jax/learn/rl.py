@@ -77,7 +77,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     """
     check_loss(config.chosen)
     download_once(config.model)
-    parts, prompt, graders = questions(config)
+    parts, prompt, graders, overlap = questions(config, run.path)
     tasks = [task for part in parts.values() for task in part]
     warn_of_tools(tools, tasks)
     environments = Environments(config.environment, prompt) if config.environment else None
@@ -114,6 +114,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
         run.begin("rl", learner.step, learner.total)
+        overlap.keep(run)
         stream = stream_of(config, parts, config.seed)
         pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
         with contextlib.closing(
@@ -138,7 +139,7 @@ def repeat(config: RLConfig, run: Path) -> ReplayResult:
     Raises:
         UserError: the run has no record of its steps.
     """
-    parts, prompt, _ = questions(config)
+    parts, prompt, *_ = questions(config, run)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)
 

@@ -14,6 +14,7 @@ from coa_jax.environments import EnvironmentConfig
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import AdmissionRules
 from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.distilled import DistilledConfig
 from coa_jax.learn.held_out import METRICS, HeldOutConfig, check_best
 from coa_jax.learn.pool import PoolConfig
 from coa_jax.learn.shaping import StopRewards
@@ -41,6 +42,8 @@ class RLConfig(TrainingConfig):
         mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
             and ``split``, see `tasks.mixture.Part`.
         num_tasks: number of tasks to take from the training split of each source.
+        distilled: treatment of tasks that a training record of the policy asks, too; by default
+            they are left out.
         pool: selection of the tasks that are sampled; by default no task is skipped.
         groups: number of groups that a step trains on; a group is the set of samples of one task.
         group_size: number of samples per group.
@@ -118,6 +121,7 @@ class RLConfig(TrainingConfig):
     stops: StopRewards = dataclasses.field(default_factory=StopRewards)
     task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    distilled: DistilledConfig = dataclasses.field(default_factory=DistilledConfig)
     pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     mini_batch: Natural = 0

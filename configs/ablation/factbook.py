@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.references = ("unfiltered", "filtered")
     config.prompt_style = quickstart.prompt_style
     config.tools = quickstart.tools.to_dict()
-    config.distill = {"tasks": quickstart.distill.tasks, "train": quickstart.distill.train}
+    config.distill = {"tasks": quickstart.distill.tasks, "train": 7000}
     config.teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7}
     config.arms = {
         "filtered": {"plain_fraction": 1.0, "corrected_copies": 1},

@@ -6,8 +6,8 @@ Needs: 2 CPU cores, 4 GB of memory.
 Takes: 4 minutes on 2 cores of a Xeon while another run used the machine, of which SFT took 3.
 Gives: pass@1 on 400 held-out questions of one and two hops at temperature 1: 0 before SFT, and 0.42
 to 0.49 after SFT and after RL (docs/formats.md). Eight steps of RL preserve the result of SFT. The
-32 larger steps of configs/quickstart/factbook.py improve on SFT. With seed 0, 98 of the 128
-questions of RL were distilled before.
+32 larger steps of configs/quickstart/factbook.py improve on SFT. In these runs, 98 of the 128
+questions of RL were distilled before (seed 0). Now none is: 976 of 4,000 tasks remain.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
             "sft.optimizer.learning_rate": 6e-4,
             "sft.optimizer.total_steps": 2000,
             "rl.tasks": TASKS,
+            "rl.num_tasks": 4000,
             "rl.groups": 16,
             "rl.rollout.max_turn_tokens": 144,
             "rl.optimizer.total_steps": 8,

@@ -31,7 +31,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         {
             "model": "runs/smollm2-sft/model",
             "tasks": quickstart.rl.tasks,
-            "num_tasks": 4000,
+            "num_tasks": quickstart.rl.num_tasks,
             "seed": 0,
             "groups": 4,
             "group_size": 8,
