@@ -24,6 +24,7 @@ from coa_jax.distill.together import gather
 from coa_jax.errors import UserError
 from coa_jax.intervals import wilson_interval
 from coa_jax.tasks.base import Task
+from coa_jax.tasks.drawn_tools import tools_of
 from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
 from coa_jax.tools.turns import run_blocking
@@ -130,7 +131,7 @@ async def run_teacher(
     async def work() -> None:
         for task in waiting:
             asked = task.question, task.protocol, task.id
-            log = await solve(*asked, minds, tools, config.max_messages)
+            log = await solve(*asked, minds, {**tools, **tools_of(task)}, config.max_messages)
             logs[task.id] = log
             if journal is not None:
                 journal.append(log)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coa_jax.distill import steps
+from coa_jax.distill import drawn, steps
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.minds import Action, AgentView, Mind, Minds
 from coa_jax.distill.slips import Slips, wrong_value
@@ -24,6 +24,7 @@ from coa_jax.protocol import (
     parse_double_check,
     parse_reflection,
 )
+from coa_jax.tasks.drawn_tools import understand
 from coa_jax.tasks.factbook_grammar import Computed
 
 UNKNOWN = "unknown"
@@ -273,7 +274,8 @@ def scripted_minds(
 
     def mind(rule: Callable[[Slips, AgentView], Action]) -> Mind:
         async def act(view: AgentView) -> Action:
-            return rule(slips, view)
+            use = understand(view.question)
+            return rule(slips, view) if use is None else drawn.act(view, use)
 
         return act
 

@@ -2,10 +2,10 @@
 
 The instructions of the styles ``full`` and ``brief`` are generated from the protocol. They describe
 the functions, tags and formats of the Chain-of-Agents paper (App D) in other words. The style
-``full`` explains every rule, for pretrained models. The style ``brief`` only names the protocol,
-for small policies that learn the rules by training, because every prompt token costs time. The
-instructions of the paper itself are part of its data sets. To use them, choose the style ``data``
-or a template (see `coa_jax.tasks.prompts`).
+``full`` explains every rule, for pretrained models. The style ``brief`` only names the protocol, or
+describes its tools if some are not built in. It is for small policies that learn the rules by
+training, because every prompt token costs time. The instructions of the paper itself are part of
+its data sets. To use them, choose the style ``data`` or a template (see `coa_jax.tasks.prompts`).
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Prompt:
     """The instructions and the system message with which questions are put to a policy.
 
     Attributes:
-        style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol.
-            ``data`` uses the user message that the data set has for the question, or ``full`` if
-            there is none. Any other value is a template: a user message with ``{question}`` in
-            place of the question.
+        style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol, or
+            describes its tools if some are not built in. ``data`` uses the user message that the
+            data set has for the question, or ``full`` if there is none. Any other value is a
+            template: a user message with ``{question}`` in place of the question.
         system: system message; "" for no system message. None uses the system message that the data
             set has for the question, or, if there is none, the default of the tokenizer's chat
             template.
@@ -194,10 +194,16 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
     if protocol.format is not None:
         instructions = protocol.format.instructions(protocol, style == "brief")
     else:
-        # The brief prompt has no level, so that both levels have the same prompt.
-        brief = f"Follow the {split_level(protocol.name)[0]} protocol."
-        instructions = brief if style == "brief" else _full(protocol)
+        instructions = _brief(protocol) if style == "brief" else _full(protocol)
     return f"{instructions}\n\nQuestion: {question}"
+
+
+def _brief(protocol: Protocol) -> str:
+    """Returns the short instructions, which are the same for both levels of a protocol."""
+    if not protocol.described:
+        return f"Follow the {split_level(protocol.name)[0]} protocol."
+    tools = (f"- <{tool}>: {_describe(protocol, tool)}" for tool in protocol.tools)
+    return "\n".join(("Follow the protocol with these tools:", *tools))
 
 
 def _full(protocol: Protocol) -> str:

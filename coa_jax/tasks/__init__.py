@@ -51,6 +51,7 @@ SOURCES = ExtensionKind(
         "factbook": "coa_jax.tasks.factbook:load_source",
         "arithmetic": "coa_jax.tasks.arithmetic:load_source",
         "factbook_people": "coa_jax.tasks.factbook_people:load_source",
+        "drawn_tools": "coa_jax.tasks.drawn_tools:load_source",
         "textarena": "coa_jax.environments.textarena:load",
         "openenv": "coa_jax.environments.openenv:load",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),

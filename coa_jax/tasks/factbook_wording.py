@@ -24,7 +24,7 @@ def load_templates(module: str) -> Any:
     def frozen(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: frozen(inner) for key, inner in value.items()}
-        return tuple(value)
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
 
     return frozen(tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8")))
 
