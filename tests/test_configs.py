@@ -61,7 +61,10 @@ SPECS = [
         for stage, sizes in stages.items()
         for size in sizes
     ),
-    *(f"configs/pretrained/factbook.py:{variant}" for variant in ("ask", "hermes", "debug")),
+    *(
+        f"configs/pretrained/factbook.py:{variant}"
+        for variant in ("ask", "hermes", "tools", "debug")
+    ),
 ]
 
 # Loads a config as a command does, with overrides, and prints it.

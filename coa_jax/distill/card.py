@@ -17,6 +17,7 @@ LICENCES = {
     "factbook": _FACTBOOK,
     "factbook_people": _FACTBOOK,
     "arithmetic": ("reasoning-gym: Apache-2.0", "apache-2.0"),
+    "drawn_tools": ("written for this package: Apache-2.0", "apache-2.0"),
 }
 """Maps the name of a task source to the licence of its texts, and to its identifier on the Hub.
 

@@ -274,7 +274,7 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     field = draw.randrange(len(told["fields"]))
     question = draw.choice(told["questions"][field]).format(*values)
     gold = fields_of(kind, values)[field]
-    members = [kind, *draw.sample(others, draw.choice((1, 1, 2, 3)))]
+    members = [kind, *draw.sample(others, draw.choice((1, 1, 1, 2)))]
     if draw.random() < _LEFT_OUT:
         members, gold = members[1:], UNKNOWN
     draw.shuffle(members)

@@ -20,6 +20,8 @@ Variants:
   and unseen tools are left out. Takes 1 hour.
 - ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of agents,
   without the controls.
+- ``factbook.py:tools`` also distils trajectories with tools that only their prompts describe, as
+  many as of the known tools (docs/distillation.md). SFT has twice as many updates.
 - ``factbook.py:debug`` runs the same stages on a tiny policy with random weights.
 
 Choices:
@@ -66,7 +68,7 @@ def _mixture(options: str) -> dict[str, Any]:
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a variant."""
-    variant, debug = parse_variant(arg, ("tags", "ask", "hermes"))
+    variant, debug = parse_variant(arg, ("tags", "ask", "hermes", "tools"))
     mixture = _mixture(f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else "")
     config = ConfigDict()
     config.prompt_style = "brief"
@@ -122,6 +124,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.economy = config.sft_more = variant == "tags"
     config.release = variant != "hermes"
     config.rft = ConfigDict(_rft() if variant == "tags" else {})
+    if variant == "tools":
+        config.distill.mixture.drawn = {"tasks": "drawn_tools", "weight": 1.0}
+        config.distill.train, config.distill.validation = 1600, 80
+        config.sft.optimizer.total_steps = 300
+        config.minutes.sft = 22
+        greedy = config.measures.unseen.copy_and_resolve_references()
+        greedy.evaluate.temperature = 0.0
+        config.measures.unseen_greedy = greedy
     if variant == "ask":
         config.distill.train = 1800
         config.sft.optimizer.total_steps = 400
@@ -263,8 +273,6 @@ def _measures() -> dict[str, Any]:
             "evaluate": {
                 "mixture": {"unseen": {"tasks": "examples.unseen_tools.questions:load"}},
                 "num_tasks": 40,
-                "engine": {"slots": 16, "max_length": 1280},
-                "rollout": {"max_tokens": 1280, "prompt_style": "full"},
             },
             "tools": {
                 "names": ("units", "calendar"),
@@ -301,10 +309,7 @@ def _in_small(config: ConfigDict) -> ConfigDict:
     config.rl.num_tasks = 40
     # All stages have the same shapes, so that few programs are compiled.
     shape = {"slots": 4, "max_length": 1536}
-    parts = [config.rl, config.evaluate, config.base]
-    if "unseen" in config.measures:
-        parts.append(config.measures.unseen.evaluate)
-    for part in parts:
+    for part in (config.rl, config.evaluate, config.base):
         part.engine.update(shape)
         part.rollout.max_tokens = 1536
     config.rl.row_length = 1536

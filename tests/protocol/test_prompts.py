@@ -12,6 +12,7 @@ from coa_jax.protocol import (
     get_protocol,
     messages_of,
     protocol_names,
+    protocol_with_tools,
     render_prompt,
 )
 from coa_jax.tasks import Task
@@ -23,6 +24,15 @@ SYSTEM = ("system", "You are terse.")
 def test_brief_prompts_name_the_protocol_and_end_with_the_question(name):
     prompt = render_prompt(get_protocol(name), "Why?", "brief")
     assert prompt == f"Follow the {name} protocol.\n\nQuestion: Why?"
+
+
+def test_brief_prompts_describe_the_tools_if_some_are_not_built_in():
+    protocol = protocol_with_tools("mine", ("dice", "code"), {"dice": "Throws dice. Write SIDES."})
+    prompt = render_prompt(protocol, "Why?", "brief")
+    assert prompt.startswith("Follow the protocol with these tools:\n- <dice>: Throws dice.")
+    assert "\n- <code>: Run a program." in prompt and prompt.endswith("\n\nQuestion: Why?")
+    only_built_in = render_prompt(protocol_with_tools("other", ("code",)), "Why?", "brief")
+    assert only_built_in == "Follow the other protocol.\n\nQuestion: Why?"
 
 
 @pytest.mark.parametrize("name", protocol_names())
