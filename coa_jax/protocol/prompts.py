@@ -2,8 +2,8 @@
 
 The instructions of the styles ``full`` and ``brief`` are generated from the protocol. They describe
 the functions, tags and formats of the Chain-of-Agents paper (App D) in other words. The style
-``full`` explains every rule, for pretrained models. The style ``brief`` only names the protocol, or
-describes its tools if some are not built in. It is for small policies that learn the rules by
+``full`` explains every rule, for pretrained models. The style ``brief`` only names the protocol,
+and describes its tools if some are not built in. It is for small policies that learn the rules by
 training, because every prompt token costs time. The instructions of the paper itself are part of
 its data sets. To use them, choose the style ``data`` or a template (see `coa_jax.tasks.prompts`).
 """
@@ -74,7 +74,7 @@ class Prompt:
     """The instructions and the system message with which questions are put to a policy.
 
     Attributes:
-        style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol, or
+        style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol, and
             describes its tools if some are not built in. ``data`` uses the user message that the
             data set has for the question, or ``full`` if there is none. Any other value is a
             template: a user message with ``{question}`` in place of the question.
@@ -200,10 +200,11 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
 
 def _brief(protocol: Protocol) -> str:
     """Returns the short instructions, which are the same for both levels of a protocol."""
+    sentence = f"Follow the {split_level(protocol.name)[0]} protocol"
     if not protocol.described:
-        return f"Follow the {split_level(protocol.name)[0]} protocol."
+        return f"{sentence}."
     tools = (f"- <{tool}>: {_describe(protocol, tool)}" for tool in protocol.tools)
-    return "\n".join(("Follow the protocol with these tools:", *tools))
+    return "\n".join((f"{sentence} with these tools:", *tools))
 
 
 def _full(protocol: Protocol) -> str:

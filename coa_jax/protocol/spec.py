@@ -294,8 +294,11 @@ _PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _BUIL
 
 
 def protocol_names() -> tuple[str, ...]:
-    """Returns the names of all registered protocols that have tags, without suffixes."""
-    return tuple(name for name, protocol in _PROTOCOLS.items() if protocol.roles)
+    """Returns the names of the registered protocols that have tags, without suffixes.
+
+    Names that begin with ``_`` are left out, because such protocols belong to single tasks.
+    """
+    return tuple(name for name, p in _PROTOCOLS.items() if p.roles and name[0] != "_")
 
 
 def made_protocols() -> tuple[Protocol, ...]:
@@ -332,7 +335,7 @@ def get_protocol(name: str) -> Protocol:
     """
     family, level = split_level(name)
     if family not in _PROTOCOLS:
-        known = ", ".join(_PROTOCOLS)
+        known = ", ".join(name for name in _PROTOCOLS if name[0] != "_")
         raise UserError(
             f"protocol {family!r} is unknown; use one of: {known}, or one of your tools "
             "(tools.protocol; its protocols.json is in the directory of the data or the run)"

@@ -15,7 +15,15 @@ import dataclasses
 import itertools
 import re
 
-from coa_jax.protocol import Protocol, Segment, get_protocol, parse, protocol_names, quote_tool_text
+from coa_jax.protocol import (
+    Protocol,
+    Segment,
+    get_protocol,
+    known_protocols,
+    parse,
+    protocol_names,
+    quote_tool_text,
+)
 
 Parts = tuple[tuple[str, str], ...]
 """(``"policy"`` or ``"environment"``, text) of each part, as in `DistilledRecord.parts`."""
@@ -23,7 +31,7 @@ Parts = tuple[tuple[str, str], ...]
 POLICY, ENVIRONMENT = "policy", "environment"
 
 _ROLE = re.compile(r"</?([A-Za-z_][A-Za-z0-9_]*)>")
-_BRIEF = re.compile(r"Follow the (\w+) protocol\.")
+_BRIEF = re.compile(r"Follow the (\w+) protocol(?:\.| with these tools:)")
 
 
 class Unusable(ValueError):
@@ -195,7 +203,7 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
     """
     known = {name: get_protocol(name) for name in protocol_names()}
     named = _BRIEF.search(instructions)
-    if named and named[1] in known:
+    if named and named[1] in {protocol.name for protocol in known_protocols()}:
         return named[1], (named[0],)
     every = any_protocol()
     used = {segment.role for segment in parse(every, text).segments if segment.role is not None}

@@ -14,8 +14,10 @@ import functools
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from coa_jax.protocol import add_protocol, protocol_with_tools
 from coa_jax.tasks.base import Task
@@ -34,27 +36,6 @@ _SHAPE = re.compile(r"\b[A-Z]{2,}(?:[ ,;|/]+[A-Z]{2,})*\b")
 _SEPARATORS = (" ", " ", " ", ", ", " | ", "; ", " / ")
 
 
-def _roman(number: str) -> list[str]:
-    left, text = int(number), ""
-    signs = ["M", "CM", "D", "CD", "C", "XC", "L", "XL", "X", "IX", "V", "IV", "I"]
-    for sign, value in zip(
-        signs, (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1), strict=True
-    ):
-        text, left = text + sign * (left // value), left % value
-    return [text, str(len(text))]
-
-
-def _in_base(number: str, base: str) -> list[str]:
-    left, text = int(number), ""
-    while left:
-        text, left = str(left % int(base)) + text, left // int(base)
-    return [text]
-
-
-def _shift(word: str, steps: str) -> list[str]:
-    return ["".join(chr(97 + (ord(c) - 97 + int(steps)) % 26) for c in word)]
-
-
 def _rate(name: str, size: int) -> int:
     """Returns an invented number below ``size``, which depends only on a name."""
     return random.Random(f"rate of {name}").randrange(1, size)
@@ -63,12 +44,10 @@ def _rate(name: str, size: int) -> int:
 FUNCTIONS: Mapping[str, Callable[..., list[str]]] = {
     "exchange": lambda n, a, b: [f"{int(n) * _rate(a, 40) / _rate(b, 40):.2f}"],
     "zones": lambda hour, a, b: [str((int(hour) + _rate(b, 24) - _rate(a, 24)) % 24)],
-    "roman": _roman,
-    "bases": _in_base,
+    "bases": lambda n, base: [np.base_repr(int(n), int(base))],
     "letters": lambda word, letter: [str(word.count(letter)), str(len(word))],
     "divisors": lambda a, b: [str(math.gcd(int(a), int(b))), str(math.lcm(int(a), int(b)))],
     "backwards": lambda word: [word[::-1]],
-    "cipher": _shift,
     "order": lambda *words: [min(words), max(words)],
     "means": lambda *n: [f"{sum(map(int, n)) / len(n):.2f}", str(sum(map(int, n)))],
     "remainders": lambda a, b: [str(int(a) % int(b)), str(int(a) // int(b))],
@@ -174,8 +153,8 @@ class DrawnTool:
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Looks up or computes the values of the fields."""
         shape, order = shape_of(self.description)
-        between = re.sub(r"[A-Z]", "", shape).split() or [None]
-        given = [part.strip() for part in arguments.split(between[0])]
+        sign = re.sub(r"[A-Z ]", "", shape)[:1]
+        given = [part.strip() for part in arguments.split(sign or None)]
         try:
             values = [given[order.index(slot)] for slot in range(len(given))]
             return Observation(self._result(values), True, "ok", 0.0)
@@ -190,13 +169,10 @@ class DrawnTool:
 
 FORMS: tuple[Callable[[Sequence[str], Sequence[str]], str], ...] = (
     lambda nouns, found: ", ".join(found),
-    lambda nouns, found: "; ".join(f"{n}: {v}" for n, v in zip(nouns, found, strict=True)),
-    lambda nouns, found: ", ".join(f"{n} {v}" for n, v in zip(nouns, found, strict=True)),
-    lambda nouns, found: f"{found[0]}" + "".join(f" ({v})" for v in found[1:]),
-    lambda nouns, found: (
-        f"{found[0]}"
-        + "".join(f", the {n} is {v}" for n, v in zip(nouns[1:], found[1:], strict=True))
-    ),
+    lambda nouns, found: "; ".join(map("{}: {}".format, nouns, found)),
+    lambda nouns, found: ", ".join(map("{} {}".format, nouns, found)),
+    lambda nouns, found: " ".join([found[0], *(f"({value})" for value in found[1:])]),
+    lambda nouns, found: ", ".join([found[0], *map("the {} is {}".format, nouns[1:], found[1:])]),
 )
 """Forms of a result, as functions of the nouns and the values of its fields."""
 
@@ -250,7 +226,7 @@ def _closed(kind: str) -> int:
     return len(form) if isinstance(form, tuple) and isinstance(form[0], str) else 0
 
 
-def _tag(kind: str, taken: Sequence[str], draw: random.Random) -> str:
+def _tag(kind: str, taken: Container[str], draw: random.Random) -> str:
     """Draws a name, which in a quarter of the cases does not tell the purpose of the tool."""
     while True:
         name: str = draw.choice(_FILE["neutral"] if draw.random() < 0.25 else KINDS[kind]["names"])
@@ -264,12 +240,12 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     """Draws a task, and registers its protocol.
 
     Args:
-        identity: id of the task, which is also the seed, and the name of the protocol.
+        identity: id of the task, which is also the seed.
         kinds: kinds of tools from which the asked tool is drawn.
     """
     draw = random.Random(identity)
     kind = draw.choice(kinds)
-    told, others = KINDS[kind], [other for other in KINDS if other != kind and other in kinds]
+    told, others = KINDS[kind], [other for other in kinds if other != kind]
     values = tuple(_value(of[0], draw) for of in told["slots"])
     field = draw.randrange(len(told["fields"]))
     question = draw.choice(told["questions"][field]).format(*values)
@@ -280,14 +256,12 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     draw.shuffle(members)
     tools: dict[str, Any] = {}
     for member in members:
-        tools[_tag(member, tuple(tools), draw)] = [
-            _describe(member, draw),
-            draw.randrange(len(FORMS)),
-        ]
+        drawn = [_describe(member, draw), draw.randrange(len(FORMS))]
+        tools[_tag(member, tools, draw)] = drawn
     described = {tag: description for tag, (description, _) in tools.items()}
-    add_protocol(protocol_with_tools(identity, tuple(tools), described))
+    add_protocol(protocol_with_tools(f"_{identity}", tuple(tools), described))
     metadata = {"kind": kind, "hops": 0, "drawn_tools": tools}
-    return Task(identity, question, identity, (gold,), "drawn_tools", metadata)
+    return Task(identity, question, f"_{identity}", (gold,), "drawn_tools", metadata)
 
 
 def load_source(split: str, n: int | None, seed: int) -> list[Task]:
@@ -300,4 +274,4 @@ def load_source(split: str, n: int | None, seed: int) -> list[Task]:
     """
     held_out = split != "train"
     kinds = [kind for kind, told in KINDS.items() if bool(told.get("held_out")) == held_out]
-    return [_task(f"drawn_{split}_{seed}_{number}", kinds) for number in range(n or 1000)]
+    return [_task(f"{split}{seed}_{number}", kinds) for number in range(n or 1000)]

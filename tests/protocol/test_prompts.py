@@ -29,7 +29,7 @@ def test_brief_prompts_name_the_protocol_and_end_with_the_question(name):
 def test_brief_prompts_describe_the_tools_if_some_are_not_built_in():
     protocol = protocol_with_tools("mine", ("dice", "code"), {"dice": "Throws dice. Write SIDES."})
     prompt = render_prompt(protocol, "Why?", "brief")
-    assert prompt.startswith("Follow the protocol with these tools:\n- <dice>: Throws dice.")
+    assert prompt.startswith("Follow the mine protocol with these tools:\n- <dice>: Throws dice.")
     assert "\n- <code>: Run a program." in prompt and prompt.endswith("\n\nQuestion: Why?")
     only_built_in = render_prompt(protocol_with_tools("other", ("code",)), "Why?", "brief")
     assert only_built_in == "Follow the other protocol.\n\nQuestion: Why?"

@@ -14,7 +14,7 @@ from coa_jax.tasks.drawn_tools import UNKNOWN, kind_of, tools_of, understand, wr
 from examples.unseen_tools.tools import UNITS, Calendar, Units
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def runs():
     tasks = load_tasks("drawn_tools", "train", 300)
     logs = asyncio.run(run_teacher(tasks, {}, DistillConfig()))
