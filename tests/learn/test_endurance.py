@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from coa_jax.cli import run_main
-from coa_jax.learn import learner, rl, stream
+from coa_jax.learn import rl, stream
 from coa_jax.learn.record import StepLog
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.parallel import processes
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     folder, steps, me = Path(argv[1]), int(argv[2]), processes.index()
     slow = 0 < me == processes.count() - 1
     clock, tool = VirtualClock(), Faulty(me, 4.0 if slow else 1.0)
-    update, learned, exchange = learner.update, StepLog.learned, processes.exchange
+    update, learned, exchange = rl.update, StepLog.learned, processes.exchange
 
     def held_update(*arguments, **named):
         with clock.hold():
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
         learned(this, step, parameters)
 
     judge.chat = functools.partial(reply, steps, random.Random(me))
-    learner.update, StepLog.learned = held_update, noted
+    rl.update, StepLog.learned = held_update, noted
     stream._NEWS_S = 1.0  # of the virtual clock, on which an exchange takes no time
     stream.processes = types.SimpleNamespace(
         **{**vars(processes), "exchange_async": timed_exchange}
