@@ -131,7 +131,8 @@ async def run_teacher(
     async def work() -> None:
         for task in waiting:
             asked = task.question, task.protocol, task.id
-            log = await solve(*asked, minds, {**tools, **tools_of(task)}, config.max_messages)
+            held = {**tools, **tools_of(task.protocol)}
+            log = await solve(*asked, minds, held, config.max_messages)
             logs[task.id] = log
             if journal is not None:
                 journal.append(log)

@@ -24,12 +24,8 @@ from coa_jax.protocol import (
     parse_double_check,
     parse_reflection,
 )
-from coa_jax.tasks.drawn_tools import understand
+from coa_jax.tasks.drawn_tools import UNKNOWN, understand
 from coa_jax.tasks.factbook_grammar import Computed
-
-UNKNOWN = "unknown"
-"""The answer if scripted minds do not understand the question or have no call left to try.
-"""
 
 
 def _state(view: AgentView) -> Progress:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol import add_protocol, protocol_with_tools
+from coa_jax.protocol import add_protocol, get_protocol, protocol_with_tools
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_wording import load_templates
 from coa_jax.tools.base import Observation, Tool, ToolContext
@@ -29,7 +29,7 @@ KINDS: Mapping[str, Any] = _FILE["tools"]
 """Name of a kind of tool -> its names, purposes, slots, fields and questions."""
 
 UNKNOWN = "unknown"
-"""The accepted answer to a question for which the prompt describes no tool."""
+"""The answer of scripted minds if no tool can answer, or if they do not understand the question."""
 
 _LEFT_OUT = 0.08  # share of the tasks without the tool that could answer
 _SHAPE = re.compile(r"\b[A-Z]{2,}(?:[ ,;|/]+[A-Z]{2,})*\b")
@@ -141,14 +141,15 @@ class DrawnTool:
 
     Args:
         name: tag of the tool.
-        description: description, which determines the kind of the tool and the form of a call.
-        form: form of the results, an index of `FORMS`.
+        description: description, which determines the kind of the tool and the form of a call. The
+            form of the results depends only on the name and the description.
     """
 
     deadline = 1.0
 
-    def __init__(self, name: str, description: str, form: int):
-        self.name, self.description, self.form = name, description, form
+    def __init__(self, name: str, description: str):
+        self.name, self.description = name, description
+        self.form = random.Random(f"{name}: {description}").choice(FORMS)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Looks up or computes the values of the fields."""
@@ -164,7 +165,7 @@ class DrawnTool:
     def _result(self, values: Sequence[str]) -> str:
         kind = kind_of(self.description)
         nouns = [noun for _, noun in KINDS[kind]["fields"]]
-        return FORMS[self.form](nouns, fields_of(kind, values))
+        return self.form(nouns, fields_of(kind, values))
 
 
 FORMS: tuple[Callable[[Sequence[str], Sequence[str]], str], ...] = (
@@ -197,10 +198,11 @@ def fields_of(kind: str, values: Sequence[str]) -> list[str]:
     return [_value(of, draw) for of, _ in told["fields"]]
 
 
-def tools_of(task: Task) -> dict[str, Tool]:
-    """Returns the tools of a task by tag; {} for tasks of other sources."""
-    drawn = task.metadata.get("drawn_tools", {})
-    return {tag: DrawnTool(tag, *made) for tag, made in drawn.items()}
+def tools_of(protocol: str) -> dict[str, Tool]:
+    """Returns the drawn tools of a protocol by tag; {} for protocols of other sources."""
+    if not protocol.startswith("_"):
+        return {}
+    return {tag: DrawnTool(tag, text) for tag, text in get_protocol(protocol).described.items()}
 
 
 def _describe(kind: str, draw: random.Random) -> str:
@@ -254,14 +256,13 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     if draw.random() < _LEFT_OUT:
         members, gold = members[1:], UNKNOWN
     draw.shuffle(members)
-    tools: dict[str, Any] = {}
+    described: dict[str, str] = {}
     for member in members:
-        drawn = [_describe(member, draw), draw.randrange(len(FORMS))]
-        tools[_tag(member, tools, draw)] = drawn
-    described = {tag: description for tag, (description, _) in tools.items()}
-    add_protocol(protocol_with_tools(f"_{identity}", tuple(tools), described))
-    metadata = {"kind": kind, "hops": 0, "drawn_tools": tools}
-    return Task(identity, question, f"_{identity}", (gold,), "drawn_tools", metadata)
+        described[_tag(member, described, draw)] = _describe(member, draw)
+    protocol = protocol_with_tools(f"_{identity}", tuple(described), described)
+    add_protocol(protocol)
+    metadata = {"kind": kind, "hops": 0}
+    return Task(identity, question, protocol.name, (gold,), "drawn_tools", metadata)
 
 
 def load_source(split: str, n: int | None, seed: int) -> list[Task]:

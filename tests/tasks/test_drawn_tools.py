@@ -38,7 +38,7 @@ def test_the_teacher_answers_by_one_call_of_the_tool_whose_description_fits(runs
 def test_a_kind_of_tool_has_many_names_and_forms_of_calls():
     tasks, seen = load_tasks("drawn_tools", "train", 600), {}
     for task in tasks:
-        for tag, (description, _) in task.metadata["drawn_tools"].items():
+        for tag, description in get_protocol(task.protocol).described.items():
             seen.setdefault(kind_of(description), set()).add((tag, description))
     assert all(len(drawn) > 10 for drawn in seen.values())
     calls = {write_call(text, ("250", "ducat", "thaler")) for _, text in seen["exchange"]}
@@ -48,7 +48,7 @@ def test_a_kind_of_tool_has_many_names_and_forms_of_calls():
 def test_a_tool_refuses_calls_of_another_form():
     refused = 0
     for task in load_tasks("drawn_tools", "validation", 40):
-        for tool in tools_of(task).values():
+        for tool in tools_of(task.protocol).values():
             for call in ("", "what is it?", "a; b; c; d; e"):
                 found = asyncio.run(tool(call, None))
                 refused += found.outcome == "bad_call"
@@ -60,7 +60,7 @@ def test_training_has_no_kind_of_tool_of_the_other_splits():
         split: {
             kind_of(description)
             for task in load_tasks("drawn_tools", split, 200)
-            for description, _ in task.metadata["drawn_tools"].values()
+            for description in get_protocol(task.protocol).described.values()
         }
         for split in ("train", "validation", "test")
     }
@@ -75,8 +75,9 @@ def test_no_question_of_another_source_is_taken_for_one_about_a_drawn_tool():
 
 def test_no_training_text_names_or_describes_the_unseen_tools_of_the_evaluation(runs):
     texts = [messages_of(run.record, Prompt("brief")).user + run.record.text for run in runs]
-    texts += [str(task.metadata) for task in load_tasks("drawn_tools", "train", 600)]
-    words = set(re.findall(r"[a-z]+", " ".join(texts).lower()))
+    drawn = load_tasks("drawn_tools", "train", 600)
+    texts += [text for t in drawn for text in get_protocol(t.protocol).described.values()]
+    words = set(re.findall(r"\b[a-z]+\b", " ".join(texts).lower()))
     forbidden = {"units", "unit", "calendar", "weekday", "date", "measure", "converts", "monday"}
     assert not words & (forbidden | set(UNITS) - {"m"})
     for tool in (Units, Calendar):
