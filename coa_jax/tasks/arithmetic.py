@@ -117,7 +117,7 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
 def _task(name: str, entry: dict[str, Any], split: str, source: str) -> Task:
     question = entry["question"].strip()
     digest = hashlib.sha256(f"{name}\n{question}".encode()).hexdigest()[:16]
-    metadata: dict[str, Any] = {"hops": 0, "kind": name, "entities": []}
+    metadata: dict[str, Any] = {"hops": 0, "kind": name, "relation": "", "entities": []}
     if name in _OWN_SCORER:
         plain = json.loads(json.dumps(entry["metadata"], default=str))
         metadata |= {"scorer": "reasoning_gym", "generator": name, "generator_metadata": plain}

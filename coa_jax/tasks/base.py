@@ -28,7 +28,8 @@ class Task:
         source: source from which the task was loaded, see `load_tasks`.
         metadata: further facts about the task, as JSON values. The key ``grader`` names the reward
             of the task. Generated tasks have the keys ``hops`` (number of searches that the answer
-            needs), ``kind`` (kind of question) and ``entities`` (names on the way to the answer).
+            needs), ``kind`` (kind of question), ``relation`` (property for which it asks) and
+            ``entities`` (names on the way to the answer).
         prompt: user message, with instructions and question, as the data set contains the message;
             "" if the data set has none. Only the prompt style ``data`` uses this message.
         context: (role, text) of each message before ``prompt``, such as a system message.

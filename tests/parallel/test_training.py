@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.learn.record import StepLog, versions_of
-from coa_jax.trajectory import read_trajectories
+from coa_jax.trajectory import read_trajectories, write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import rows
 from tests.parallel.launched import launch
@@ -113,6 +113,14 @@ def test_two_processes_ask_the_same_tasks_of_a_pool_and_measure_the_same(folder)
         for run in (one, two)
     ]
     assert asked[0] == asked[1]
+
+
+def test_processes_that_would_leave_out_different_tasks_end(folder):
+    for process, records in enumerate((tiny_policy.records()[:1], tiny_policy.records()[1:])):
+        write_records(folder / f"records{process}.jsonl", records)
+    done = train(folder, "records", "records", 2, "2,1,1", devices=2)
+    assert done.returncode == 2, done.stderr[-4000:]
+    assert "error: the processes find different training records of the model" in done.stderr
 
 
 def test_sft_goes_on_on_other_meshes_with_other_processes_and_fewer_devices(folder):

@@ -5,7 +5,8 @@ python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECOD
 FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  In
 CASE ``hang1``, process 1 has a tool that hangs; in ``kill0``, process 0 has a tool that kills the
 process, and so on.  In ``stop01``, the tools of process 1 hang in step 2, while processes 0 and 1
-receive SIGTERM.  The last process requests an end in step STOP.
+receive SIGTERM.  In ``records``, each process names records of its own.  The last process requests
+an end in step STOP.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from absl import flags
 
 from coa_jax.cli import run_main
 from coa_jax.learn import rl, sft
+from coa_jax.learn.distilled import DistilledConfig
 from coa_jax.learn.held_out import HeldOutConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.parallel import processes
@@ -125,6 +127,9 @@ def main(argv: list[str]) -> None:
         if case == "measured":
             held_out = HeldOutConfig(split="train", samples=2, temperature=0.7)
             more = {**pooled(folder / "tasks.jsonl"), "evaluate_every": 1, "held_out": held_out}
+        if case == "records":
+            records = folder / f"records{processes.index()}.jsonl"
+            more = {"distilled": DistilledConfig(records=str(records))}
         constrained = RolloutConfig(192, 3, 48, constrain=True, strict=True)
         config = rl_config(
             folder / "model",
