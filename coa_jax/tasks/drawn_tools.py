@@ -261,7 +261,7 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
         described[_tag(member, described, draw)] = _describe(member, draw)
     protocol = protocol_with_tools(f"_{identity}", tuple(described), described)
     add_protocol(protocol)
-    metadata = {"kind": kind, "hops": 0}
+    metadata = {"kind": kind, "hops": 0, "relation": "", "entities": []}
     return Task(identity, question, protocol.name, (gold,), "drawn_tools", metadata)
 
 
