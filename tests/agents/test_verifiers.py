@@ -1,7 +1,8 @@
-"""Task sets of ``verifiers``, in a separate Python environment, train the tiny policy.
+"""Task sets of ``verifiers`` train the tiny policy.
 
-``COA_JAX_VERIFIERS`` is the interpreter of an environment with ``verifiers`` and ``uv``, which
-installs the harnesses of ``verifiers``.  Without this variable the tests are skipped.
+The programs run in this environment if it has ``verifiers``, and otherwise with the interpreter
+``COA_JAX_VERIFIERS``.  The environment also needs ``uv``, which installs the harnesses of
+``verifiers``.  Without either environment the tests are skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import os
 import shlex
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,12 +31,10 @@ from tests import tiny_policy
 from tests.evaluate import tiny_evaluation
 from tests.learn.tiny_runs import rl_config, rows, run_rl
 
-PYTHON = os.environ.get("COA_JAX_VERIFIERS", "")
+HERE = sys.executable if find_spec("verifiers") else ""
+PYTHON = os.environ.get("COA_JAX_VERIFIERS", HERE)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="COA_JAX_VERIFIERS names no interpreter"),
-]
+pytestmark = pytest.mark.skipif(not PYTHON, reason="needs verifiers")
 
 # One turn; two weighted rewards behind a system message; a game of several turns.
 SETS = {
