@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -20,17 +21,19 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests use what is on the disk: a look-up on a hub would make them depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The same small programs are compiled in worker after worker and command after command; they may
-# share them.  The directory is that of one run unless you name one that stays.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _cache = tempfile.mkdtemp(prefix="coa_jax-compiled-")
-    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-# Token counts of records and the trained tiny policy, of this run of the suite only.
-for _name in ("COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"):
+# Folders of this run of the suite, which its processes share: compiled programs (name a folder that
+# stays to keep them), token counts of records, the trained tiny policy, and bytecode.
+_FOLDERS = ["JAX_COMPILATION_CACHE_DIR", "COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"]
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Without bytecode, each command that a test starts compiles again the modules of this package,
+    # and those of other packages unless pip compiled them.
+    sys.dont_write_bytecode = False
+    _FOLDERS.append("PYTHONPYCACHEPREFIX")
+for _name in _FOLDERS:
     if _name not in os.environ:
         os.environ[_name] = tempfile.mkdtemp(prefix="coa_jax-tests-")
         atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
+sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Most of the suite's time is XLA's work on programs that run for milliseconds.  Tests of what this

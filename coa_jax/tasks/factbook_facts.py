@@ -41,6 +41,7 @@ def fraction(*parts: object) -> float:
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
+@functools.cache
 def split_of(entity: str) -> str:
     """Returns the split (``train``, ``validation`` or ``test``) of an entity.
 

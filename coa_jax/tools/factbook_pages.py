@@ -194,13 +194,13 @@ def fold(text: str) -> str:
         text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
         text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
         text = re.sub("[\u0300-\u036f]", "", text)  # marks that do not form another letter
-    return re.sub(r"\s+", " ", text).strip()
+    return " ".join(text.split())
 
 
 def clean(text: str) -> str:
     """Simplifies a text with `fold`, and also removes all characters that are not ASCII."""
-    text = fold(text).encode("ascii", "ignore").decode()
-    return re.sub(r"\s+", " ", text).strip()
+    text = fold(text)
+    return text if text.isascii() else " ".join(text.encode("ascii", "ignore").decode().split())
 
 
 def split_text(text: str, limit: int) -> list[str]:

@@ -334,7 +334,9 @@ def test_the_programs_that_the_compiler_refused_are_named_in_place_of_the_splits
     assert "splits" not in result
 
 
-def test_a_config_without_programs_is_refused():
-    code, _, err = aot("--config=configs/evaluate/factbook.py", "--topology=gpu:1xh100")
-    assert code == 2
-    assert "only configs of SFT and RL" in err
+def test_a_config_without_programs_is_refused(monkeypatch):
+    config = load_config("configs/evaluate/factbook.py")
+    values = types.SimpleNamespace(topology="gpu:1xh100", config=config, memory_fraction=1.0)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    with pytest.raises(UserError, match="only configs of SFT and RL"):
+        command.main(["aot"])

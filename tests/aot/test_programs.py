@@ -89,7 +89,7 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
         "gpu:16xh100,1,1,16,0": "16 chips that decode together span hosts of --topology=gpu",
         "gpu:24xh100,1,-1,1,3": "3 chips that decode together span hosts of --topology=gpu",
     }
-    printed = on_devices(24, "-c", PARTS, *cases, optimized=True)
+    printed = on_devices(24, "-c", PARTS, *cases)
     assert printed == list(cases.values())
 
 
@@ -127,7 +127,7 @@ def test_the_cache_is_split_as_an_engine_splits_it():
     # A kernel's pages hold twice as many rows as heads, which four devices could split where they
     # cannot split two heads.  All of six heads stay on each device, and no kernel takes six.
     cases = {"2,": "ragged_paged 1", "4,": "ragged_paged 4", "6,": "xla 1", "4,int8": "xla 4"}
-    printed = on_devices(4, "-c", CACHE, *cases, optimized=True)
+    printed = on_devices(4, "-c", CACHE, *cases)
     assert printed == [" ".join(case) for case in cases.items()]
 
 

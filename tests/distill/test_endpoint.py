@@ -17,6 +17,7 @@ from coa_jax.distill.messages import Ending
 from coa_jax.distill.pipeline import run_teacher
 from coa_jax.errors import UserError
 from coa_jax.settings import build
+from coa_jax.tasks import Task
 from tests.distill.chat_server import serving
 
 CHAT = [{"role": "user", "content": "one two three"}]
@@ -216,6 +217,14 @@ def test_a_budget_that_nobody_meters_stops_the_run(tmp_path, limit):
         assert len(server.seen) == 3
 
 
+def sums(split, seed, protocol):
+    """A source of tasks that takes no time."""
+    return [Task(f"{split}-{i}", f"{split}: 1 + {i}?", "code", (str(1 + i),), "") for i in (0, 1)]
+
+
+SUMS = {"tasks.tasks": f"{__name__}:sums", "tools.names": ("code",)}
+
+
 def test_a_command_has_one_budget_for_all_its_splits(tmp_path):
     # No reply is a move, so that each run is given up after three calls.
     with serving(lambda chat: "x") as server:
@@ -224,6 +233,7 @@ def test_a_command_has_one_budget_for_all_its_splits(tmp_path):
             settings = {"url": server.url, "model": "m", "backoff_s": 0.001}
             changes = {f"endpoint.{key}": value for key, value in settings.items()}
             changes |= {"tasks.train": 2, "tasks.validation": 2, "endpoint.max_calls": limit}
+            changes |= SUMS
             return distill(load_config("configs/distill/endpoint.py", changes), tmp_path)
 
         for limit, calls in ((8, 8), (8, 8), (9, 9)):
@@ -248,7 +258,7 @@ def test_runs_of_a_model_that_is_asked_otherwise_are_of_another_configuration(tm
         def run(temperature):
             settings = {"url": server.url, "model": "m", "temperature": temperature}
             changes = {f"endpoint.{key}": value for key, value in settings.items()}
-            changes |= {"tasks.train": 1, "tasks.validation": 1}
+            changes |= {"tasks.train": 1, "tasks.validation": 1, **SUMS}
             distill(load_config("configs/distill/endpoint.py", changes), tmp_path)
 
         for _ in range(2):

@@ -32,6 +32,13 @@ def engine(**changes):
     return Engine(model.params, model.config, shapes, eos_ids(model.tokenizer))
 
 
+@functools.cache
+def two() -> tuple[Engine, Engine]:
+    """Of two slots each; they run the programs of `engine(slots=2)`."""
+    first = engine(slots=2)
+    return first, Engine(first.params, first.model, first.config, first.stop_tokens)
+
+
 def requests(samples=1, sampling=GREEDY, tasks=TASKS):
     tokenizer = tiny_policy.policy().tokenizer
     return [

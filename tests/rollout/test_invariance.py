@@ -18,7 +18,7 @@ from coa_jax.model.tokenizer import eos_ids
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import StopReason
 from tests import tiny_policy
-from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run
+from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
 
 SAMPLES = 4
 HOT = SamplingParams(temperature=1.3)
@@ -106,6 +106,22 @@ def test_tokens_and_log_probabilities_are_those_of_a_sample_alone(
     order = sorted(order, key=lambda pair: pair[0]) if shared else order
     found = sampled(order, shared=shared, slots=slots, chunk=chunk, delays=delays)
     assert [pair for pair in PAIRS if found[pair] != reference()[pair]] == []
+
+
+@pytest.mark.parametrize("shapes", [{"slots": 1}, {"slots": 2, "pages": 5}])
+def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shapes, monkeypatch):
+    prompts = []
+    extend = Engine.extend
+
+    def count(self, feeds):
+        prompts.extend(tokens for _, start, tokens in feeds if start == 0)
+        return extend(self, feeds)
+
+    monkeypatch.setattr(Engine, "extend", count)
+    wanted = requests(5, SamplingParams(), tiny_policy.TASKS[:2])
+    groups = run(wanted, on=engine(**shapes))
+    assert prompts == [request.prompt for request in wanted]
+    assert tokens_of(groups) == tokens_of(run(wanted, on=engine(slots=16, chunk=8)))
 
 
 def test_no_mix_of_settings_and_lengths_compiles_anything():

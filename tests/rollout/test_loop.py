@@ -21,12 +21,10 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
-from coa_jax.trajectory import Author, StopReason, Trajectory, format_valid
+from coa_jax.trajectory import Author, StopReason, format_valid
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
 from tests.tiny_policy import TASKS
-
-pytestmark = pytest.mark.usefixtures("optimized")
 
 
 @pytest.fixture(scope="module")
@@ -150,72 +148,6 @@ def test_the_prompt_of_a_group_is_prefilled_once(monkeypatch):
     # Beyond the prompt only observations are fed, each with the token before it.
     observed = sum(int(np.count_nonzero(t.author == Author.ENVIRONMENT)) + 1 for t in group)
     assert sum(size for _, start, size in fed if start) == observed
-
-
-@pytest.mark.parametrize("shapes", [{"slots": 1}, {"slots": 2, "pages": 5}])
-def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shapes, monkeypatch):
-    prompts = []
-    extend = Engine.extend
-
-    def count(self, feeds):
-        prompts.extend(tokens for _, start, tokens in feeds if start == 0)
-        return extend(self, feeds)
-
-    monkeypatch.setattr(Engine, "extend", count)
-    wanted = requests(5, SamplingParams(), TASKS[:2])
-    groups = run(wanted, on=engine(**shapes))
-    assert prompts == [request.prompt for request in wanted]
-    assert tokens_of(groups) == tokens_of(run(wanted, on=engine(slots=16)))
-
-
-@functools.cache
-def in_eight_slots(page_size: int) -> list[list[Trajectory]]:
-    return run(requests(3, SamplingParams()), on=engine(slots=8, page_size=page_size))
-
-
-def cases():
-    """Shapes of an engine, and whether the samples of a task are asked together.
-
-    Samples that are asked alone test a few shapes only, except in slow runs.
-    """
-    sums = pytest.mark.xfail(
-        tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12),
-        reason="heads of 16 dimensions: jaxlib 0.12 sums in another order by shape on CPUs",
-        strict=False,
-    )
-    for shapes, alone, marks in (
-        ({"slots": 4}, True, ()),
-        ({"slots": 4, "chunk": 1}, False, ()),
-        ({"slots": 16, "chunk": 32}, False, ()),
-        ({"slots": 16, "page_size": 32, "pages": 14}, True, ()),
-        ({"slots": 5, "decode_programs": 1, "page_size": 32}, False, ()),
-        ({"slots": 40, "decode_programs": 2, "extend_buckets": (16, 128)}, False, (sums,)),
-    ):
-        yield pytest.param(shapes, True, marks=marks)
-        yield pytest.param(shapes, False, marks=marks if alone else (*marks, pytest.mark.slow))
-
-
-@pytest.mark.parametrize(("shapes", "grouped"), list(cases()))
-@pytest.mark.usefixtures("cpu_ops")
-def test_trajectories_are_the_same_bits_under_all_shapes_orders_and_groups(shapes, grouped):
-    """Rows, pages, chunks, mates: nothing of that is in the numbers of a sequence."""
-    expected = in_eight_slots(shapes.get("page_size", SHAPES.page_size))
-    wanted = requests(3, SamplingParams())
-    if not grouped:
-        singles = [dataclasses.replace(r, samples=(s,)) for s in (2, 0, 1) for r in wanted]
-        alone = [group[0] for group in run(singles, on=engine(**shapes))]
-        found = {(t.task_id, t.sample_id): t for t in alone}
-    else:
-        found = {
-            (t.task_id, t.sample_id): t
-            for group in run(wanted[::-1], on=engine(**shapes))
-            for t in group
-        }
-    assert len(found) == 3 * len(wanted)
-    for trajectory in (t for group in expected for t in group):
-        other = found[trajectory.task_id, trajectory.sample_id]
-        np.testing.assert_array_equal(other.tokens, trajectory.tokens)
-        np.testing.assert_array_equal(other.logp, trajectory.logp)
 
 
 def test_decoding_compiles_once_for_a_whole_run():

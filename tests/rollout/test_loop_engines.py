@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 
 import pytest
 
-from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.trajectory import StopReason
 from tests import tiny_policy
-from tests.rollout.small_loop import BUDGET, Hangs, engine, requests, run
+from tests.rollout.small_loop import BUDGET, Hangs, requests, two
 from tests.tiny_policy import TASKS
-
-pytestmark = pytest.mark.usefixtures("optimized")
-
-
-@functools.cache
-def two() -> tuple[Engine, Engine]:
-    """Of two slots each; they run the programs of `engine(slots=2)`."""
-    first = engine(slots=2)
-    return first, Engine(first.params, first.model, first.config, first.stop_tokens)
 
 
 def stream(wanted, tools=None):
     tools = list(tiny_policy.tools().values()) if tools is None else tools
     tokenizer = tiny_policy.policy().tokenizer
     return contextlib.aclosing(rollout(two(), tokenizer, wanted, tools, BUDGET))
-
-
-def test_they_sample_the_same_bits_as_one():
-    wanted = requests(3, SamplingParams())
-    before = [one.meter.row_steps for one in two()]
-    found = run(wanted, on=two())
-    assert all(one.meter.row_steps > steps for one, steps in zip(two(), before, strict=True))
-    for ours, theirs in zip(found, run(wanted, on=two()[0]), strict=True):
-        assert [t.tokens.tolist() for t in ours] == [t.tokens.tolist() for t in theirs]
-        assert [t.logp.tolist() for t in ours] == [t.logp.tolist() for t in theirs]
 
 
 def test_an_error_of_one_ends_both_and_stays_what_it_was(monkeypatch):
