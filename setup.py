@@ -68,7 +68,7 @@ EXTRAS = {
     # Environments of OpenEnv servers.
     "openenv": ["websockets>=15.0"],
     # Grading of mathematical answers.
-    "maths": ["math-verify>=0.8"],
+    "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
     "notebook": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=7.0", "matplotlib>=3.10"],
     # Models behind an OpenAI-compatible endpoint: teachers, judges, policies that are evaluated.
