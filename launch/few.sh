@@ -26,7 +26,7 @@ stage() {
   local name="$1" variant="$2" command="$3"
   shift 3
   [ ! -e "$workdir/$name/finished" ] || return 0
-  do_it "$python" -u -m "coa_jax.$command" --config="configs/pretrained/few.py:$variant" \
+  do_it "$python" -u -m "coa_jax.$command" --config="configs/few/factbook.py:$variant" \
     --workdir="$workdir/$name" "$@"
   [ "$dry_run" = yes ] || touch "$workdir/$name/finished"
 }

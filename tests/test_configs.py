@@ -50,6 +50,10 @@ VARIANTS = (
 )
 SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl", "evaluate")]
 # Every file as it is by default, and the variants of those that have some.
+FEW = {"": "rl", "distill": "distill", "sft": "sft", "more": "sft", "rl": "rl", "rft": "rft"}
+FEW |= dict.fromkeys(("sample", "validate", "evaluate", "greedy"), "evaluate")
+"""Variant of configs/few/factbook.py -> its command."""
+
 SPECS = [
     *CONFIGS,
     *(f"{path}:{size}" for path in AGENTS for size in ("3b", "32b")),
@@ -65,6 +69,7 @@ SPECS = [
         f"configs/pretrained/factbook.py:{variant}"
         for variant in ("ask", "hermes", "tools", "debug")
     ),
+    *(f"configs/few/factbook.py:{variant}" for variant in FEW if variant),
 ]
 
 # Loads a config as a command does, with overrides, and prints it.
@@ -102,6 +107,7 @@ COMMANDS = {
     "economy": economy.Command,
     "quickstart": quickstart.Command,
     "pretrained": quickstart.Command,
+    "few": RLRun,
 }
 """Folder of configs -> the settings of its command."""
 
@@ -128,7 +134,7 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    others = {"quickstart", "pretrained", "serve", "synthesize", "ablation", "economy"}
+    others = {"quickstart", "pretrained", "few", "serve", "synthesize", "ablation", "economy"}
     stages = {*STAGES, *BASELINES, *others}
     assert {Path(path).parts[1] for path in CONFIGS} == stages
 
@@ -141,7 +147,7 @@ def test_the_docstring_gives_the_command(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = module.__doc__ or ""
-    if stage in ("quickstart", "pretrained"):
+    if stage in ("quickstart", "pretrained", "few"):
         assert f"    bash launch/{stage}.sh" in text
     elif stage == "serve":
         assert f"    python -m coa_jax.serve --config={path}\n" in text
@@ -163,7 +169,9 @@ def test_values_can_be_overridden_by_type(spec):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_code_takes_every_setting(spec):
-    build_all(Path(spec).parts[1], load_config(spec).to_dict())
+    path, _, variant = spec.partition(":")
+    stage = Path(path).parts[1]
+    build_all(FEW[variant] if stage == "few" else stage, load_config(spec).to_dict())
 
 
 def other(value: Any) -> Any:

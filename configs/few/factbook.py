@@ -3,7 +3,7 @@ r"""Compares RL with more SFT and with rejection sampling, where trajectories ar
     bash launch/few.sh --workdir runs/few --seed 0
 
 The script runs the commands of the project one after the other; each takes its variant of this
-file, such as ``--config=configs/pretrained/few.py:rl``. The plan of the experiment, with its arms,
+file, such as ``--config=configs/few/factbook.py:rl``. The plan of the experiment, with its arms,
 sizes and tests, is docs/experiments.md.
 
 Needs: what configs/pretrained/factbook.py needs.
