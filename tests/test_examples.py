@@ -63,6 +63,9 @@ def run(tmp_path_factory):
         *("--config.optimizer.total_steps=4", "--config.mini_batch=1"),
         "--config.algorithm.old_logp=trainer",
         "--config.algorithm.tis_cap=2.0",
+        # The prompt describes the tools of the examples.
+        *("--config.rollout.max_tokens=1024", "--config.engine.max_length=1024"),
+        "--config.row_length=1024",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return here
