@@ -259,6 +259,7 @@ def test_a_constrained_rollout_needs_an_engine_with_the_constraint():
 
 
 def test_one_program_serves_constrained_and_free_slots():
+    sample(requests(1))  # compiles, if this is the first test of its process
     before = programs.decode_chunk._cache_size()
     sample(requests(1), dataclasses.replace(BUDGET, constrain=False))
     sample(requests(1, top_k=3))

@@ -294,6 +294,8 @@ def test_programs_that_use_both_cores_end_well(job):
 def test_cancelling_a_call_kills_its_program(job, scene):
     source = sleep(scene.targets.marker)
     job_long = dataclasses.replace(job, limits=dataclasses.replace(job.limits, wall_s=60))
+    # Other tests of this process may have left workers, which wait for their next call.
+    before = set(descendants(SERVER.process_id)) if SERVER.process_id else set()
 
     def running() -> bool:
         return sleepers(scene.targets.marker) > 0
@@ -307,7 +309,7 @@ def test_cancelling_a_call_kills_its_program(job, scene):
 
     asyncio.run(scenario())
     assert wait_until(lambda: not running())
-    assert wait_until(lambda: descendants(SERVER.process_id) == [])
+    assert wait_until(lambda: set(descendants(SERVER.process_id)) <= before)
 
 
 def test_fifty_calls_at_once_leave_the_event_loop_responsive(job):
