@@ -75,12 +75,12 @@ EXTRAS = {
     "endpoint": ["openai>=2.54"],
     # smolagents as the teacher, and the search for near-duplicates in its records.
     "distill": ["openai>=2.54", "smolagents>=1.25", "datasketch>=1.6"],
-    # Servers of a policy (python -m coa_jax.serve) and of tools (coa_jax.tools.tool_server).
+    # Servers of a policy (coa-jax serve) and of tools (coa_jax.serve.tool_server).
     "serve": [
         "fastapi>=0.133",
         "starlette>=1.0",
         "pydantic>=2.12",
-        # web/protocol.py extends a class that uvicorn does not document.
+        # serve/http/protocol.py extends a class that uvicorn does not document.
         "uvicorn>=0.50,<0.55",
         "h11>=0.16",
         "prometheus-client>=0.22",
@@ -99,7 +99,7 @@ EXTRAS = {
 EXTRAS["docs"] += EXTRAS["serve"]
 
 LINT = ["ruff>=0.17", "mypy>=2.4"]
-# Enough for tests/{model,engine,learn,rollout}; those that compare with torch are skipped.
+# Enough for tests/{model,engine,train,rollout}; those that compare with torch are skipped.
 TEST_JAX = [
     *EXTRAS["gguf"],
     *EXTRAS["tasks"],
@@ -197,14 +197,28 @@ setuptools.setup(
             "serve/page.html",
             "report/page.css",
             "report/page.js",
-            "constraints/*.txt",
-            "templates/*.md",
-            "templates/*/*",
-            "tasks/*.toml",
+            "config/constraints/*.txt",
+            "cli/templates/*/*",
+            "demo/*.toml",
+            "paper/*.md",
         ]
     },
     install_requires=CORE,
-    entry_points={"console_scripts": ["coa-jax = coa_jax.__main__:main"]},
+    entry_points={
+        "console_scripts": ["coa-jax = coa_jax.__main__:main"],
+        # The demonstration is found like anybody's package: the core never imports it.
+        "coa_jax.tasks": [
+            "factbook = coa_jax.demo.factbook:load_source",
+            "factbook_people = coa_jax.demo.people:load_source",
+            "arithmetic = coa_jax.demo.arithmetic:load_source",
+            "drawn_tools = coa_jax.demo.drawn_tools:load_source",
+        ],
+        "coa_jax.task_tools": ["drawn_tools = coa_jax.demo.drawn_tools:tools_of"],
+        "coa_jax.corpora": ["factbook = coa_jax.demo.pages:Factbook"],
+        "coa_jax.teachers": ["scripted = coa_jax.demo.scripted:scripted_minds"],
+        "coa_jax.authors": ["facts = coa_jax.demo.author:FactsAuthor"],
+        "coa_jax.guessers": ["facts = coa_jax.demo.author:Prior"],
+    },
     cmdclass={"build_py": BuildWithConfigs},
     extras_require={
         **EXTRAS,

@@ -4,64 +4,143 @@ The package imports each exported name on its first use. So `import coa_jax` is 
 that need no model never import JAX.
 """
 
+# ruff: noqa: F401  (the imports below tell type checkers what `__getattr__` returns)
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coa_jax.api import (
-        Agent,
-        Evaluation,
-        Trained,
-        create_policy,
-        evaluate_policy,
-        load_config,
-        load_policy,
-        train_rl,
-        train_sft,
+    from coa_jax.api import Evaluation, Trained, evaluate_policy, train_rl, train_sft
+    from coa_jax.data.trajectory import (
+        Author,
+        DistilledRecord,
+        Trajectory,
+        format_valid,
+        read_trajectories,
     )
+    from coa_jax.demo.debug_files import make_debug_files
+    from coa_jax.demo.untrained import create_policy
+    from coa_jax.distill.readers import Malformed
+    from coa_jax.errors import UserError
+    from coa_jax.evaluate.run import EvaluateConfig
     from coa_jax.model.api import load_model, logits, save_model
-    from coa_jax.report.notebook import failure_of, show, show_tokens
+    from coa_jax.model.encode import observation_text
+    from coa_jax.model.tokenizer import load_tokenizer
+    from coa_jax.protocol import Format, get_protocol, render_prompt
+    from coa_jax.report.notebook import failure_of, show, show_tokens, table
     from coa_jax.report.run import read_run
+    from coa_jax.report.traces import verdict_of
+    from coa_jax.rollout.agent import Agent, load_policy
+    from coa_jax.rollout.environments import Step, Turn
+    from coa_jax.rollout.request import RolloutConfig
+    from coa_jax.run.command import load_config
+    from coa_jax.run.settings import build_config, complete_config
+    from coa_jax.tasks import Task, grade, grade_answer, load_tasks
+    from coa_jax.tools.base import Observation, ToolContext, call_tool
+    from coa_jax.tools.make import ToolsConfig, make_tools, named_tools
+    from coa_jax.tools.web_search import SearchResult
+    from coa_jax.train.advantages import advantages_of
+    from coa_jax.train.algorithms import Algorithm, marked
+    from coa_jax.train.examples import trajectory_example
+    from coa_jax.train.objectives import segment_means
+    from coa_jax.train.rl_config import RLConfig
+    from coa_jax.train.sft import SFTConfig
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Agent",
-    "Evaluation",
-    "Trained",
-    "__version__",
-    "create_policy",
-    "evaluate_policy",
-    "failure_of",
-    "load_config",
-    "load_model",
-    "load_policy",
-    "logits",
-    "read_run",
-    "save_model",
-    "show",
-    "show_tokens",
-    "train_rl",
-    "train_sft",
-]
-
 _HOMES = {
-    "load_config": "coa_jax.cli",
-    **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
-    **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
-    **dict.fromkeys(("failure_of", "show", "show_tokens"), "coa_jax.report.notebook"),
-    "read_run": "coa_jax.report.run",
+    "coa_jax.api": (
+        "Evaluation",
+        "Trained",
+        "evaluate_policy",
+        "train_rl",
+        "train_sft",
+    ),
+    "coa_jax.data.trajectory": (
+        "Author",
+        "DistilledRecord",
+        "Trajectory",
+        "format_valid",
+        "read_trajectories",
+    ),
+    "coa_jax.demo.debug_files": ("make_debug_files",),
+    "coa_jax.demo.untrained": ("create_policy",),
+    "coa_jax.distill.readers": ("Malformed",),
+    "coa_jax.errors": ("UserError",),
+    "coa_jax.evaluate.run": ("EvaluateConfig",),
+    "coa_jax.model.api": (
+        "load_model",
+        "logits",
+        "save_model",
+    ),
+    "coa_jax.model.encode": ("observation_text",),
+    "coa_jax.model.tokenizer": ("load_tokenizer",),
+    "coa_jax.protocol": (
+        "Format",
+        "get_protocol",
+        "render_prompt",
+    ),
+    "coa_jax.report.notebook": (
+        "failure_of",
+        "show",
+        "show_tokens",
+        "table",
+    ),
+    "coa_jax.report.run": ("read_run",),
+    "coa_jax.report.traces": ("verdict_of",),
+    "coa_jax.rollout.agent": (
+        "Agent",
+        "load_policy",
+    ),
+    "coa_jax.rollout.environments": (
+        "Step",
+        "Turn",
+    ),
+    "coa_jax.rollout.request": ("RolloutConfig",),
+    "coa_jax.run.command": ("load_config",),
+    "coa_jax.run.settings": (
+        "build_config",
+        "complete_config",
+    ),
+    "coa_jax.tasks": (
+        "Task",
+        "grade",
+        "grade_answer",
+        "load_tasks",
+    ),
+    "coa_jax.tools.base": (
+        "Observation",
+        "ToolContext",
+        "call_tool",
+    ),
+    "coa_jax.tools.make": (
+        "ToolsConfig",
+        "make_tools",
+        "named_tools",
+    ),
+    "coa_jax.tools.web_search": ("SearchResult",),
+    "coa_jax.train.advantages": ("advantages_of",),
+    "coa_jax.train.algorithms": (
+        "Algorithm",
+        "marked",
+    ),
+    "coa_jax.train.examples": ("trajectory_example",),
+    "coa_jax.train.objectives": ("segment_means",),
+    "coa_jax.train.rl_config": ("RLConfig",),
+    "coa_jax.train.sft": ("SFTConfig",),
 }
-"""Maps names to the modules that define them; all other names come from `coa_jax.api`."""
+"""Maps each module to the names that this package exports from it."""
+
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
     """Imports an exported name from the module that defines it (PEP 562)."""
-    if name not in __all__:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "coa_jax.api")), name)
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

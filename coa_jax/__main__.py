@@ -2,7 +2,7 @@
 
     coa-jax COMMAND [--flag=value ...]
 
-``coa-jax sft ...`` runs the same code as ``python -m coa_jax.sft ...``. Only the module of the
+``coa-jax sft ...`` runs the same code as ``coa-jax sft ...``. Only the module of the
 requested command is imported.
 """
 
@@ -14,37 +14,49 @@ import runpy
 import sys
 from pathlib import Path
 
-from coa_jax.installed import first_line
-
-_BENCHES = (
-    *("attention", "decode", "input", "sft", "rl", "rollout", "pipeline"),
-    *("stalls", "workload"),
-)
-
-
-def _same(*names: str) -> dict[str, str]:
-    """Maps the names of commands to modules of the same names."""
-    return dict(zip(names, names, strict=True))
-
+from coa_jax.config.installed import first_line
 
 COMMANDS = {
-    **_same("quickstart", "distill", "scratch", "sft", "rl", "rft", "dpo", "evaluate", "compare"),
-    **_same("ask", "serve", "report"),
+    "quickstart": "paper.quickstart",
+    "distill": "cli.distill",
+    "scratch": "demo.scratch",
+    "sft": "cli.sft",
+    "rl": "cli.rl",
+    "rft": "cli.rft",
+    "dpo": "cli.dpo",
+    "evaluate": "cli.evaluate",
+    "compare": "cli.compare",
+    "ask": "cli.ask",
+    "serve": "cli.serve",
+    "report": "cli.report",
     "watch": "report.watch",
     "sweep": "report.sweep",
-    **_same("export", "synthesize"),
+    "export": "cli.export",
+    "synthesize": "cli.synthesize",
     "inspect": "distill.inspect",
     "export-data": "distill.export",
-    **_same("ablation", "economy", "claims", "release"),
+    "ablation": "paper.ablation",
+    "economy": "paper.economy",
+    "claims": "paper.claims",
+    "release": "paper.release",
     "replay": "rollout.replay",
-    **_same("aot", "needs"),
-    "doctor": "device.doctor",
-    "tool-server": "tools.tool_server",
-    **{f"bench-{name}": f"bench.{name.replace('-', '_')}" for name in _BENCHES},
-    "configs": "copy_configs",
-    "new": "new",
-    "debug-files": "debug_files",
-    "fetch": "fetch",
+    "aot": "perf.aot",
+    "needs": "cli.needs",
+    "doctor": "perf.device.doctor",
+    "tool-server": "serve.tool_server",
+    "bench-attention": "perf.bench.attention",
+    "bench-decode": "perf.bench.decode",
+    "bench-input": "perf.bench.input",
+    "bench-sft": "perf.bench.sft",
+    "bench-rl": "perf.bench.rl",
+    "bench-rollout": "perf.bench.rollout",
+    "bench-pipeline": "perf.bench.pipeline",
+    "bench-stalls": "perf.bench.stalls",
+    "bench-workload": "perf.bench.workload",
+    "configs": "cli.copy_configs",
+    "new": "cli.new",
+    "debug-files": "demo.debug_files",
+    "fetch": "cli.fetch",
 }
 """Maps the name of each command to the module of this package that implements it."""
 

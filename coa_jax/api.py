@@ -14,39 +14,36 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from coa_jax import files, jsonl
-from coa_jax.bounds import Name, Place
-from coa_jax.cli import load_config
-from coa_jax.environments.base import ENVIRONMENTS, tags_of
+from coa_jax.config.fields import Name, Place
+from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import Comparison, compare
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load, settings
-from coa_jax.learn import rl, sft
-from coa_jax.learn.command import run_at
-from coa_jax.learn.rl_config import RLConfig
+from coa_jax.files import durable, jsonl
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy
-from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
-from coa_jax.small.augment import renaming
-from coa_jax.small.scratch import ScratchConfig, write_policy
+from coa_jax.rollout.environments.base import ENVIRONMENTS, tags_of
+from coa_jax.run.command import load_config
+from coa_jax.run.run_dir import RunDir
+from coa_jax.run.settings import build_config
 from coa_jax.storage import is_url, local, model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
-from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tasks.ready import check_ready, look
+from coa_jax.tools.concurrency import apart
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
-from coa_jax.tools.turns import apart
-from coa_jax.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
+from coa_jax.train import rl, sft
+from coa_jax.train.command import run_at
+from coa_jax.train.renaming import renaming
+from coa_jax.train.rl_config import RLConfig
 
 __all__ = [
     "Agent",
     "Evaluation",
     "Trained",
-    "create_policy",
     "evaluate_policy",
     "load_config",
     "load_policy",
@@ -73,33 +70,6 @@ selects the built-in reward of that name; the name ``grader`` selects the reward
 
 
 # --- training ------------------------------------------------------------------------------
-
-
-def create_policy(
-    path: str | Path,
-    records: Sequence[DistilledRecord],
-    *,
-    prompt_style: str = "brief",
-    **sizes: Any,
-) -> Path:
-    """Creates a small untrained policy with random parameters and a tokenizer trained on records.
-
-    Args:
-        path: directory to which the policy is written, in Hugging Face format.
-        records: trajectories on whose text the tokenizer is trained.
-        prompt_style: style of the instructions in the prompts, as in the setting ``prompt_style``
-            of SFT. The tokenizer is trained on the text of the prompts, too.
-        sizes: fields of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
-
-    Returns:
-        The directory; `train_sft` accepts it as the setting ``model``.
-
-    Raises:
-        UserError: a size is invalid, or the free memory is too small for the parameters.
-    """
-    config = build(ScratchConfig, sizes)
-    apart(lambda: write_policy(config, records, load_prompt(prompt_style), Path(path)))
-    return Path(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +116,7 @@ def train_sft(
     """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        config: settings of SFT, see `learn.sft.SFTConfig`.
+        config: settings of SFT, see `train.sft.SFTConfig`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         records: training records; None to read the files that ``config.data`` names.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
@@ -160,7 +130,7 @@ def train_sft(
     values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
-    found = build(sft.SFTConfig, values)
+    found = build_config(sft.SFTConfig, values)
 
     def train() -> None:
         with run_at(path, found, wandb_project) as (run, output):
@@ -202,7 +172,7 @@ def train_rl(
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
-    found, path = build(RLRun, values), run_folder(workdir)
+    found, path = build_config(RLRun, values), run_folder(workdir)
 
     def train() -> None:
         with run_at(path, found, wandb_project) as (run, output):
@@ -353,14 +323,14 @@ def evaluate_policy(
         **_plain(changes),
     }
     values |= {"model": str(policy)} if policy is not None else {}
-    found, path = build(EvaluateRun, values), run_folder(workdir)
+    found, path = build_config(EvaluateRun, values), run_folder(workdir)
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
             evaluation = Evaluation(path, _measured(found, run, fresh))
             known = path / "config.json"
             # The config of a training run is not replaced.
-            if not known.exists() or "stage" in files.read_json_object(known):
+            if not known.exists() or "stage" in durable.read_json_object(known):
                 run.write_config(values)
             write_page(evaluation.outcome, evaluation.page)
             return evaluation

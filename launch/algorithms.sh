@@ -43,7 +43,7 @@ keep_buffers
 # measure MODEL RUN: evaluates a policy; the questions are the same for all policies.
 measure() {
   [ ! -f "$2/evaluate/summary.json" ] || return 0
-  do_it "$python" -u -m coa_jax.evaluate --config=configs/evaluate/factbook.py \
+  do_it "$python" -u -m coa_jax evaluate --config=configs/evaluate/factbook.py \
     --workdir="$2/evaluate" --config.model="$1" --config.num_tasks="$questions"
 }
 
@@ -55,11 +55,11 @@ for seed in "${seed_list[@]}"; do
     knobs=()
     # The learning rate of the preset is meant for critics with billions of pretrained parameters.
     [ "$algorithm" != ppo ] || knobs=(--config.algorithm.critic_learning_rate=1e-3)
-    do_it "$python" -u -m coa_jax.rl --config=configs/rl/factbook.py --workdir="$run" \
+    do_it "$python" -u -m coa_jax rl --config=configs/rl/factbook.py --workdir="$run" \
       --config.model="$model" --config.algorithm.name="$algorithm" --config.seed="$seed" \
       --config.optimizer.total_steps="$steps" ${knobs[@]+"${knobs[@]}"} \
       ${settings[@]+"${settings[@]}"}
     measure "$run/model" "$run"
   done
 done
-do_it "$python" -m coa_jax.report.sweep --workdir="$workdir"
+do_it "$python" -m coa_jax sweep --workdir="$workdir"

@@ -91,15 +91,15 @@ add_variable() {
 # plain VALUE FLAG: refuses a value that is not a single word, because it becomes part of a command.
 plain() { [[ "$1" =~ ^[A-Za-z0-9._/:@,-]+$ ]] || fail "$2 $1: only letters, digits, . _ / : @ , -"; }
 
-# coa_command COMMAND ARG...: the shell command that runs `python -m coa_jax.COMMAND ARG...` in a
+# coa_command COMMAND ARG...: the shell command that runs `coa-jax COMMAND ARG...` in a
 # checkout as one of several processes.
 #
 # The variables of `presets` and of --env stand before COMMAND.
 coa_command() {
   [ $# -gt 0 ] || fail "run what? e.g. run sft --config=configs/sft/web.py:7b --workdir=DIR"
-  [[ "$1" =~ ^[a-z_]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
+  [[ "$1" =~ ^[a-z-]+$ ]] || fail "run $1: not a command; e.g. distill, sft, rl, evaluate"
   local command
-  command="$(environment)/bin/python -u -m coa_jax.$1"
+  command="$(environment)/bin/python -u -m coa_jax $1"
   shift
   [ $# -eq 0 ] || command+="$(printf ' %q' "$@")"
   printf 'COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3%s %s' "$(assignments)" "$command"
@@ -242,7 +242,7 @@ needed() {
     case "${words[*]}" in *s3://*) extras+=" s3" ;; esac
     return
   fi
-  told="$(PYTHONPATH="$COA_ROOT" "$python" -m coa_jax.needs "${words[0]}" ${given[@]+"${given[@]}"})" ||
+  told="$(PYTHONPATH="$COA_ROOT" "$python" -m coa_jax needs "${words[0]}" ${given[@]+"${given[@]}"})" ||
     exit
   extras="$(sed -n 's/^extras: *//p' <<<"$told")"
   for name in $(sed -n 's/^variables: *//p' <<<"$told"); do

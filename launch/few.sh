@@ -18,7 +18,7 @@ workdir="$(absolute "${workdir:-$COA_ROOT/runs/few-$seed}")"
 cd "$COA_ROOT"
 use_python
 base="$COA_ROOT/weights/SmolLM2-135M-Instruct"
-[ -d "$base" ] || do_it "$python" -m coa_jax.fetch smollm2 "$base"
+[ -d "$base" ] || do_it "$python" -m coa_jax fetch smollm2 "$base"
 [ "$dry_run" = yes ] || mkdir -p "$workdir"
 
 # stage NAME VARIANT COMMAND FLAG...: runs a command into the folder NAME, unless it has finished.
@@ -26,7 +26,7 @@ stage() {
   local name="$1" variant="$2" command="$3"
   shift 3
   [ ! -e "$workdir/$name/finished" ] || return 0
-  do_it "$python" -u -m "coa_jax.$command" --config="configs/few/factbook.py:$variant" \
+  do_it "$python" -u -m coa_jax "$command" --config="configs/few/factbook.py:$variant" \
     --workdir="$workdir/$name" "$@"
   [ "$dry_run" = yes ] || touch "$workdir/$name/finished"
 }
@@ -44,7 +44,7 @@ stage distill distill distill --config.tasks.seed="$seed" --config.teacher.seed=
 stage sft sft sft --config.model="$base" --config.seed="$seed" \
   --config.data="$workdir/distill/train.jsonl" \
   --config.validation="$workdir/distill/validation.jsonl"
-[ -e "$workdir/sft/best" ] || do_it "$python" -m coa_jax.export --workdir="$workdir/sft" \
+[ -e "$workdir/sft/best" ] || do_it "$python" -m coa_jax export --workdir="$workdir/sft" \
   --best --dtype=float32 --output="$workdir/sft/best"
 measure sft sft/best
 if [[ ",$arms," == *,rl,* ]]; then

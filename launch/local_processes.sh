@@ -3,7 +3,7 @@
 #
 #   bash launch/local_processes.sh N [FLAGS] COMMAND ARG...
 #     e.g. bash launch/local_processes.sh 2 --devices 4 \
-#            python -m coa_jax.sft --config=configs/sft/factbook.py --config.mesh.fsdp=-1 \
+#            coa-jax sft --config=configs/sft/factbook.py --config.mesh.fsdp=-1 \
 #            --config.rows=8 --workdir=runs/two
 #
 # Flags:
@@ -38,7 +38,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ $# -gt 0 ] || fail "run what? e.g. python -m coa_jax.sft --workdir=runs/two"
+[ $# -gt 0 ] || fail "run what? e.g. coa-jax sft --workdir=runs/two"
 
 # Choose a free port.  The kernel assigns ports above 32768 to other programs.
 while [ -z "$port" ]; do

@@ -2,7 +2,7 @@
 # Installs coa_jax beside another package into one new environment, and tries both.
 #
 #   bash launch/neighbour.sh "REQUIREMENT ..." MODULE EXTRA[,EXTRA ...] [ARGUMENT OF PYTEST ...]
-#   bash launch/neighbour.sh google-tunix==0.1.7 tunix hub,endpoint,distill,web,mcp,serve tests/records
+#   bash launch/neighbour.sh google-tunix==0.1.7 tunix hub,endpoint,distill,web,mcp,serve tests/data
 #
 # The script prints the versions that pip chose, imports MODULE and coa_jax, runs the debug variants of SFT
 # and RL, and then the named tests.  It removes the environment at the end.  PYTHON=/path/of/python chooses

@@ -9,7 +9,7 @@
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
 # PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later).  If there is no
 # such interpreter, uv (if it is installed) installs Python 3.12.
-# The script installs the versions with which the tests run: those of coa_jax/constraints/jax-0.10.txt
+# The script installs the versions with which the tests run: those of coa_jax/config/constraints/jax-0.10.txt
 # with Python 3.11 and 3.12, and of jax-0.12.txt with later versions of Python.  CONSTRAINTS=jax-0.12
 # chooses one of these files, a path chooses a file of your own, and CONSTRAINTS=none the newest versions
 # that setup.py allows.  Later runs keep to the choice.
@@ -108,14 +108,14 @@ coa_constraints() {
     echo none
     return 0
   fi
-  for file in "$COA_ROOT/coa_jax/constraints/$CONSTRAINTS.txt" "$CONSTRAINTS" "$PWD/$CONSTRAINTS"; do
+  for file in "$COA_ROOT/coa_jax/config/constraints/$CONSTRAINTS.txt" "$CONSTRAINTS" "$PWD/$CONSTRAINTS"; do
     case "$file" in /*) ;; *) continue ;; esac
     if [ -f "$file" ]; then
       printf '%s\n' "$file"
       return 0
     fi
   done
-  coa_say "error: CONSTRAINTS=$CONSTRAINTS: no such file, and none in coa_jax/constraints"
+  coa_say "error: CONSTRAINTS=$CONSTRAINTS: no such file, and none in coa_jax/config/constraints"
   return 1
 }
 
@@ -124,7 +124,7 @@ coa_tested() {
   "$COA_VENV/bin/python" -c '
 import sys
 print(sys.argv[1], "jax-0.10.txt" if sys.version_info < (3, 13) else "jax-0.12.txt", sep="/")' \
-    "$COA_ROOT/coa_jax/constraints"
+    "$COA_ROOT/coa_jax/config/constraints"
 }
 
 # coa_marked LINE: prints a line of .venv/.coa_jax: 1 hash, 2 extras, 3 constraint file or "none".
@@ -149,7 +149,7 @@ coa_hash() {
   "$COA_VENV/bin/python" -c '
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
-files = [root / "setup.py", root / "pyproject.toml", *sorted(root.glob("coa_jax/constraints/*.txt"))]
+files = [root / "setup.py", root / "pyproject.toml", *sorted(root.glob("coa_jax/config/constraints/*.txt"))]
 parts = [str(root), sys.version, *(file.read_text() for file in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 }

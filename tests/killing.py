@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax import jsonl
-from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import read_trajectories
+from coa_jax.data.trajectory import read_trajectories
+from coa_jax.files import jsonl
+from coa_jax.run.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from coa_jax.jsonl import write_lines
+from coa_jax.files.jsonl import write_lines
 
 RELEASED = Path(__file__).resolve().parent.parent / "released" / "smollm2"
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from coa_jax.ablation import (
+from coa_jax.data.records import read_records
+from coa_jax.errors import UserError
+from coa_jax.paper.ablation import (
     UNFILTERED,
     Ablation,
     mean_over_seeds,
@@ -19,10 +21,8 @@ from coa_jax.ablation import (
     results,
     run_ablation,
 )
-from coa_jax.cli import load_config
-from coa_jax.errors import UserError
-from coa_jax.records import read_records
-from coa_jax.run_dir import RunDir
+from coa_jax.run.command import load_config
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import grade_answer
 
 TINY = {
@@ -180,8 +180,8 @@ def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch
     monkeypatch.setattr(work, "base", lambda seed: None)
     settings = types.SimpleNamespace(rename_share=0.0)
     monkeypatch.setattr(type(work.command), "sft_config", lambda *args: settings)
-    monkeypatch.setattr("coa_jax.ablation.sft.train", lambda *args: None)
-    monkeypatch.setattr("coa_jax.ablation.evaluate_model", lambda *args: outcome)
+    monkeypatch.setattr("coa_jax.paper.ablation.sft.train", lambda *args: None)
+    monkeypatch.setattr("coa_jax.paper.ablation.evaluate_model", lambda *args: outcome)
     keep = RunDir.summary
     monkeypatch.setattr(
         RunDir, "summary", lambda run, blocks: (written.append(set(blocks)), keep(run, blocks))

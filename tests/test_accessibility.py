@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.compare import run
+from coa_jax.cli.compare import run
 from coa_jax.report import build_report
 from coa_jax.report.benchmark import write_page
 from coa_jax.report.page import whole_page

@@ -17,18 +17,18 @@ from ml_collections import ConfigDict
 
 import coa_jax
 from coa_jax.api import Evaluation, Trained
+from coa_jax.data.trajectory import Author, read_trajectories, write_records
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import Author, read_trajectories, write_records
+from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.evaluate.tiny_evaluation import CONFIG
-from tests.learn.tiny_runs import rl_config, sft_config
+from tests.train.tiny_runs import rl_config, sft_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUDGET = RolloutConfig(192, 3, 48)

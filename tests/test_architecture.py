@@ -11,11 +11,11 @@ from types import FrameType
 
 import pytest
 
-from coa_jax.learn import logps, objectives
-from coa_jax.learn.algorithms import Algorithm
 from coa_jax.model import decoder
+from coa_jax.train import logps, objectives
+from coa_jax.train.algorithms import Algorithm
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config, run_rl, run_sft, sft_config
+from tests.train.tiny_runs import rl_config, run_rl, run_sft, sft_config
 
 PACKAGE = Path(decoder.__file__).parent.parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
@@ -68,11 +68,11 @@ def write_stacks(folder: Path) -> None:
     layer = decoder.Layer.__call__
 
     def end_rl(ratio=None, advantages=None) -> None:
-        seen["rl"].append([*functions_of(sys._getframe(1)), ("learn/objectives.py", "clip")])
+        seen["rl"].append([*functions_of(sys._getframe(1)), ("train/objectives.py", "clip")])
         raise Reached
 
     def end_sft(*_) -> None:
-        seen["sft"].append([*functions_of(sys._getframe(1)), ("learn/head.py", "weighted_sum")])
+        seen["sft"].append([*functions_of(sys._getframe(1)), ("train/head.py", "weighted_sum")])
         raise Reached
 
     def through_layer(*arguments, **options):

@@ -20,22 +20,22 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from coa_jax.ask import define_flags, limits_of, questions, tools_of
-from coa_jax.cli import load_config
+from coa_jax.cli.ask import define_flags, limits_of, questions, tools_of
+from coa_jax.data.trajectory import Author, trajectory_violations, write_records
+from coa_jax.demo.untrained import ScratchConfig, write_policy
 from coa_jax.distill import DistillConfig
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.learn.sft import SFTConfig, train
 from coa_jax.protocol import Prompt, get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
 from coa_jax.rollout.agent import Agent, protocol_of
 from coa_jax.rollout.request import Arrival, RolloutConfig
-from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
-from coa_jax.small.scratch import ScratchConfig, write_policy
+from coa_jax.run.command import load_config
+from coa_jax.run.run_dir import RunDir
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.trajectory import Author, trajectory_violations, write_records
+from coa_jax.train.sft import SFTConfig, train
 from tests.distill.logs import distill_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ def learnt(tmp_path_factory) -> Learnt:
         "optimizer": {"learning_rate": 3e-3, "total_steps": 150, "warmup_steps": 5},
     }  # fmt: skip
     with RunDir(root / "run") as run:
-        train(build(SFTConfig, values), run, root / "model")
+        train(build_config(SFTConfig, values), run, root / "model")
     return Learnt(root / "model", record.question, record.text, record.answer)
 
 
@@ -85,7 +85,7 @@ def agent_of(learnt: Learnt, config: RolloutConfig = BUDGET, temperature: float 
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "coa_jax.ask", *arguments]
+    return [sys.executable, "-m", "coa_jax.cli.ask", *arguments]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -231,8 +231,8 @@ def test_the_limits_and_passages_are_by_default_those_of_the_quickstart(monkeypa
     defaults = {}
     for kind in ("string", "enum", "float", "integer", "bool", "list"):
         keep = lambda name, default, *_, **__: defaults.update({name: default})  # noqa: E731
-        monkeypatch.setattr(f"coa_jax.ask.flags.DEFINE_{kind}", keep)
-    monkeypatch.setattr("coa_jax.ask.config_flag", lambda path: defaults.update(config=path))
+        monkeypatch.setattr(f"coa_jax.cli.ask.flags.DEFINE_{kind}", keep)
+    monkeypatch.setattr("coa_jax.cli.ask.config_flag", lambda path: defaults.update(config=path))
     define_flags()
     quickstart = load_config("configs/quickstart/factbook.py")
     rollout = quickstart.evaluate.rollout

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.bounds import (
+from coa_jax.config.fields import (
     Amount,
     Between,
     Bounded,
@@ -26,7 +26,7 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
-from coa_jax.settings import build, complete
+from coa_jax.run.settings import build_config, complete_config
 
 LATER = ["a"]
 
@@ -107,7 +107,7 @@ BAD = [
 
 @pytest.mark.parametrize("values", GOOD)
 def test_values_within_their_bounds_are_accepted(values):
-    assert Group(**values) == build(Group, values)
+    assert Group(**values) == build_config(Group, values)
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD, ids=[row[0] for row in BAD])
@@ -120,9 +120,9 @@ def test_other_values_are_refused_in_python_too(name, value, message):
 
 def test_a_config_file_and_a_change_are_refused_with_their_place():
     with pytest.raises(UserError, match=r"^config\.group\.share is 2; give a number from 0 to 1$"):
-        build(Whole, {"group": {"share": 2}})
+        build_config(Whole, {"group": {"share": 2}})
     with pytest.raises(UserError, match=r"^config\.low is 3; give at most high, 2$"):
-        build(Whole, {"low": 3})
+        build_config(Whole, {"low": 3})
     with pytest.raises(UserError, match=r"^group is 3; give a Group$"):
         Whole(group=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^slots is 0; give a whole number"):
@@ -138,10 +138,10 @@ def test_tables_of_names_may_grow():
 
 
 def test_a_config_file_may_write_lists_for_nested_tuples():
-    assert build(Group, {"prices": [["m", 0.5]]}).prices == (("m", 0.5),)
-    assert hash(build(Group, {"prices": [["m", 0.5]]}).prices)
-    assert build(Group, complete(Group, {})) == Group()
-    assert build(Group, {"prices": "(('m', 0.5),)"}).prices == (("m", 0.5),)
+    assert build_config(Group, {"prices": [["m", 0.5]]}).prices == (("m", 0.5),)
+    assert hash(build_config(Group, {"prices": [["m", 0.5]]}).prices)
+    assert build_config(Group, complete_config(Group, {})) == Group()
+    assert build_config(Group, {"prices": "(('m', 0.5),)"}).prices == (("m", 0.5),)
 
 
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.binary(), st.booleans(), st.none()))

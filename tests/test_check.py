@@ -12,9 +12,9 @@ import psutil
 import pytest
 from absl import flags
 
-from coa_jax import check
-from coa_jax.cli import load_config
-from coa_jax.trajectory import write_records
+from coa_jax.cli import check
+from coa_jax.data.trajectory import write_records
+from coa_jax.run.command import load_config
 from tests import tiny_policy
 from tests.parallel.launched import ROOT, launch
 
@@ -84,7 +84,7 @@ def test_training_on_a_fixed_set_is_checked_like_sft(folder, looked, tmp_path):
     assert found["mesh"][0] and found["memory"][0] and found["disk"][0]
     assert found["programs"] == (
         True,
-        "not compiled: coa_jax.aot compiles the programs of sft and rl only",
+        "not compiled: coa_jax.perf.aot compiles the programs of sft and rl only",
     )
 
 
@@ -161,7 +161,7 @@ def test_traces_that_are_not_there_are_named(folder, looked, tmp_path):
 def command(folder, workdir, *more):
     given = [f"--config.model={folder / 'model'}", f"--config.data={folder / 'data.jsonl'}"]
     given += ["--config=configs/sft/tiny.py", "--config.validation=", "--config.mesh.fsdp=-1"]
-    return ["-m", "coa_jax.sft", *given, "--config.rows=2", f"--workdir={workdir}", *more]
+    return ["-m", "coa_jax.cli.sft", *given, "--config.rows=2", f"--workdir={workdir}", *more]
 
 
 def test_a_command_that_checks_runs_nothing_and_ends_with_a_code(folder, tmp_path):
@@ -188,8 +188,8 @@ def test_the_hosts_of_a_run_are_checked_together(folder, tmp_path):
     program = tmp_path / "own.py"
     program.write_text(
         "import os, sys, runpy\n"
-        f"sys.argv = os.path.expandvars({words[len('-m coa_jax.sft') - 7 :]!r}).split()\n"
-        "runpy.run_module('coa_jax.sft', run_name='__main__')\n"
+        f"sys.argv = os.path.expandvars({words[len('-m coa_jax sft') - 7 :]!r}).split()\n"
+        "runpy.run_module('coa_jax.cli.sft', run_name='__main__')\n"
     )
     done = launch(2, 1, str(program))
     assert done.returncode == 2, done.stdout

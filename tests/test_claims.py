@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax import claims
-from coa_jax.claims import Folders
-from coa_jax.cli import load_config
 from coa_jax.evaluate.sample import Measured
 from coa_jax.evaluate.scaling import scaling
+from coa_jax.paper import claims
+from coa_jax.paper.claims import Folders
+from coa_jax.run.command import load_config
 from coa_jax.tasks import Task
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -162,7 +162,7 @@ def test_every_stage_of_the_claims_is_one_of_the_pipeline():
 
 
 def test_mistakes_of_the_user_are_explained(tmp_path):
-    command, folder = [sys.executable, "-m", "coa_jax.claims"], str(tmp_path)
+    command, folder = [sys.executable, "-m", "coa_jax.paper.claims"], str(tmp_path)
     for arguments, part in (
         ((), "give the folders"),
         ((folder,), "no summary.json"),

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from coa_jax import cli
+from coa_jax.config.overrides import readable_overrides
 from coa_jax.errors import UserError
-from coa_jax.overrides import readable_overrides
-from coa_jax.storage.given import check_places
+from coa_jax.run import command as cli
+from coa_jax.storage.flags import check_places
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -25,7 +25,7 @@ COMMAND = '''
 """A command for the tests."""
 import sys
 from absl import flags
-from coa_jax.cli import config_flag, run_main
+from coa_jax.run.command import config_flag, run_main
 from coa_jax.errors import Outage, UserError
 
 def define_flags():
@@ -210,7 +210,7 @@ def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given,
     flag = f"--workdir={given}"
     line = refused(
         subprocess.run(
-            [sys.executable, "-m", "coa_jax.report", flag],
+            [sys.executable, "-m", "coa_jax.cli.report", flag],
             capture_output=True, text=True, cwd=REPOSITORY, timeout=60,
         )
     )  # fmt: skip

@@ -16,20 +16,22 @@ from typing import Any
 
 import pytest
 
-import coa_jax.distill.__main__ as distill
-import coa_jax.serve.__main__ as serve
-from coa_jax import ablation, economy, quickstart, scratch, synthesize
+import coa_jax.cli.distill as distill
+import coa_jax.cli.serve as serve
 from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
 from coa_jax.api import EvaluateRun, RLRun
-from coa_jax.cli import load_config
+from coa_jax.cli import synthesize
+from coa_jax.demo import scratch
 from coa_jax.errors import UserError
-from coa_jax.learn.machines import MACHINES
-from coa_jax.learn.preference import DPOConfig
-from coa_jax.learn.rejection import RFTConfig
-from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.config import cpu_dtype
 from coa_jax.model.shapes import architecture_of
-from coa_jax.settings import build
+from coa_jax.paper import ablation, economy, quickstart
+from coa_jax.run.command import load_config
+from coa_jax.run.machines import MACHINES
+from coa_jax.run.settings import build_config
+from coa_jax.train.preference import DPOConfig
+from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.sft import SFTConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))
@@ -76,7 +78,7 @@ SPECS = [
 PRINT = """
 import json, sys
 from absl import flags
-from coa_jax.cli import config_flag, run_main
+from coa_jax.run.command import config_flag, run_main
 def define_flags():
     config_flag("configs/quickstart/factbook.py")
     flags.DEFINE_string("workdir", None, "where to write")
@@ -121,7 +123,7 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
         if values["graders"]["judge_all"] and values["graders"]["judge"]["chat"]["url"] == "":
             values = copy.deepcopy(values)
             values["graders"]["judge"]["chat"]["url"] = "http://10.0.0.2:8000/v1"
-    command = build(COMMANDS[stage], values)
+    command = build_config(COMMANDS[stage], values)
     if isinstance(command, quickstart.Command):
         command.sft_config(Path("run"))
         command.rl_config(Path("run"))
@@ -150,9 +152,9 @@ def test_the_docstring_gives_the_command(path):
     if stage in ("quickstart", "pretrained", "few"):
         assert f"    bash launch/{stage}.sh" in text
     elif stage == "serve":
-        assert f"    python -m coa_jax.serve --config={path}\n" in text
+        assert f"    coa-jax serve --config={path}\n" in text
     else:
-        assert re.search(rf"^    python -m coa_jax\.{stage} --config={path}(:\S+)? --workdir=\S+$",
+        assert re.search(rf"^    coa-jax {stage} --config={path}(:\S+)? --workdir=\S+$",
                          text, re.MULTILINE)  # fmt: skip
     assert "Needs: " in text
     assert module.get_config.__doc__
@@ -305,7 +307,7 @@ def test_a_debug_form_differs_in_size_only():
 def test_loading_a_config_computes_nothing():
     """JAX can be told of other processes and devices only before it has computed something."""
     code = (
-        "import jax\nfrom coa_jax.cli import load_config\n"
+        "import jax\nfrom coa_jax.run.command import load_config\n"
         f"for path in {CONFIGS}: load_config(path)\n"
         "jax.config.update('jax_num_cpu_devices', 3)\nassert jax.device_count() == 3\n"
     )
@@ -324,7 +326,7 @@ def debug_files(tmp_path_factory):
     """What the script makes for them, and a compile cache that they share."""
     folder = tmp_path_factory.mktemp("debug")
     done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.debug_files", f"--workdir={folder}"],
+        [sys.executable, "-m", "coa_jax.demo.debug_files", f"--workdir={folder}"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -343,7 +345,7 @@ def test_a_debug_form_runs(path, debug_files, tmp_path):
     }
     assert made
     done = subprocess.run(
-        [sys.executable, "-m", f"coa_jax.{stage}", f"--config={path}:debug",
+        [sys.executable, "-m", "coa_jax", stage, f"--config={path}:debug",
          f"--workdir={tmp_path}", *(f"--config.{key}={value}" for key, value in made.items())],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
         env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(debug_files / "compiled")},
@@ -407,7 +409,7 @@ def test_commands_of_coa_jax_in_any_page_exist():
 @pytest.mark.parametrize("path", PIPELINE)
 def test_the_readme_shows_the_pipeline(path):
     stage = Path(path).parts[1]
-    pattern = rf"(?:coa-jax |python -m coa_jax\.){stage}\s+--config={path}\s+--workdir=runs/{stage}"
+    pattern = rf"coa-jax {stage}\s+--config={path}\s+--workdir=runs/{stage}"
     assert any(re.fullmatch(pattern, line) for line in commands())
 
 

@@ -5,15 +5,15 @@ import json
 
 import pytest
 
-from coa_jax.cli import load_config
+from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, Trajectory
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.distill.judges import JudgesConfig
 from coa_jax.distill.pipeline import graded_runs
-from coa_jax.economy import describe, measure
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
-from coa_jax.small.bpe import train_bpe
+from coa_jax.paper.economy import describe, measure
+from coa_jax.run.command import load_config
 from coa_jax.tasks import load_tasks
-from coa_jax.trajectory import Author, Reward, SegmentSpan, StopReason, Trajectory
 
 TASKS = {"source": "factbook:hops=1,arithmetic=0", "split": "test", "num_tasks": 12, "seed": 2}
 TURNS = (
@@ -94,7 +94,7 @@ def test_the_teams_answers_are_judged_as_its_configuration_says(given, tmp_path,
         asked.append(judges.answer.chat.url)
         return graded_runs(tasks, logs, JudgesConfig())
 
-    monkeypatch.setattr("coa_jax.economy.graded_runs", graded)
+    monkeypatch.setattr("coa_jax.paper.economy.graded_runs", graded)
     chat = "teacher.judges.answer.chat"
     changes = {**given[0], f"{chat}.url": "http://judge", f"{chat}.model": "m"}
     measure(config_of(changes), tmp_path / "run")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.trajectory import DistilledRecord, read_trajectories
+from coa_jax.data.trajectory import DistilledRecord, read_trajectories
 from tests.test_extension_commands import coa_jax
 from tests.tiny_policy import write_untrained
 

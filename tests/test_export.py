@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 
+from coa_jax.cli.export import export
 from coa_jax.errors import UserError
-from coa_jax.export import export
-from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import Model, load_model, logits
 from coa_jax.model.params import num_params
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.train.checkpoint import Checkpoints
+from coa_jax.train.step import OptimizerConfig, init_state
 from tests.devices import on_devices
 from tests.tiny_policy import write_untrained
 
@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     config = {
         "keep_best": "reward/mean",
         "model": str(start),
-        "optimizer": complete(OptimizerConfig, vars(optimizer)),
+        "optimizer": complete_config(OptimizerConfig, vars(optimizer)),
     }
     config["optimizer"] = config["optimizer"].to_dict()
     (folder / "run" / "config.json").write_text(json.dumps(config))
@@ -81,7 +81,7 @@ def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--step=1"]
     flags.append("--dtype=float32")
-    on_devices(2, "-m", "coa_jax.export", *flags)
+    on_devices(2, "-m", "coa_jax.cli.export", *flags)
     exported = load_model(tmp_path / "out").params["embed"]["embedding"]
     np.testing.assert_array_equal(exported, first.params["embed"]["embedding"])
 
@@ -121,7 +121,7 @@ def test_checkpoints_of_the_baselines_are_exported_too(run, tmp_path, phase):
 def test_the_command_says_what_it_wrote(run, tmp_path):
     flags = [f"--workdir={run[0]}", f"--output={tmp_path / 'out'}", "--step=1", "--phase=rl"]
     done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.export", *flags], capture_output=True, text=True
+        [sys.executable, "-m", "coa_jax.cli.export", *flags], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"rl step 1 -> {tmp_path / 'out'}\n"), done.stderr
     assert "checkpoint_manager.py" not in done.stderr  # no warning of a library

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.trajectory import read_trajectories
+from coa_jax.data.trajectory import read_trajectories
 from tests.distill.chat_server import serving
 from tests.own_files import FILES
 
 CONFIG = """
 import my_settings
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 def get_config():
     config = load_config("configs/evaluate/tiny.py")

@@ -15,16 +15,16 @@ import pytest
 from ml_collections import ConfigDict
 
 import coa_jax
+from coa_jax.config.extensions import ExtensionKind, Named, bind, find
+from coa_jax.config.overrides import readable_overrides
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
-from coa_jax.extensions import ExtensionKind, Named, bind, find
-from coa_jax.overrides import readable_overrides
 from coa_jax.protocol import get_protocol
-from coa_jax.settings import build, complete
+from coa_jax.run.settings import build_config, complete_config
 from coa_jax.tasks import SOURCES, Graders, GradersConfig, load_tasks
 from coa_jax.tasks.checks import REWARDS
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools, tools_for, with_names
 from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.web_search import PROVIDERS
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def use(tool, arguments):
-    return asyncio.run(call(tool, arguments, ToolContext()))
+    return asyncio.run(call_tool(tool, arguments, ToolContext()))
 
 
 # --- each kind ------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def test_a_tool_is_named_by_its_path_or_by_a_tag_with_options(folder):
     (plain,) = make_tools(ToolsConfig(names=("my_tools:Shout",)))
     assert use(plain, "hi").text == "HI"
     own = {"shout": {"path": "my_tools:Shout", "options": {"times": 2}}}
-    config = complete(ToolsConfig, {"names": ("shout", "wiki_search"), "own": own})
-    tools = build(ToolsConfig, config)
+    config = complete_config(ToolsConfig, {"names": ("shout", "wiki_search"), "own": own})
+    tools = build_config(ToolsConfig, config)
     assert tools.tags == ("shout", "wiki_search")
     assert use(make_tools(tools)[0], "hi").text == "HI HI"
 
@@ -100,7 +100,7 @@ def test_answers_of_a_tool_are_stored_by_its_options(folder):
     for times in (1, 2, 1):
         own = {"shout": {"path": "my_tools:Shout", "options": {"times": times}}}
         values = {"names": ("shout",), "own": own, "store": store}
-        (tool,) = make_tools(build(ToolsConfig, values))
+        (tool,) = make_tools(build_config(ToolsConfig, values))
         assert use(tool, "hi").text == " ".join(["HI"] * times)
 
 
@@ -125,7 +125,7 @@ def test_rewards_are_added_by_weight_and_each_is_a_part(folder):
     (task, _) = load_tasks("my_tasks:load", "test")
     rouge = {"path": "my_rewards:rouge_l", "options": {"beta": 2.0}, "weight": 0.5}
     values = {"rewards": {"grader": {}, "format": {"weight": 0.0}, "rouge": rouge}}
-    graders = Graders(build(GradersConfig, complete(GradersConfig, values)))
+    graders = Graders(build_config(GradersConfig, complete_config(GradersConfig, values)))
     reward = graders(task, finished("the river Ume"))
     expected = 5 * (1 / 3) / (1 + 4 / 3)  # F of Lin 2004 with beta 2
     assert reward.parts["rouge"] == pytest.approx(expected)

@@ -10,8 +10,8 @@ import zipfile
 import pytest
 from huggingface_hub import ModelCard
 
+from coa_jax.cli.fetch import WEIGHTS, fetch
 from coa_jax.errors import UserError
-from coa_jax.fetch import WEIGHTS, fetch
 from coa_jax.storage import origin_of
 
 CONTENT = b"the weights"

@@ -8,17 +8,17 @@ import json
 
 import pytest
 
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill.export import export
 from coa_jax.engine.config import SamplingParams
+from coa_jax.paper.quickstart import run_pipeline
 from coa_jax.protocol import Prompt
-from coa_jax.quickstart import run_pipeline
-from coa_jax.records import read_records
 from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks.base import with_level
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.trajectory import part_violations
 from tests.test_quickstart import small_config
 
 FORMATS = ("hermes", "react")

@@ -63,9 +63,9 @@ def test_distillation_goes_on_after_a_full_disk(disk, tmp_path):
 @pytest.mark.slow
 def test_training_goes_on_after_a_full_disk(disk, tmp_path):
     debug = tmp_path / "debug"
-    assert run("coa_jax.debug_files", f"--workdir={debug}").returncode == 0
+    assert run("coa_jax.demo.debug_files", f"--workdir={debug}").returncode == 0
     sft = (
-        "coa_jax.sft",
+        "coa_jax.cli.sft",
         "--config=configs/sft/tiny.py",
         f"--config.model={debug}/scratch/model",
         f"--config.data={debug}/distill/train.jsonl",

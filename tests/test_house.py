@@ -8,56 +8,32 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import coa_jax
+from coa_jax.__main__ import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "coa_jax"
 
-# A room may import the rooms above it and itself.  Rooms of one line do not know each other.
-# A module of the package that is not named here is an entry point and may import anything.
-ROOMS = (
-    ("errors",),
-    ("reading",),
-    ("bounds", "files", "installed", "intervals", "markdown", "overrides", "progress"),
-    ("extensions",),
-    ("storage",),
-    ("parallel",),
-    ("event_file", "wandb_run", "cli", "jsonl", "settings", "shards"),
-    ("protocol",),
-    ("run_dir", "web"),
-    ("trajectory",),
-    ("records",),
-    ("model",),
-    ("engine",),
-    ("tools",),
-    ("tasks",),
-    ("environments",),
-    ("rollout",),
-    ("serve",),
-    ("agents",),
-    ("distill",),
-    ("learn", "small"),
-    ("evaluate", "report", "bench", "aot"),
-    ("device",),
-    ("api",),
-    ("needs",),
-    ("check",),
-)
-RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
+# A room may import the rooms before it and itself.
+CORE = (
+    "errors", "config", "files", "storage", "parallel", "protocol", "data", "model", "engine",
+    "run", "sandbox", "tools", "tasks", "rollout", "distill", "train", "evaluate", "serve",
+    "report", "api", "cli",
+)  # fmt: skip
+# A wing may import the core and the wings before it.  The core imports no wing.
+WINGS = ("demo", "perf", "paper")
+RANK = {room: rank for rank, room in enumerate((*CORE, *WINGS))}
 
 
 def room_of(path: Path, package: Path) -> str | None:
-    """Returns the room of a module, or None for an entry point and for `__init__`."""
-    parts = path.relative_to(package).parts
-    if path.name == "__main__.py" or parts == ("__init__.py",):
-        return None
-    if len(parts) > 1:
-        return parts[0]
-    return path.stem if path.stem in RANK else None
+    """Returns the room of a module, or None for the two modules that hand names on."""
+    room = path.relative_to(package).parts[0]
+    return None if room in ("__init__.py", "__main__.py") else room.removesuffix(".py")
 
 
 def imports(tree: ast.AST, module: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -72,7 +48,7 @@ def imports(tree: ast.AST, module: tuple[str, ...]) -> Iterator[tuple[int, str]]
 
 
 def wrong_imports(package: Path) -> list[str]:
-    """Lists the imports of a room that go downwards or sideways."""
+    """Lists the imports of a room that it may not make."""
     found = []
     for path in sorted(package.rglob("*.py")):
         room = room_of(path, package)
@@ -87,7 +63,7 @@ def wrong_imports(package: Path) -> list[str]:
             parts = name.split(".")
             if parts[0] != "coa_jax" or parts[1:2] in ([], [room], ["__version__"]):
                 continue
-            if RANK.get(parts[1], len(ROOMS)) >= RANK[room]:
+            if RANK.get(parts[1], len(RANK)) >= RANK[room]:
                 found.append(f"{where}:{line}: {room} imports {parts[1]}")
     return found
 
@@ -100,13 +76,13 @@ def test_imports_only_go_upwards():
     ("path", "code", "fault"),
     [
         ("engine/x.py", "from coa_jax.tasks import Task", "engine/x.py:1: engine imports tasks"),
-        ("model/x.py", "def f():\n    import coa_jax.learn", "model/x.py:2: model imports learn"),
+        ("model/x.py", "def f():\n    import coa_jax.train", "model/x.py:2: model imports train"),
         ("tools/x.py", "from coa_jax import rollout", "tools/x.py:1: tools imports rollout"),
         ("tools/x.py", "from ..rollout import a", "tools/x.py:1: tools imports rollout"),
-        ("report/x.py", "import coa_jax.evaluate", "report/x.py:1: report imports evaluate"),
-        ("learn/x.py", "import coa_jax.sft", "learn/x.py:1: learn imports sft"),
+        ("train/x.py", "import coa_jax.serve.app", "train/x.py:1: train imports serve"),
+        ("cli/x.py", "import coa_jax.demo.pages", "cli/x.py:1: cli imports demo"),
         ("extra/x.py", "", "extra/x.py: the room extra has no place in the order"),
-        ("files.py", "import coa_jax.run_dir", "files.py:1: files imports run_dir"),
+        ("api.py", "import coa_jax.cli.rl", "api.py:1: api imports cli"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, path, code, fault):
@@ -120,8 +96,8 @@ def test_a_wrong_import_is_found(tmp_path, path, code, fault):
     [
         ("tasks/x.py", "from coa_jax.tools.base import Tool\nfrom coa_jax.errors import UserError"),
         ("tasks/x.py", "from . import y\nfrom .y import z\nimport numpy"),
-        ("tasks/__main__.py", "import coa_jax.learn"),
-        ("sft.py", "import coa_jax.learn, coa_jax.rl"),
+        ("cli/sft.py", "import coa_jax.train, coa_jax.api"),
+        ("paper/x.py", "import coa_jax.demo.facts, coa_jax.cli.rl"),
     ],
 )
 def test_a_right_import_is_let_pass(tmp_path, path, code):
@@ -130,27 +106,36 @@ def test_a_right_import_is_let_pass(tmp_path, path, code):
     assert wrong_imports(tmp_path) == []
 
 
-@pytest.mark.parametrize("module", ["learn.step", "engine.engine", "model.decoder"])
+def test_every_room_says_what_belongs_there():
+    rooms = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    assert {room.name for room in rooms} | {"errors", "api"} == set(RANK)
+    silent = [
+        r.name for r in rooms if not ast.get_docstring(ast.parse((r / "__init__.py").read_text()))
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("module", ["train.step", "engine.engine", "model.decoder"])
 def test_the_compiled_programs_load_only_arrays_and_the_model(module):
     code = (
         f"import sys, coa_jax.{module}\n"
         "print(*{name.split('.')[1] for name in sys.modules if name.startswith('coa_jax.')})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    outer = {"storage", "tools", "tasks", "environments", "rollout", "serve", "agents", "web"}
-    outer |= {"distill", "records", "run_dir", "settings", "trajectory"}
-    assert not outer & set(done.stdout.split())
+    outer = {"storage", "data", "run", *CORE[CORE.index("sandbox") :], *WINGS}
+    assert not (outer - {"train"}) & set(done.stdout.split())
 
 
-def test_entry_points_can_be_run_as_modules():
-    missing = [
-        path.name
-        for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/__main__.py")]
-        if path not in (PACKAGE / "__init__.py", PACKAGE / "__main__.py")
-        and path.stem not in RANK
-        and "run_main(" not in path.read_text()
-    ]
-    assert missing == []
+def test_every_command_is_an_entry_point():
+    modules = [find_spec(f"coa_jax.{module}") for module in COMMANDS.values()]
+    origins = [Path(spec.origin) for spec in modules if spec and spec.origin]
+    origins = [o.with_name("__main__.py") if o.name == "__init__.py" else o for o in origins]
+    assert len(origins) == len(COMMANDS)
+    assert [
+        str(o)
+        for o in origins
+        if "run_main(" not in (text := o.read_text()) and "sys.exit(main())" not in text
+    ] == []
 
 
 def sources() -> list[Path]:
@@ -172,7 +157,7 @@ def test_nothing_is_left_for_later():
 
 
 # Rooms that are there only with their extra; others import them in functions only.
-WITH_EXTRA = ("agents", "serve", "web")
+WITH_EXTRA = ("serve",)
 
 
 def declared() -> tuple[set[str], set[str], set[str]]:
@@ -243,10 +228,10 @@ USED_BY_OTHERS = {
 BY_NAME = ("import_module", "find_spec", "files")  # functions that get the name of a package
 # Modules that use private names of other packages, and the package whose version has a limit.
 PRIVATE = {
-    "cli.py": "jax",
+    "run/command.py": "jax",
     "parallel/processes.py": "jax",
     "storage/arrays.py": "orbax-checkpoint",
-    "web/protocol.py": "uvicorn",
+    "serve/http/protocol.py": "uvicorn",
 }
 
 
@@ -331,9 +316,39 @@ def test_exports_are_loaded_from_where_they_are_defined():
     from coa_jax.model import api
 
     assert coa_jax.load_model is api.load_model
-    assert coa_jax.logits is api.logits
-    assert coa_jax.save_model is api.save_model
-    assert {"load_model", "logits", "save_model"} <= set(dir(coa_jax))
+    assert all(getattr(coa_jax, name) is not None for name in coa_jax.__all__)
+    assert set(coa_jax.__all__) <= set(dir(coa_jax))
+
+
+def test_type_checkers_see_the_exports():
+    (block,) = (
+        n for n in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(n, ast.If)
+    )
+    imported = {
+        (n.module, name.name)
+        for n in block.body
+        if isinstance(n, ast.ImportFrom)
+        for name in n.names
+    }
+    assert imported == {(home, name) for name, home in coa_jax._HOME_OF.items()}
+
+
+PAGES = [
+    path
+    for folder in ("docs", "examples", "notebooks", "coa_jax/cli/templates")
+    for path in (REPOSITORY / folder).rglob("*")
+    if path.suffix in (".md", ".py", ".ipynb", ".txt") and "site" not in path.parts
+]
+
+
+def test_what_users_read_imports_exported_names_only():
+    inner = re.compile(
+        r"(?:from coa_jax\.[\w.]+ import|^[ \t\"]*import coa_jax\.)[^\n]*", re.MULTILINE
+    )
+    pages = [REPOSITORY / "README.md", *PAGES]
+    assert {
+        p.name: inner.findall(p.read_text()) for p in pages if inner.search(p.read_text())
+    } == {}
 
 
 def test_an_unknown_export_is_an_attribute_error():

@@ -20,8 +20,8 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from coa_jax import installed
 from coa_jax.__main__ import COMMANDS
+from coa_jax.config import installed
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "coa_jax"
@@ -55,7 +55,7 @@ def test_the_overview_has_a_line_for_each_command_and_imports_nothing_heavy():
     lines = dict(re.findall(r"^  (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
     assert list(lines) == list(COMMANDS)
     assert all(len(line) > 20 for line in lines.values())
-    assert not {"jax", "numpy", "absl", "coa_jax.cli"} & set(ast.literal_eval(done.stderr))
+    assert not {"jax", "numpy", "absl", "coa_jax.run.command"} & set(ast.literal_eval(done.stderr))
 
 
 def test_a_command_that_there_is_not_gets_a_line_with_a_suggestion():
@@ -245,8 +245,8 @@ def environment(wheel, tmp_path_factory):
 
 def test_the_wheel_has_the_command_and_the_configs(environment, declared, tmp_path):
     code = (
-        "import coa_jax.installed as i, json, sys\n"
-        "from coa_jax.cli import load_config\n"
+        "import coa_jax.config.installed as i, json, sys\n"
+        "from coa_jax.run.command import load_config\n"
         "config = load_config('configs/rl/web.py:debug')\n"
         "files = [path.name for *_, path in i.tested_versions()]\n"
         "extras = {extra: i.requirements_of(extra) for extra in sys.argv[1:]}\n"

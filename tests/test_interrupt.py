@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coa_jax.data.trajectory import DistilledRecord, part_violations
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model, save_model
@@ -26,7 +27,6 @@ from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
 from coa_jax.tools.code import CodeTool
-from coa_jax.trajectory import DistilledRecord, part_violations
 from tests import tiny_policy
 
 REPOSITORY = Path(__file__).resolve().parents[1]

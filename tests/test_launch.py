@@ -293,7 +293,7 @@ def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):
     (echoing.root.parent / "my.py").touch()
     result = echoing("quickstart.sh", *arguments)
     expected = passed.format(cwd=echoing.root.parent)
-    assert result.stdout.strip() == f"[-m][coa_jax.quickstart]{expected}", result.stderr
+    assert result.stdout.strip() == f"[-m][coa_jax.paper.quickstart]{expected}", result.stderr
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_pretrained_fetches_its_model_unless_one_is_given(
     result = echoing("pretrained.sh", *arguments)
     passed = f"[--workdir][{workdir}][--config={{root}}/configs/pretrained/factbook.py]{rest}"
     expected = passed.format(cwd=echoing.root.parent, root=echoing.root)
-    assert result.stdout.strip() == f"[-m][coa_jax.quickstart]{expected}", result.stderr
-    assert ("[coa_jax.fetch][smollm2]" in result.stderr) == fetched
+    assert result.stdout.strip() == f"[-m][coa_jax.paper.quickstart]{expected}", result.stderr
+    assert ("[coa_jax.cli.fetch][smollm2]" in result.stderr) == fetched
 
 
 def test_quickstart_without_a_directory_after_workdir_is_refused(echoing):

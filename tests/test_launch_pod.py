@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests import tiny_policy
-from tests.learn.tiny_runs import rows
 from tests.test_launch import REPOSITORY, program
+from tests.train.tiny_runs import rows
 
 pytestmark = pytest.mark.slow
 

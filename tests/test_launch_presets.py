@@ -19,7 +19,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from coa_jax.aot.slices import devices_of, parse_slice
+from coa_jax.parallel.slices import devices_of, parse_slice
 from coa_jax.parallel.mesh import make_mesh
 mesh = make_mesh(fsdp=-1, devices=devices_of(parse_slice(sys.argv[1])))
 rows = NamedSharding(mesh, PartitionSpec("fsdp"))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from coa_jax.api import EvaluateRun, RLRun
-from coa_jax.cli import load_config
+from coa_jax.cli.needs import needs_of, worst_case
 from coa_jax.errors import UserError
-from coa_jax.needs import needs_of, worst_case
-from coa_jax.settings import build
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders, GradersConfig
 from tests.test_launch import run
 
@@ -152,9 +152,9 @@ def test_models_agents_and_environments_bring_their_packages(command, changes, e
 def test_a_web_run_without_a_judge_is_refused_in_one_line(settings, command):
     config = load_config(f"configs/{command}/web.py")
     with pytest.raises(UserError, match=r"^config.graders.judge.chat.url is empty, and judge_all"):
-        build(settings, config)
+        build_config(settings, config)
     with pytest.raises(UserError, match=r"^graders.judge.chat.url is empty"):
-        Graders(build(GradersConfig, config.graders))
+        Graders(build_config(GradersConfig, config.graders))
 
 
 SIZES = ("3b", "7b", "32b")

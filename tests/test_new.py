@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.environments import ENVIRONMENTS
+from coa_jax.cli.new import kinds, main, write_new
+from coa_jax.config.extensions import bind
 from coa_jax.errors import UserError
-from coa_jax.extensions import bind
-from coa_jax.learn.algorithms import ADVANTAGES, LOSSES
-from coa_jax.new import kinds, main, write_new
+from coa_jax.rollout.environments import ENVIRONMENTS
 from coa_jax.tasks import SOURCES
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.make import TOOLS
+from coa_jax.train.algorithms import ADVANTAGES, LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from coa_jax.bounds import Between, Bounded, OneOf, Text, declared, parts, present
-from coa_jax.cli import load_config
+from coa_jax.config.fields import Between, Bounded, OneOf, Text, declared, parts, present
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tools.mcp_tool import McpConfig
 from tests.test_configs import COMMANDS, SPECS, build_all, leaves
 
@@ -155,7 +155,7 @@ def test_values_that_no_command_line_can_give_are_refused_in_one_line_too():
     long = [{"words": f"({text},)"} for text in ("-" * 50_000 + "1", "1+" * 5000 + "1j")]
     for kind, each in [*((COMMANDS["sft"], v) for v in values), *((Words, v) for v in long)]:
         with pytest.raises(UserError) as refused:
-            build(kind, each)
+            build_config(kind, each)
         assert str(refused.value) == " ".join(str(refused.value).split())
 
 
@@ -250,8 +250,8 @@ def assert_one_line(module: str, arguments: list[str], workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("coa_jax.sft", ["--config.rename_share=inf", "--config.mesh.wait_seconds=nan"]),
-        ("coa_jax.rl", [f"--config.engine.pages={'9' * 5000}"]),
+        ("coa_jax.cli.sft", ["--config.rename_share=inf", "--config.mesh.wait_seconds=nan"]),
+        ("coa_jax.cli.rl", [f"--config.engine.pages={'9' * 5000}"]),
         ("coa_jax.evaluate", ["--config.tools.store.tools=nonsense"]),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import Trajectory
+from coa_jax.data.trajectory import Trajectory
+from coa_jax.run.run_dir import RunDir
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))

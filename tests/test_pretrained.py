@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from coa_jax.cli import load_config
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import Reward, read_trajectories
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.distill.tasks import Tasks
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
-from coa_jax.quickstart import Pipeline, left_minutes, run_pipeline, stages_of
-from coa_jax.records import read_records
-from coa_jax.release import release as write_release
+from coa_jax.paper.quickstart import Pipeline, left_minutes, run_pipeline, stages_of
+from coa_jax.paper.release import release as write_release
 from coa_jax.report import build_report
-from coa_jax.run_dir import RunDir
-from coa_jax.small.bpe import train_bpe
+from coa_jax.run.command import load_config
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks.mixture import load_shares
-from coa_jax.trajectory import Reward, read_trajectories
 from examples.unseen_tools.questions import load
 from examples.unseen_tools.tools import Calendar, Units
 from tests.tasks.finished import finished

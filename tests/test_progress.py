@@ -12,7 +12,7 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from coa_jax.progress import duration, progress
+from coa_jax.run.progress import duration, progress
 
 
 class Clock:

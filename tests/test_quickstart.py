@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from coa_jax.cli import load_config
 from coa_jax.distill.tasks import Tasks
 from coa_jax.errors import UserError
-from coa_jax.quickstart import run_pipeline
+from coa_jax.paper.quickstart import run_pipeline
+from coa_jax.run.command import load_config
 
 SMALL = {
     "distill.train": 30,
@@ -105,7 +105,13 @@ def test_a_policy_from_nothing_learns_the_protocol(protocol, tmp_path):
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, arguments, message):
-    command = [sys.executable, "-m", "coa_jax.quickstart", f"--workdir={tmp_path}", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "coa_jax.paper.quickstart",
+        f"--workdir={tmp_path}",
+        *arguments,
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "NO_COLOR": "1"}
     )

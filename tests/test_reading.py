@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax import files, jsonl, reading
+from coa_jax.data.records import iterate_records
 from coa_jax.errors import UserError
+from coa_jax.files import durable, jsonl, untrusted
 from coa_jax.model.api import load_model
-from coa_jax.records import iterate_records
 from coa_jax.tasks import load_tasks
 from tests.damage.mutations import IN_PLACE
 
@@ -26,22 +26,23 @@ JSON = st.recursive(
 @given(JSON)
 def test_json_is_read_as_the_standard_library_reads_it(value):
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
-        assert reading.parse_json(text) == value
+        assert untrusted.parse_json(text) == value
         if "\\ud" not in text and not any("\ud800" <= c <= "\udfff" for c in text):
-            assert reading.parse_json(b"\xef\xbb\xbf" + text.encode()) == value
+            assert untrusted.parse_json(b"\xef\xbb\xbf" + text.encode()) == value
 
 
 def drop_nothing(path):
-    files.drop_last_rows(path, lambda row: False)
+    durable.drop_last_rows(path, lambda row: False)
 
 
 @pytest.mark.parametrize("name", sorted(set(IN_PLACE) - {"nothing"}))
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, name):
     path = tmp_path / "x.jsonl"
     IN_PLACE[name](path)
-    for read in (reading.read_bytes, reading.read_json, jsonl.read_objects, files.cut_torn_line,
-                 drop_nothing, lambda p: list(jsonl.read_lines(p, dict))):  # fmt: skip
-        if name == "a loop of links" and read in (files.cut_torn_line, drop_nothing):
+    for read in (untrusted.read_bytes, untrusted.read_json, jsonl.read_objects,
+                 durable.cut_torn_line, drop_nothing,
+                 lambda p: list(jsonl.read_lines(p, dict))):  # fmt: skip
+        if name == "a loop of links" and read in (durable.cut_torn_line, drop_nothing):
             continue  # it is not there, which is not its matter
         with pytest.raises(UserError, match=r"x\.jsonl") as caught:
             read(path)
@@ -51,7 +52,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path, name):
 def test_a_pipe_that_nobody_reads_is_an_error_of_writing(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe"):
-        files.append(tmp_path / "pipe", b"x")
+        durable.append(tmp_path / "pipe", b"x")
 
 
 @pytest.mark.parametrize(
@@ -71,23 +72,23 @@ def test_a_pipe_that_nobody_reads_is_an_error_of_writing(tmp_path):
 def test_why_json_is_refused(tmp_path, data, why):
     (tmp_path / "x.json").write_bytes(data)
     with pytest.raises(UserError) as caught:
-        reading.read_json(tmp_path / "x.json")
+        untrusted.read_json(tmp_path / "x.json")
     assert str(caught.value) == f"{tmp_path}/x.json: {why}; correct the file or fetch it again"
 
 
 def test_what_is_within_the_bounds_is_read():
     deep = "[" * 100 + "]" * 100
-    assert reading.parse_json(deep) is not None
-    assert reading.parse_json(json.dumps("[" * 1000 + "9" * 1000)) == "[" * 1000 + "9" * 1000
-    assert reading.parse_json("9" * 308) == 10**308 - 1
+    assert untrusted.parse_json(deep) is not None
+    assert untrusted.parse_json(json.dumps("[" * 1000 + "9" * 1000)) == "[" * 1000 + "9" * 1000
+    assert untrusted.parse_json("9" * 308) == 10**308 - 1
 
 
 def test_a_file_beyond_its_limit_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(b" " * 11)
-    assert len(reading.read_bytes(tmp_path / "x", 11)) == 11
+    assert len(untrusted.read_bytes(tmp_path / "x", 11)) == 11
     with pytest.raises(UserError, match="it has 11 bytes, the limit is 10"):
-        reading.read_bytes(tmp_path / "x", 10)
-    assert reading.read_bytes("/proc/self/status")  # has no size
+        untrusted.read_bytes(tmp_path / "x", 10)
+    assert untrusted.read_bytes("/proc/self/status")  # has no size
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.numpy import load_file
 
-from coa_jax.claims import Folders, at_k, difference, rate, table
+from coa_jax.cli.fetch import WEIGHTS
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.fetch import WEIGHTS
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
+from coa_jax.paper.claims import Folders, at_k, difference, rate, table
+from coa_jax.paper.release import release
 from coa_jax.protocol import spec
-from coa_jax.records import read_records
-from coa_jax.release import release
 from coa_jax.report import build_report
 from coa_jax.storage import with_header
-from coa_jax.trajectory import read_trajectories
 from tests.released import RELEASED, unreleased
 
 

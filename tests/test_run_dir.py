@@ -22,10 +22,10 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import strategies as st
 
-from coa_jax import files, jsonl
 from coa_jax.errors import UserError
-from coa_jax.event_file import EventFile, crc32c
-from coa_jax.run_dir import RunDir
+from coa_jax.files import durable, jsonl
+from coa_jax.run.event_file import EventFile, crc32c
+from coa_jax.run.run_dir import RunDir
 
 
 def rows(path: Path) -> list[dict]:
@@ -158,7 +158,7 @@ def test_cutting_a_torn_line_keeps_exactly_the_whole_lines(tmp_path_factory, tai
     path = tmp_path_factory.mktemp("torn") / "rows"
     data = tail[:150] + b"x" * padding + tail[150:]
     path.write_bytes(data)
-    files.cut_torn_line(path)
+    durable.cut_torn_line(path)
     assert path.read_bytes() == data[: data.rfind(b"\n") + 1]
 
 
@@ -167,7 +167,7 @@ def test_stages_add_their_blocks_to_the_summary(tmp_path):
         run.summary({"sft": {"pass_at_1": 0.25}, "timings_s": {"sft": 10.0}})
         run.summary({"rl": {"pass_at_1": 0.5}, "timings_s": {"rl": 20.0}})
         run.summary({"sft": {"pass_at_1": np.float32(0.5)}})
-    assert files.read_json_object(tmp_path / "summary.json") == {
+    assert durable.read_json_object(tmp_path / "summary.json") == {
         "sft": {"pass_at_1": 0.5},
         "rl": {"pass_at_1": 0.5},
         "timings_s": {"sft": 10.0, "rl": 20.0},
@@ -178,7 +178,7 @@ def test_a_whole_block_leaves_nothing_of_an_earlier_one(tmp_path):
     with RunDir(tmp_path) as run:
         run.summary({"economy": {"saved": 0.9, "tasks": 3}, "sft": {"n": 1}})
         run.summary({"economy": {"tasks": 4}}, anew=True)
-    told = files.read_json_object(tmp_path / "summary.json")
+    told = durable.read_json_object(tmp_path / "summary.json")
     assert told == {"economy": {"tasks": 4}, "sft": {"n": 1}}
 
 
@@ -294,7 +294,7 @@ def test_a_full_disk_leaves_whole_rows_and_the_old_summary(tiny_disk):
             assert error.value.errno == errno.ENOSPC
             assert name in error.value.filename
         assert (tiny_disk / "traces.jsonl").read_bytes().endswith(b"\n")
-        assert files.read_json_object(tiny_disk / "summary.json") == {"rl": {"n": 1}}
+        assert durable.read_json_object(tiny_disk / "summary.json") == {"rl": {"n": 1}}
         (tiny_disk / "ballast").unlink()
         run.traces(9999, "rl", [{"text": "after"}])
         assert rows(tiny_disk / "traces.jsonl")[-1]["text"] == "after"
@@ -303,13 +303,13 @@ def test_a_full_disk_leaves_whole_rows_and_the_old_summary(tiny_disk):
 
 def test_a_row_that_does_not_fit_is_not_written_in_part(tmp_path):
     path = tmp_path / "rows"
-    files.append(path, b"a" * 1000)
+    durable.append(path, b"a" * 1000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
     try:
         with pytest.raises(OSError) as raised:
-            files.append(path, b"b" * 1000)
+            durable.append(path, b"b" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -321,7 +321,7 @@ def test_a_row_that_does_not_fit_is_not_written_in_part(tmp_path):
 
 HOLDER = """
 import os, sys, time
-from coa_jax.run_dir import RunDir
+from coa_jax.run.run_dir import RunDir
 run = RunDir(sys.argv[1])
 if "fork" in sys.argv and os.fork() == 0:
     os.setsid(); os.write(1, b"worker %d\\n" % os.getpid()); time.sleep(60); os._exit(0)

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_flags
 
-from coa_jax.cli import load_config
+from coa_jax.config.overrides import read_tuple, readable_overrides
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.fit import FitConfig
-from coa_jax.learn.preference import DPOConfig
-from coa_jax.learn.rejection import RFTConfig
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.overrides import read_tuple, readable_overrides
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config, complete_config
 from coa_jax.serve.config import ServeConfig
-from coa_jax.settings import build, complete
+from coa_jax.train.fit import FitConfig
+from coa_jax.train.preference import DPOConfig
+from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.sft import SFTConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,13 @@ VALUES = {"name": "a", "inner": {"width": 3, "sizes": [4, 5]}}
 
 @pytest.mark.parametrize("values", [VALUES, ConfigDict(VALUES)], ids=["mapping", "ConfigDict"])
 def test_groups_become_dataclasses_and_lists_become_tuples(values):
-    built = build(Outer, values)
+    built = build_config(Outer, values)
     assert built == Outer("a", Inner(3, (4, 5)), {}, Inner(7))
     assert hash(built.inner) == hash(Inner(3, (4, 5)))
 
 
 def test_a_table_that_is_no_group_stays_a_table():
-    assert build(Outer, {**VALUES, "table": {"x": 1}}).table == {"x": 1}
+    assert build_config(Outer, {**VALUES, "table": {"x": 1}}).table == {"x": 1}
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_a_table_that_is_no_group_stays_a_table():
 @pytest.mark.parametrize("form", [dict, ConfigDict])
 def test_mistakes_name_the_setting(form, values, message):
     with pytest.raises(UserError, match=message):
-        build(Outer, form(values))
+        build_config(Outer, form(values))
 
 
 def test_the_place_of_a_part_is_named():
     with pytest.raises(UserError, match=r"config\.rl\.width is missing"):
-        build(Inner, {}, "config.rl")
+        build_config(Inner, {}, "config.rl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Hosts:
 
 
 def test_a_config_file_may_give_a_list_of_words_as_one_text():
-    config = complete(Hosts, {})
+    config = complete_config(Hosts, {})
     assert config.to_dict() == {"names": "", "widths": (1,)}
-    assert build(Hosts, config) == Hosts()
-    assert build(Hosts, {"names": "a.org, b.org,"}).names == ("a.org", "b.org")
-    assert build(Hosts, {"names": ""}).names == ()
+    assert build_config(Hosts, config) == Hosts()
+    assert build_config(Hosts, {"names": "a.org, b.org,"}).names == ("a.org", "b.org")
+    assert build_config(Hosts, {"names": ""}).names == ()
 
 
 @pytest.mark.parametrize("seed", [2**31, 3_000_000_000, -1])
@@ -105,10 +105,10 @@ def test_a_config_file_may_give_a_list_of_words_as_one_text():
 def test_a_seed_that_no_key_holds_is_refused_before_anything_is_loaded(path, cls, name, seed):
     names = {field.name for field in dataclasses.fields(cls)}
     values = {k: v for k, v in load_config(path).to_dict().items() if k in names}
-    assert build(cls, {**values, "seed": 2**31 - 1}).seed == 2**31 - 1
+    assert build_config(cls, {**values, "seed": 2**31 - 1}).seed == 2**31 - 1
     wanted = "a whole number from 0 to 2147483647"
     with pytest.raises(UserError, match=rf"^{name} is {seed}; give {wanted}$"):
-        build(cls, {**values, "seed": seed})
+        build_config(cls, {**values, "seed": seed})
 
 
 def test_a_seed_that_no_key_holds_is_refused_for_the_check_without_tools():
@@ -126,12 +126,12 @@ class Window:
 
 
 def from_command_line(monkeypatch, *arguments: str) -> Window:
-    config = complete(Window, {})
+    config = complete_config(Window, {})
     values, argv = flags.FlagValues(), readable_overrides(["program", *arguments], config)
     monkeypatch.setattr("sys.argv", argv)  # where ml_collections looks for overrides
     config_flags.DEFINE_config_dict("config", config, flag_values=values)
     values(argv)
-    return build(Window, values.config)
+    return build_config(Window, values.config)
 
 
 def test_a_command_line_gives_numbers_to_a_tuple_that_is_empty_by_default(monkeypatch):
@@ -199,7 +199,7 @@ def test_a_list_of_one(monkeypatch):
         monkeypatch, "--config.hosts=[::1]", "--config.blocked=a.b", "--config.buckets=64"
     )
     assert (given.hosts, given.blocked, given.buckets) == (("[::1]",), ("a.b",), (64,))
-    assert build(Window, {"buckets": "64,256"}).buckets == (64, 256)
+    assert build_config(Window, {"buckets": "64,256"}).buckets == (64, 256)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_list_of_one(monkeypatch):
 )
 def test_a_list_with_something_of_another_kind_is_refused(values, message):
     with pytest.raises(UserError, match=message):
-        build(Window, values)
+        build_config(Window, values)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_dtype_that_is_not_known_is_refused_before_a_run_begins(stage, kind):
     for key in set(config) - {field.name for field in dataclasses.fields(kind)}:
         del config[key]  # what the command takes for itself
     with pytest.raises(UserError, match=r"config\.dtype is 'bf16'; give one of float32, bfloat16$"):
-        build(kind, config)
+        build_config(kind, config)
 
 
 @pytest.mark.parametrize(

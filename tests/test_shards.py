@@ -15,13 +15,13 @@ from pathlib import Path
 import grain
 import pytest
 
-from coa_jax import shards
-from coa_jax.economy import read_phase
+from coa_jax.data import shards
+from coa_jax.data.trajectory import Reward, Trajectory, read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.learn.rejection import read_graded
+from coa_jax.paper.economy import read_phase
 from coa_jax.report.traces import sample_traces
-from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import Reward, Trajectory, read_trajectories
+from coa_jax.run.run_dir import RunDir
+from coa_jax.train.rejection import read_graded
 from tests.report.run_files import episode
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def test_two_writes_of_one_step_are_both_kept(tmp_path, form):
 
 WRITER = """
 import sys
-from coa_jax.run_dir import RunDir
+from coa_jax.run.run_dir import RunDir
 from tests.test_shards import graded
 with RunDir(sys.argv[1]) as run:
     for step in range(1, 10_000):

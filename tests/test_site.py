@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from coa_jax.__main__ import COMMANDS
-from coa_jax.bounds import declared
+from coa_jax.config.fields import declared
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -162,7 +162,10 @@ def test_further_groups_are_those_that_the_code_reads_from_tables(reference, pag
 
 def test_the_page_of_a_command_has_the_flags_that_its_help_shows(reference, pages):
     assert {f"commands/{name}.md" for name in COMMANDS} < set(pages)
-    for command, module in (("export", "coa_jax.export"), ("doctor", "coa_jax.device.doctor")):
+    for command, module in (
+        ("export", "coa_jax.cli.export"),
+        ("doctor", "coa_jax.perf.device.doctor"),
+    ):
         called = [sys.executable, "-m", module, "--help"]
         said = subprocess.run(called, cwd=REPOSITORY, capture_output=True, text=True).stdout
         flags = set(re.findall(r"^ +--(?:\[no\])?(\w+)", said, re.MULTILINE)) - {"help"}

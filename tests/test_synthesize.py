@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.cli import load_config
+from coa_jax.cli.synthesize import Command, endpoints_of, synthesize
+from coa_jax.demo.facts import facts, solve
+from coa_jax.demo.grammar import understand
 from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.synthesis.drafts import told
 from coa_jax.errors import UserError
-from coa_jax.settings import build
-from coa_jax.synthesize import Command, endpoints_of, synthesize
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
-from coa_jax.tasks.factbook_facts import facts, solve, split_of
-from coa_jax.tasks.factbook_grammar import understand
+from coa_jax.tasks.base import split_of
 from tests.distill.chat_server import serving
 from tests.killing import kill_when
 
@@ -94,7 +95,7 @@ def test_the_splits_share_no_subject(whole):
 
 def command(workdir):
     changes = [f"--config.{name}={value}" for name, value in SMALL.items()]
-    program = [sys.executable, "-m", "coa_jax.synthesize", f"--workdir={workdir}"]
+    program = [sys.executable, "-m", "coa_jax.cli.synthesize", f"--workdir={workdir}"]
     return [*program, *changes, "--config.with_tools.concurrency=3"]
 
 
@@ -128,7 +129,7 @@ def solver_of(**changes):
     given = {f"endpoint.{key}": value for key, value in (endpoint | {"model": "m"}).items()}
     given |= {f"solver.{key}": value for key, value in changes.items()}
     config = load_config("configs/synthesize/endpoint.py", given)
-    solver = endpoints_of(build(Command, config))["solver"]
+    solver = endpoints_of(build_config(Command, config))["solver"]
     solver.check("config.solver")
     return solver
 
@@ -155,7 +156,7 @@ def test_a_policy_that_was_trained_again_answers_anew(tmp_path, monkeypatch):
         asked.append(len(tasks))
         return [[""] * samples for _ in tasks]
 
-    monkeypatch.setattr("coa_jax.synthesize.closed_book", lambda *args: ("policy", ignorant))
+    monkeypatch.setattr("coa_jax.cli.synthesize.closed_book", lambda *args: ("policy", ignorant))
     policy = tmp_path / "policy"
     policy.mkdir()
     small = {"synthesis.atomic": 3, "synthesis.depth": (), "synthesis.width": 0}

@@ -16,10 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax import jsonl
-from coa_jax.errors import UserError
-from coa_jax.records import read_records
-from coa_jax.trajectory import (
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import (
     Author,
     DistilledRecord,
     Reward,
@@ -33,6 +31,8 @@ from coa_jax.trajectory import (
     trajectory_violations,
     write_records,
 )
+from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from tests.trajectory_files import append_trajectories, write_trajectories
 
 ANY_TEXT = st.text(st.characters(), max_size=20)  # lone surrogates and \u2028 included

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax import installed
+from coa_jax.config import installed
 from tests import test_launch
 from tests.test_launch import fake_venv, pip_calls, program, run
 
@@ -91,7 +91,7 @@ def test_tested_versions_are_the_default_and_none_is_a_choice_that_is_kept(tree)
     assert tree("setup_env.sh", "gguf").returncode == 0
     tested, none, kept = pip_calls(tree.root)
     name = "jax-0.10.txt" if sys.version_info < (3, 13) else "jax-0.12.txt"
-    assert f" -c {tree.root}/coa_jax/constraints/{name} " in tested
+    assert f" -c {tree.root}/coa_jax/config/constraints/{name} " in tested
     assert " -c " not in none + kept
 
 
@@ -106,7 +106,7 @@ def test_constraints_that_there_are_not_get_one_line(tree):
     result = tree("setup_env.sh", CONSTRAINTS="jax-9")
     assert result.returncode == 1
     assert result.stderr == (
-        "[setup] error: CONSTRAINTS=jax-9: no such file, and none in coa_jax/constraints\n"
+        "[setup] error: CONSTRAINTS=jax-9: no such file, and none in coa_jax/config/constraints\n"
     )
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.run_dir import RunDir
+from coa_jax.run.run_dir import RunDir
 
 
 def test_a_resumed_run_continues_the_same_offline_run(tmp_path, monkeypatch):

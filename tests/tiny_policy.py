@@ -18,23 +18,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.learn.batch import pack, split_rows
-from coa_jax.learn.examples import record_example
-from coa_jax.learn.losses import SFTLoss
-from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+from coa_jax.data.trajectory import DistilledRecord, part_violations, write_records
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.encode import observation_text
 from coa_jax.model.params import init_params
 from coa_jax.protocol import Prompt, get_protocol, render_prompt
-from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
-from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.corpus import Passage
 from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
-from coa_jax.trajectory import DistilledRecord, part_violations, write_records
+from coa_jax.train.batch import pack, split_rows
+from coa_jax.train.examples import record_example
+from coa_jax.train.losses import SFTLoss
+from coa_jax.train.step import OptimizerConfig, init_state, train_step
 
 ROW_LENGTH = 192
 PROTOCOL = "generalist"
@@ -80,7 +80,7 @@ def records() -> tuple[DistilledRecord, ...]:
         return [await record(*script) for script in _SCRIPTS]
 
     async def record(question: str, answer: str, tool: str, arguments: str) -> DistilledRecord:
-        seen = await call(tools()[tool], arguments, ToolContext())
+        seen = await call_tool(tools()[tool], arguments, ToolContext())
         assert seen.ok, seen
         head = (
             f"<think>plan it</think>\n<plan>use {tool}</plan>\n<think>call it</think>\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coa_jax import jsonl
+from coa_jax.files import jsonl
 
 
 def write_trajectories(path, trajectories):

@@ -19,7 +19,8 @@ import dataclasses
 import re
 from typing import Annotated
 
-from coa_jax.bounds import Between, Bounded
+from coa_jax.config.fields import Between, Bounded
+from coa_jax.data.trajectory import DistilledRecord, part_violations
 from coa_jax.distill.convert import (
     Unconvertible,
     convert,
@@ -42,7 +43,6 @@ from coa_jax.protocol import (
 )
 from coa_jax.tasks.grading import grade_answer, normalize_answer, parse_number
 from coa_jax.tools.words import words
-from coa_jax.trajectory import DistilledRecord, part_violations
 
 _SCORE = re.compile(r"score: (-?\d+(?:\.\d+)?)\s*\Z")
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+|(?<=[\u3002\uff01\uff1f])|\n+")

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.storage import with_header
-from coa_jax.trajectory import DistilledRecord
 
 _FACTBOOK = ("The World Factbook (CIA): public domain", "other")
 LICENCES = {

@@ -15,6 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.data.split import ENVIRONMENT, POLICY
+from coa_jax.data.trajectory import (
+    Author,
+    DistilledRecord,
+    SegmentSpan,
+    StopReason,
+    ToolCall,
+    Trajectory,
+)
 from coa_jax.distill.messages import Kind, Message, MessageLog, clean
 from coa_jax.model.encode import observation_text
 from coa_jax.protocol import (
@@ -29,16 +38,7 @@ from coa_jax.protocol import (
     parse_reflection,
     quote_tool_text,
 )
-from coa_jax.records.split import ENVIRONMENT, POLICY
 from coa_jax.tasks.grading import grade_answer
-from coa_jax.trajectory import (
-    Author,
-    DistilledRecord,
-    SegmentSpan,
-    StopReason,
-    ToolCall,
-    Trajectory,
-)
 
 _DEFAULT_THOUGHT: Mapping[str, str] = {
     "plan": "I split the question into steps.",

@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import jsonl
+from coa_jax.data.trajectory import DistilledRecord, write_records
 from coa_jax.distill.endpoint import Endpoint
 from coa_jax.distill.filters import FilterReport, TeacherRun
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, select
+from coa_jax.files import jsonl
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import DistilledRecord, write_records
 
 
 @dataclasses.dataclass(frozen=True)

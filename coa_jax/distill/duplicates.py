@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from coa_jax.config.installed import missing
 from coa_jax.distill.contamination import ngrams
 from coa_jax.distill.filters import TeacherRun
-from coa_jax.installed import missing
 
 _SHINGLE = 3
 _PERMUTATIONS = 128

@@ -17,10 +17,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coa_jax import jsonl
-from coa_jax.bounds import SecondsOrNone, Temperature, Times, Variable
+from coa_jax.config.fields import SecondsOrNone, Temperature, Times, Variable
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.tools.net.budget import Purse, Spent, counts_of
 from coa_jax.tools.net.chat import ChatConfig, Client
 from coa_jax.tools.net.errors import FetchError

@@ -1,6 +1,6 @@
 r"""Writes distilled records in the formats of other trainers.
 
-    python -m coa_jax.distill.export --data=runs/distill/train.jsonl --out=runs/distill/export
+    coa-jax export-data --data=runs/distill/train.jsonl --out=runs/distill/export
 
     ========== ============================================= ======================================
     form       files                                         read by
@@ -12,8 +12,8 @@ r"""Writes distilled records in the formats of other trainers.
     ========== ============================================= ======================================
 
 Every form records the author of each part (policy or environment). So other trainers and the
-readers of `coa_jax.records` can rebuild the loss mask of `coa_jax.sft`; docs/data.md shows the
-fields. With the same ``--prompt_style``, `coa_jax.sft` writes the same user message.
+readers of `data.records` can rebuild the loss mask of `cli.sft`; docs/data.md shows the
+fields. With the same ``--prompt_style``, `coa-jax sft` writes the same user message.
 Several data sets can be exported to one folder. Each data set has its own files and a card
 ``NAME_card.md``, and ``README.md`` contains all cards.
 """
@@ -32,18 +32,18 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax import files, jsonl
-from coa_jax.cli import run_main
+from coa_jax.config.installed import missing
+from coa_jax.data.records import from_tfds, parts_of_turns, read_records
+from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distill.card import card, joined
 from coa_jax.distill.messages import clean
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
+from coa_jax.files import durable, jsonl
 from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of, write_protocols
-from coa_jax.records import from_tfds, parts_of_turns, read_records
+from coa_jax.run.command import run_main
 from coa_jax.storage import local, output
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
-from coa_jax.trajectory import DistilledRecord
 
 _MARKED = re.compile(r"<observation.*?observation>\n\n", re.DOTALL)
 
@@ -58,7 +58,7 @@ def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
 
 
 def _about(record: DistilledRecord, with_parts: bool) -> dict[str, Any]:
-    """Returns the fields from which `coa_jax.records` can rebuild the record.
+    """Returns the fields from which `coa_jax.data.records` can rebuild the record.
 
     Args:
         record: the record.
@@ -242,15 +242,15 @@ def export(
         entries = _dataset_info(name, marked).items()
         info = {key: entry for key, entry in entries if key.rpartition("_")[2] in forms}
         known = out / "dataset_info.json"
-        _write(known, {**(files.read_json_object(known) if known.is_file() else {}), **info})
+        _write(known, {**(durable.read_json_object(known) if known.is_file() else {}), **info})
     if "messages" in forms:
         rows = (messages(record, style) for record in records)
         jsonl.write_lines(out / f"{name}_messages.jsonl", rows)
     if "tfds" in forms:
         write_tfds(records, out / "tfds", name)
-    files.replace(out / f"{name}_card.md", card(name, records, funnel).encode())
+    durable.replace(out / f"{name}_card.md", card(name, records, funnel).encode())
     cards = [path.read_text(encoding="utf-8") for path in sorted(out.glob("*_card.md"))]
-    files.replace(out / "README.md", joined(cards, _configs(out)).encode())
+    durable.replace(out / "README.md", joined(cards, _configs(out)).encode())
     left_out = [record.id for record, fit in zip(records, fits, strict=True) if not fit]
     return left_out if "alpaca" in forms else []
 
@@ -271,7 +271,7 @@ def _configs(out: Path) -> list[dict[str, Any]]:
 
 def _write(path: Path, value: Any) -> None:
     text = json.dumps(value, ensure_ascii=False, indent=1)
-    files.replace(path, text.encode("utf-8", "backslashreplace"))
+    durable.replace(path, text.encode("utf-8", "backslashreplace"))
 
 
 # --- TFDS ----------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         builder = Coa(data_dir=str(new), file_format="array_record")
         builder.download_and_prepare()
         place.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_folder(Path(builder.data_path), place)
+        durable.replace_folder(Path(builder.data_path), place)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return place
@@ -339,7 +339,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
 def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
     """Reads the other splits of an existing data set, which may be damaged."""
     info = place / "dataset_info.json"
-    known = files.read_json_object(info).get("splits", []) if info.is_file() else []
+    known = durable.read_json_object(info).get("splits", []) if info.is_file() else []
     names = [entry["name"] for entry in known if entry["name"] != split]
     if not names:
         return {}
@@ -386,7 +386,7 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
     file does not exist or has no statistics.
     """
     summary = data.parent / "summary.json"
-    value: Any = files.read_json_object(summary) if summary.is_file() else None
+    value: Any = durable.read_json_object(summary) if summary.is_file() else None
     for key in ("data", data.stem, "filters"):
         value = value.get(key) if isinstance(value, dict) else None
     told = isinstance(value, dict) and value.keys() >= {"total", "kept", "dropped"}
@@ -394,7 +394,7 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
 
 
 def define_flags() -> None:
-    """Defines the command-line flags of ``python -m coa_jax.distill.export``."""
+    """Defines the command-line flags of ``coa-jax export-data``."""
     flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
@@ -405,7 +405,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``python -m coa_jax.distill.export``."""
+    """Runs ``coa-jax export-data``."""
     values = flags.FLAGS
     data = Path(local(values.data))
     records = read_records(values.data, values.protocol)

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import DistilledRecord, Reward
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.messages import Kind, MessageLog
 from coa_jax.tasks.base import Task
-from coa_jax.trajectory import DistilledRecord, Reward
 
 
 @dataclasses.dataclass(frozen=True)

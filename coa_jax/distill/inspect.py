@@ -1,7 +1,7 @@
 r"""Prints trajectories of a file in readable form.
 
-    python -m coa_jax.distill.inspect --data=runs/distill/train.jsonl --number=3
-    python -m coa_jax.distill.inspect --data=runs/distill/dropped/train.jsonl --filter=wrong_answer
+    coa-jax inspect --data=runs/distill/train.jsonl --number=3
+    coa-jax inspect --data=runs/distill/dropped/train.jsonl --filter=wrong_answer
 
 The command reads records in every form that training reads (docs/data.md), and the ``dropped/``
 files of ``coa_jax.distill``. A bar marks the lines that the environment wrote, and ``[invented]``
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from coa_jax.cli import run_main
+from coa_jax.data.records import LeftOut, iterate_records
+from coa_jax.data.trajectory import DistilledRecord, part_violations
 from coa_jax.distill.convert import invented_segments
 from coa_jax.errors import UserError
 from coa_jax.protocol import LEVELS, get_protocol, parse
-from coa_jax.records import LeftOut, iterate_records
+from coa_jax.run.command import run_main
 from coa_jax.tasks.base import with_level
-from coa_jax.trajectory import DistilledRecord, part_violations
 
 
 def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) -> str:
@@ -67,7 +67,7 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
 
 
 def define_flags() -> None:
-    """Defines the command-line flags of ``python -m coa_jax.distill.inspect``."""
+    """Defines the command-line flags of ``coa-jax inspect``."""
     flags.DEFINE_string("data", None, "files of records or of dropped runs", required=True)
     flags.DEFINE_string("id", "", "only the record of this id")
     flags.DEFINE_string("filter", "", "only runs that this filter dropped")
@@ -78,7 +78,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``python -m coa_jax.distill.inspect``: prints trajectories."""
+    """Runs ``coa-jax inspect``: prints trajectories."""
     values, shown, left_out = flags.FLAGS, 0, 0
     for found in iterate_records(values.data, values.protocol):
         if isinstance(found, LeftOut):

@@ -11,10 +11,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from coa_jax import jsonl
 from coa_jax.distill.messages import MessageLog, from_json, to_json
 from coa_jax.errors import UserError
-from coa_jax.settings import changes_of, line_of
+from coa_jax.files import jsonl
+from coa_jax.run.settings import changes_of, line_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from coa_jax.bounds import Bounded
+from coa_jax.config.fields import Bounded
 from coa_jax.distill.filters import Filter, TeacherRun, first_failure, has_no_fault
 from coa_jax.distill.together import gather
 from coa_jax.protocol import get_protocol, render_prompt

@@ -11,7 +11,7 @@ import enum
 import re
 from typing import Any
 
-from coa_jax import jsonl
+from coa_jax.files import jsonl
 
 AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
 """Names of the agents of the teacher; other senders and recipients are ``user`` and the tools."""

@@ -2,7 +2,7 @@
 
 Minds write messages, and the team loop (`coa_jax.distill.team`) delivers them. A mind sees only an
 `AgentView`, so it never sees a gold answer. `coa_jax.distill.llm` implements minds by a language
-model. `coa_jax.distill.scripted` implements them by deterministic rules, which create the default
+model. `coa_jax.demo.scripted` implements them by deterministic rules, which create the default
 data set.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 
+from coa_jax.config.extensions import ExtensionKind, bind
 from coa_jax.distill.messages import Kind, Message
 
 MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
@@ -90,3 +91,26 @@ A mind has no state, so many runs can share a mind.
 
 Minds = Mapping[str, Mind]
 """Maps every name in `coa_jax.distill.messages.AGENTS` to a mind."""
+
+TEACHERS = ExtensionKind(
+    "teacher", "coa_jax.teachers", {}, offers=("mistake_rate", "unrecovered_rate", "seed")
+)
+"""Functions that return the minds of a whole team.
+
+A teacher without a language model may make deliberate mistakes, so that runs contain corrections:
+``mistake_rate`` is the probability that a decision is a mistake, ``unrecovered_rate`` the
+probability that a wrong answer passes the double check, and ``seed`` decides which ones.
+"""
+
+
+def scripted_minds(
+    mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
+) -> Minds:
+    """Returns the minds of the teacher ``scripted``, which follow rules, see `TEACHERS`.
+
+    Raises:
+        UserError: no installed package has this teacher.
+    """
+    teacher = bind(TEACHERS, "scripted", {}, "the teacher")
+    minds: Minds = teacher(mistake_rate=mistake_rate, unrecovered_rate=unrecovered_rate, seed=seed)
+    return minds

@@ -9,26 +9,24 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Bounded, Count, Natural, Seed, Share, Times
+from coa_jax.config.fields import Bounded, Count, Natural, Seed, Share, Times
+from coa_jax.data.intervals import wilson_interval
+from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distill import filters
 from coa_jax.distill.convert import as_trajectory, convert
 from coa_jax.distill.filters import Filter, FilterReport, TeacherRun
 from coa_jax.distill.journal import TeacherJournal
 from coa_jax.distill.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distill.messages import AGENTS, MessageLog
-from coa_jax.distill.minds import Minds
-from coa_jax.distill.scripted import scripted_minds
+from coa_jax.distill.minds import Minds, scripted_minds
 from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distill.team import solve
 from coa_jax.distill.together import gather
 from coa_jax.errors import UserError
-from coa_jax.intervals import wilson_interval
-from coa_jax.tasks.base import Task
-from coa_jax.tasks.drawn_tools import tools_of
+from coa_jax.tasks.base import Task, tools_of
 from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
-from coa_jax.tools.turns import run_blocking
-from coa_jax.trajectory import DistilledRecord
+from coa_jax.tools.concurrency import run_blocking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +129,7 @@ async def run_teacher(
     async def work() -> None:
         for task in waiting:
             asked = task.question, task.protocol, task.id
-            held = {**tools, **tools_of(task.protocol)}
+            held = {**tools, **tools_of(task)}
             log = await solve(*asked, minds, held, config.max_messages)
             logs[task.id] = log
             if journal is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distill.convert import figures_of, invented_segments
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
 from coa_jax.protocol import get_protocol, parse
-from coa_jax.trajectory import DistilledRecord
 
 _ROLES = {
     "plan": (Kind.PLAN, "planner", "manager"),

@@ -12,13 +12,13 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Between, Bounded, Name, Natural, Place, Share, check
+from coa_jax.config.extensions import BoundFunction, Extension, ExtensionKind, bind, refuse_result
+from coa_jax.config.fields import Between, Bounded, Name, Natural, Place, Share, check
 from coa_jax.distill.contamination import contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, SetFilter, TeacherRun
 from coa_jax.errors import UserError
-from coa_jax.extensions import BoundFunction, Extension, ExtensionKind, bind, refuse_result
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.web_search import MIRRORS
 from coa_jax.tools.words import WORD, words
@@ -99,7 +99,9 @@ class SelectionConfig(Bounded):
         super().__post_init__()
         for name, settings in self.own.items():
             check(name, Name, "own")
-            if not build(Extension, settings, f"own.{name}").path and not FILTERS.knows(name):
+            if not build_config(Extension, settings, f"own.{name}").path and not FILTERS.knows(
+                name
+            ):
                 raise UserError(f"own.{name}.path is missing; give package.module:name")
 
 
@@ -190,7 +192,7 @@ def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
     filters: list[Filter | SetFilter] = []
     for name, settings in config.own.items():
         where = f"selection.own.{name}"
-        named = build(Extension, settings, where)
+        named = build_config(Extension, settings, where)
         own = _Own(name, bind(FILTERS, named.path or name, named.options, where))
         single = "run" in own.call.asks
         filters.append(Filter(name, own.keeps) if single else SetFilter(name, own.drops))

@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from coa_jax.config.installed import missing
 from coa_jax.distill.endpoint import REFUSED_REQUEST
 from coa_jax.distill.readers.calls import body_of
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
 from coa_jax.tasks.base import Task
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.net.secrets import redact_all
 
 AGENT = "search_agent"
@@ -70,7 +70,7 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
         body = body_of(tool.name, {**dict(zip((argument,), given, strict=False)), **arguments})
         context = ToolContext(episode, len(history), None, tuple(history))
         history.append((tool.name, body))
-        return asyncio.run(call(tool, body, context)).text
+        return asyncio.run(call_tool(tool, body, context)).text
 
     attributes = {
         "name": tool.name,

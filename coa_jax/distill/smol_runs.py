@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, jsonl
-from coa_jax.bounds import Bounded, Count, Natural, Times
+from coa_jax.config.fields import Bounded, Count, Natural, Times
 from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.journal import check_fingerprint
 from coa_jax.distill.readers.base import total_usage
 from coa_jax.distill.smol import REFUSED, smolagents_package, solve_with_smolagents
 from coa_jax.errors import UserError
+from coa_jax.files import durable, jsonl
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
 from coa_jax.tools.net.budget import Purse, Spent
@@ -75,9 +75,9 @@ def bind_settings(path: Path, fingerprint: Mapping[str, Any]) -> None:
     now = jsonl.loads(jsonl.dumps(dict(fingerprint)))
     jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
     if not path.stat().st_size:
-        files.write_json(head, now)
+        durable.write_json(head, now)
     elif head.exists():
-        check_fingerprint(path, files.read_json_object(head), now)
+        check_fingerprint(path, durable.read_json_object(head), now)
     else:
         raise UserError(
             f"{path}: holds runs, but {head.name} beside it, which says how they were made, is "

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.bounds import Bounded, Natural, Place, Seed
+from coa_jax.config.fields import Bounded, Natural, Place, Seed
 from coa_jax.protocol import Level
 from coa_jax.tasks import Task, disjoint, load_splits
 from coa_jax.tasks.base import with_level

@@ -14,7 +14,7 @@ from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
 from coa_jax.distill.minds import MOVES, AgentView, Minds
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 
 
 def tools_of(role: str, protocol: str, tools: Iterable[str]) -> tuple[str, ...]:
@@ -94,6 +94,6 @@ async def _observe(tool: Tool, messages: list[Message], episode: str) -> Message
     request = messages[-1]
     history = tuple((m.recipient, m.content) for m in messages[:-1] if m.kind is Kind.CALL)
     context = ToolContext(episode, len(history), None, history)
-    observation = await call(tool, request.content, context)
+    observation = await call_tool(tool, request.content, context)
     place = len(messages), tool.name, request.sender, Kind.OBSERVATION
     return Message(*place, observation.text, outcome=observation.outcome)

@@ -11,8 +11,11 @@ from typing import Annotated, Any
 
 from absl import logging
 
-from coa_jax import jsonl
-from coa_jax.bounds import Bounded, Place
+from coa_jax.config.extensions import Named
+from coa_jax.config.fields import Bounded, Place
+from coa_jax.data.records import Counts, LeftOut, ProtocolName, iterate_records
+from coa_jax.data.rows import find_files
+from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.convert import invented_segments
 from coa_jax.distill.dataset import write_split
@@ -22,12 +25,9 @@ from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.errors import UserError
-from coa_jax.extensions import Named
+from coa_jax.files import jsonl
 from coa_jax.protocol import get_protocol, split_level
-from coa_jax.records import Counts, LeftOut, ProtocolName, iterate_records
-from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
-from coa_jax.trajectory import DistilledRecord
 
 RECORDS = "records"
 
@@ -40,7 +40,7 @@ class TraceFilesConfig(Bounded):
         files: paths of the files. For the format ``records``, folders and glob patterns are
             allowed, too.
         format: name of a log format, see `coa_jax.distill.readers.READERS`; or ``records`` if the
-            files contain trajectories in any format that `coa_jax.records` reads. Such trajectories
+            files contain trajectories in any format that `data.records` reads. Such trajectories
             are filtered, but not converted.
         protocol: protocol of the trajectories. "" is allowed only with the format ``records``,
             because records name their protocol or show it by their tags.

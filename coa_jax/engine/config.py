@@ -7,7 +7,17 @@ import math
 import os
 from typing import Annotated
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Size, Temperature, TopP
+from coa_jax.config.fields import (
+    Between,
+    Bounded,
+    Count,
+    Items,
+    Natural,
+    OneOf,
+    Size,
+    Temperature,
+    TopP,
+)
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import implementations
 from coa_jax.model.config import DTYPES

@@ -18,7 +18,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import DecodeParams, Params
-from coa_jax.parallel.turns import in_turn
+from coa_jax.parallel.launch_order import in_turn
 
 
 class Engine:

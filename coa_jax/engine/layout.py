@@ -28,9 +28,9 @@ from coa_jax.model.cache import LayerPages, init_layers, layer_axes
 from coa_jax.model.compute import Compute, KernelLayout, backend_for
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams, Params, decode_shardings, unstack
-from coa_jax.parallel import turns
+from coa_jax.parallel import launch_order
+from coa_jax.parallel.launch_order import in_turn
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
-from coa_jax.parallel.turns import in_turn
 
 
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
@@ -420,5 +420,5 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
     """Returns the mesh over which parameters are sharded; None if they are on one device."""
-    mesh = turns.mesh_of(jax.tree.leaves(params)[0])
+    mesh = launch_order.mesh_of(jax.tree.leaves(params)[0])
     return None if mesh is None or mesh.size == 1 else mesh

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.protocol import THINK, Parser, Protocol, Segment
 from coa_jax.rollout.cut import kept_spans
 from coa_jax.tasks import Task
-from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
 class Chain:

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax import files
+from coa_jax.data.intervals import rates
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import FORMAT
 from coa_jax.evaluate.metrics import standard_error
-from coa_jax.intervals import rates
+from coa_jax.files import durable
 from coa_jax.storage import local
 
 _RESAMPLES = 10_000
@@ -167,7 +167,7 @@ def load(path: str) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read or is not a valid result file.
     """
-    outcome = files.read_json_object(Path(local(path)), limit=None)
+    outcome = durable.read_json_object(Path(local(path)), limit=None)
     if outcome.get("format") != FORMAT:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
     try:

@@ -17,21 +17,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Count, Prose, Seconds, Times
+from coa_jax.config.fields import Count, Prose, Seconds, Times
+from coa_jax.data.trajectory import StopReason, ToolCall, Trajectory
 from coa_jax.engine.config import SamplingParams
-from coa_jax.environments.session import ToolLoop
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
 from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
 from coa_jax.model.encode import observation_text
 from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
+from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.rollout.request import RolloutConfig, tool_context
 from coa_jax.tools.base import Tool
 from coa_jax.tools.net.budget import Spent, counts_of
 from coa_jax.tools.net.chat import ChatConfig, Client, ServedModel, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.secrets import Secret
-from coa_jax.trajectory import StopReason, ToolCall, Trajectory
 
 _TOO_LONG = re.compile(
     r"context[ _-](?:length|size|window)|context has room|leaves room for|maximum model length"

@@ -12,12 +12,12 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.distill.contamination import Contamination, contamination
 from coa_jax.tasks import Task
 from coa_jax.tools.net.address import AddressGuard, parse_url
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.web_search import MIRRORS
-from coa_jax.trajectory import Trajectory
 
 BLOCKED = MIRRORS
 """Addresses with copies of benchmarks, which the tools in configs/evaluate reject."""

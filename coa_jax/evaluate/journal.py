@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from coa_jax import files, jsonl, reading
+from coa_jax.data.trajectory import Reward, Trajectory, format_valid
 from coa_jax.errors import UserError
 from coa_jax.evaluate.exposure import Exposure
 from coa_jax.evaluate.sample import Key, Sample, by_last_suggestion, sample_of
-from coa_jax.run_dir import RunDir
+from coa_jax.files import durable, jsonl, untrusted
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.tasks.graders import GRADED_BY
-from coa_jax.trajectory import Reward, Trajectory, format_valid
 
 
 def digest(value: Any) -> str:
@@ -104,15 +104,15 @@ class Journal:
         # If an accepted answer is corrected, grades by the old answer become invalid.
         self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
-        earlier = files.read_json_object(known) if known.exists() else self.settings
+        earlier = durable.read_json_object(known) if known.exists() else self.settings
         for offset, length, row in self._rows():
             try:
                 if row.get("metadata", {}).get("phase") != self.phase:
                     continue
                 self._check_settings(earlier)  # settings may change while there are no samples
                 trajectory = Trajectory.from_json(row)
-            except reading.MALFORMED as error:
-                why = reading.reason(error)
+            except untrusted.MALFORMED as error:
+                why = untrusted.reason(error)
                 raise UserError(f"{self._traces}, byte {offset}: not a trace: {why}") from error
             self._check(trajectory, places)
             sample = self._sample(trajectory, exposure).graded(None)
@@ -122,7 +122,7 @@ class Journal:
             self._changed |= trajectory.reward is None
             self.samples[sample.key] = sample
             self._places[sample.key] = offset, length
-        files.write_json(known, dict(self.settings))
+        durable.write_json(known, dict(self.settings))
         self._load_verdicts()
 
     def _check_settings(self, earlier: Mapping[str, Any]) -> None:
@@ -152,18 +152,18 @@ class Journal:
         if not self._traces.exists():
             return
         offset = 0
-        for number, line in reading.lines(self._traces):
+        for number, line in untrusted.lines(self._traces):
             try:
                 yield offset, len(line), jsonl.loads(line)
             except (ValueError, RecursionError) as error:
-                why = reading.reason(error)
+                why = untrusted.reason(error)
                 raise UserError(f"{self._traces}:{number}: not a trace: {why}") from error
             offset += len(line)
 
     def _load_verdicts(self) -> None:
         if not self._verdicts_file.exists():
             return
-        files.cut_torn_line(self._verdicts_file)
+        durable.cut_torn_line(self._verdicts_file)
         for row in jsonl.read_lines(self._verdicts_file, _verdict):
             if row.get("grading") == self._grading and self._holds(row):
                 self.verdicts[row["name"]] = row["value"]
@@ -246,7 +246,7 @@ class Journal:
         """
         self.verdicts[name] = value
         row = {"name": name, "grading": self._grading, "value": value, **more}
-        files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
+        durable.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
         self._changed = True
 
     def trajectory(self, key: Key) -> Trajectory:
@@ -306,7 +306,7 @@ class Journal:
                         self._places[key] = new.tell(), len(line)
                     new.write(line)
 
-        files.replace_with(self._traces, write)
+        durable.replace_with(self._traces, write)
         self._changed = False
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from coa_jax.intervals import wilson_interval
+from coa_jax.data.intervals import wilson_interval
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

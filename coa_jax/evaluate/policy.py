@@ -12,25 +12,24 @@ from typing import Any
 
 import jax
 
-from coa_jax.agents import agent_sampler
-from coa_jax.agents.config import AgentConfig
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
-from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
 from coa_jax.model.encode import message_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Messages
+from coa_jax.rollout.agent_config import AgentConfig, agent_programs
 from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.storage import is_url, local, model_folder
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +162,7 @@ async def _by_program(
     written: Callable[[int], None],
 ) -> AsyncGenerator[Trajectory, None]:
     """Lets an external agent program solve the requests, and yields the trajectories."""
-    sampler = agent_sampler(model, engines, agent, config, 0)
+    sampler = agent_programs().agent_sampler(model, engines, agent, config, 0)
     for request in requests:
         sampler.submit(request)
     left = sum(len(request.samples) for request in requests)

@@ -10,12 +10,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import Annotated, Any
 
-from coa_jax import files
-from coa_jax.agents.config import AgentConfig
-from coa_jax.bounds import Between, Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
+from coa_jax.config.fields import (
+    Between,
+    Bounded,
+    Natural,
+    Place,
+    Seed,
+    Size,
+    Split,
+    Temperature,
+    TopP,
+)
+from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.environments.base import EnvironmentConfig, tags_of
-from coa_jax.environments.session import Environments, graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
@@ -24,11 +31,15 @@ from coa_jax.evaluate.journal import Journal, digest
 from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
 from coa_jax.evaluate.sample import Key, measured
 from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
+from coa_jax.files import durable
 from coa_jax.model.api import load_model
-from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Prompt, messages_of
+from coa_jax.rollout.agent_config import AgentConfig
+from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
+from coa_jax.rollout.environments.session import Environments, graded_by_environment
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
+from coa_jax.run.progress import Bar, progress
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.checks import warn_of_tools
@@ -37,7 +48,6 @@ from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.trajectory import Reward, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +321,7 @@ def evaluate(
     described = {**about, "grading": _grading(config)}
     unjudged = graders.judge.no_verdict if graders.judge else {}
     outcome = result(stage, described, groups, config.samples, found, unjudged)
-    files.write_json(journal.folder / "results.json", outcome)
+    durable.write_json(journal.folder / "results.json", outcome)
     run.summary(blocks(outcome))
     return outcome
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import Author, Reward, SegmentSpan, Trajectory, format_valid
 from coa_jax.evaluate.exposure import Exposure
 from coa_jax.tasks import Task
 from coa_jax.tasks.graders import is_broken
-from coa_jax.trajectory import Author, Reward, SegmentSpan, Trajectory, format_valid
 
 Key = tuple[str, int]
 """Key of a sample: (task id, sample number)."""

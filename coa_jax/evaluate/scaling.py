@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import MAX_INT, Between, Bounded, Count, Times
+from coa_jax.config.fields import MAX_INT, Between, Bounded, Count, Times
+from coa_jax.data.trajectory import Author, SegmentSpan, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.chain import text_trajectory
@@ -27,7 +28,6 @@ from coa_jax.tasks.judge import parse_object
 from coa_jax.tasks.rewards import opened
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.trajectory import Author, SegmentSpan, Trajectory
 
 _SYSTEM = (
     "You compare attempts at a question. Each attempt is given as a JSON string, written by the "

@@ -15,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from coa_jax import files
-from coa_jax.bounds import Count, Positive, check
+from coa_jax.config.fields import Count, Positive, check
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 from coa_jax.model.hf_weights import TensorSource
 from coa_jax.model.safetensors_io import Checkpoint, LocalFiles, write_safetensors
 from coa_jax.storage import Origin, hub_id, local_copy, read_header, with_urls
@@ -66,7 +66,7 @@ def read_adapter(folder: Path) -> Adapter | None:
     path = folder / CONFIG_FILE
     if not path.is_file():
         return None
-    config = files.read_json_object(path)
+    config = durable.read_json_object(path)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}: only LORA is supported")
     for name in _UNSUPPORTED:
@@ -195,7 +195,7 @@ def write_sum(adapters: Sequence[Adapter], base: Origin, output: Path) -> None:
     names = opened[0].shapes.keys()
     if any(weights.shapes.keys() != names for weights in opened):
         raise UserError(f"{adapters[0].folder} and the others adapt different projections")
-    tensors, config = {}, files.read_json_object(adapters[0].folder / CONFIG_FILE)
+    tensors, config = {}, durable.read_json_object(adapters[0].folder / CONFIG_FILE)
     for name in sorted(names):
         parts = [weights.read(name).astype(np.float32) for weights in opened]
         if name.endswith(_B):
@@ -206,4 +206,4 @@ def write_sum(adapters: Sequence[Adapter], base: Origin, output: Path) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     write_safetensors(output / WEIGHTS_FILE, shapes, ml_dtypes.bfloat16, tensors.items())
     known = {"r": rank, "lora_alpha": rank, "use_rslora": False}
-    files.write_json(output / CONFIG_FILE, {**config, **base_entries(base), **known})
+    durable.write_json(output / CONFIG_FILE, {**config, **base_entries(base), **known})

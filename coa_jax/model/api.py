@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 
 from coa_jax.errors import UserError
+from coa_jax.files.untrusted import made_by
 from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, read_adapter
 from coa_jax.model.card import read_card
 from coa_jax.model.compute import Compute, local_compute
@@ -27,7 +28,6 @@ from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoi
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import from_first
-from coa_jax.reading import made_by
 from coa_jax.storage import (
     cached_files,
     hub_cache,

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 from coa_jax.protocol import find_protocols
 from coa_jax.storage import model_folder
 
@@ -36,7 +36,7 @@ def read_card(path: str | Path) -> dict[str, Any]:
     folder = model_folder(path, weights=False)
     find_protocols(folder)
     file = folder / CARD
-    card = files.read_json_object(file) if file.is_file() else {}
+    card = durable.read_json_object(file) if file.is_file() else {}
     name = card.get("protocol", "")
     if not isinstance(name, str) or not _PROTOCOL.fullmatch(name):
         raise UserError(f"{file}: the field 'protocol' must be the name of a protocol: correct it")

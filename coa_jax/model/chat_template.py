@@ -149,7 +149,7 @@ def _confine(seconds: int) -> None:
 def _sandbox() -> tuple[Any, ...]:
     # These modules use only the standard library. The package `coa_jax.tools` is above this one, so
     # they are imported without it, as in the sandbox's own server.
-    folder = str(Path(__file__).resolve().parents[1] / "tools" / "sandbox")
+    folder = str(Path(__file__).resolve().parents[1] / "sandbox")
     spec = importlib.machinery.PathFinder.find_spec("sandbox", [os.path.dirname(folder)])
     assert spec is not None and spec.loader is not None
     sys.modules["sandbox"] = package = importlib.util.module_from_spec(spec)

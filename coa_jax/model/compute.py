@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from coa_jax.bounds import OneOf, check
+from coa_jax.config.fields import OneOf, check
 from coa_jax.model.attention.choice import Case, platform_of, resolve
 from coa_jax.model.config import ModelConfig
 from coa_jax.parallel.mesh import sharding_for

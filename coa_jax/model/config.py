@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from absl import logging
 
-from coa_jax.bounds import Bounded, Items, Natural, OneOf, Positive
+from coa_jax.config.fields import Bounded, Items, Natural, OneOf, Positive
 from coa_jax.model.rope import Llama3Rope, YarnRope
 
 Architecture = Literal["llama", "qwen2", "qwen3"]

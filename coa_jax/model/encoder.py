@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from coa_jax import reading
-from coa_jax.bounds import Bounded, Natural, OneOf, Positive, Size, Times, declared
+from coa_jax.config.fields import Bounded, Natural, OneOf, Positive, Size, Times, declared
 from coa_jax.errors import UserError
-from coa_jax.files import read_json_object
+from coa_jax.files import untrusted
+from coa_jax.files.durable import read_json_object
 from coa_jax.model.compute import Compute
 from coa_jax.model.decoder import Embed, stack
 from coa_jax.model.hf_table import SAME, STACKED, STACKED_BIASES, TRANSPOSED, Row, Table
@@ -90,8 +90,8 @@ def read_bert_config(folder: Path) -> BertConfig:
         values["max_tokens"] = values["max_position_embeddings"] - first
         needed = [k for k in declared(BertConfig) if k in values or not hasattr(BertConfig, k)]
         return BertConfig(**{key: values[key] for key in needed})
-    except (UserError, *reading.MALFORMED) as error:
-        raise UserError(f"{file}: {reading.reason(error)}") from None
+    except (UserError, *untrusted.MALFORMED) as error:
+        raise UserError(f"{file}: {untrusted.reason(error)}") from None
 
 
 _AXES = {"axes": ("embed",)}

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 from coa_jax.model.card import CARD
 from coa_jax.model.config import DTYPES
 from coa_jax.model.hf_config import config_to_hf
@@ -79,10 +79,10 @@ def save_model(
             temporary = _new_folder(path)
             _write_configs(temporary, model, dtype)
             if model.card:
-                files.write_json(temporary / CARD, dict(model.card))
+                durable.write_json(temporary / CARD, dict(model.card))
         _write_weights(temporary, model, dtype, max_shard_bytes)
         if temporary is not None:
-            files.replace_folder(temporary, path)
+            durable.replace_folder(temporary, path)
     except Exception as error:
         # The Rust library of the tokenizer reports a full disk as an exception of the type
         # Exception.

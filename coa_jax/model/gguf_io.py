@@ -13,9 +13,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from coa_jax import reading
+from coa_jax.config.installed import missing
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
+from coa_jax.files import untrusted
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import config_from_hf
 
@@ -89,10 +89,11 @@ class GgufFile:
         self.where = str(path)
         try:
             self._read(_open(Path(path)))
-        except reading.MALFORMED as error:
+        except untrusted.MALFORMED as error:
             # The library's reader does not check the file; these exceptions mean damaged bytes.
             raise UserError(
-                f"{path} is truncated or not a GGUF file ({reading.reason(error)}): fetch it again"
+                f"{path} is truncated or not a GGUF file "
+                f"({untrusted.reason(error)}): fetch it again"
             ) from error
 
     def _read(self, reader: Any) -> None:
@@ -122,8 +123,8 @@ class GgufFile:
         field = self._metadata.get(key)
         try:
             return default if field is None else field.contents()
-        except reading.MALFORMED as error:
-            why = reading.reason(error)
+        except untrusted.MALFORMED as error:
+            why = untrusted.reason(error)
             raise UserError(f"{self.where}: {key} cannot be read ({why}): fetch it again") from None
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -208,7 +209,7 @@ def _open(path: Path) -> Any:
         raise missing(f"{path}", "gguf", "gguf") from None
     if not path.exists():
         raise UserError(f"{path} is missing: give the path of a GGUF file")
-    with reading.open_file(path) as file:
+    with untrusted.open_file(path) as file:
         _walk(file)
     return GGUFReader(path)
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from coa_jax import files
-from coa_jax.bounds import Between, Count, Natural, Positive, Size, check, parts
+from coa_jax.config.fields import Between, Count, Natural, Positive, Size, check, parts
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 from coa_jax.model.config import Architecture, ModelConfig
 from coa_jax.model.rope import Llama3Rope, YarnRope
 
@@ -46,7 +46,7 @@ def read_config(directory: str | Path) -> ModelConfig:
     path = Path(directory) / "config.json"
     if not path.exists():
         raise UserError(f"{path} is missing: not a Hugging Face model directory")
-    return config_from_hf(files.read_json_object(path), str(path))
+    return config_from_hf(durable.read_json_object(path), str(path))
 
 
 def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -276,7 +276,7 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
 def _value(
     hf: Mapping[str, Any], key: str, annotation: Any, where: str, default: Any = None
 ) -> Any:
-    """Returns a value of a parsed file after checking its type and bounds, see `bounds.check`.
+    """Returns a value of a parsed file after checking its type and bounds, see `fields.check`.
 
     Args:
         hf: the parsed file, or an object in the file.

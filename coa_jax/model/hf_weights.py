@@ -14,8 +14,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.files import untrusted
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_table import (
     EMBED,
@@ -30,7 +30,7 @@ from coa_jax.model.hf_table import (
     writing_order,
 )
 from coa_jax.model.params import Params, Specs, specs
-from coa_jax.parallel.turns import mesh_of, turn
+from coa_jax.parallel.launch_order import mesh_of, turn
 
 
 class TensorSource(Protocol):
@@ -102,10 +102,11 @@ def read_params(
     _check_tensors(source, table, wanted, spare)
     dtype = np.dtype(dtype)
     needed = sum(math.prod(spec.shape) for spec in wanted.values()) * dtype.itemsize
-    if jax.default_backend() == "cpu" and needed > reading.machine_memory():
+    if jax.default_backend() == "cpu" and needed > untrusted.machine_memory():
         raise UserError(
             f"{source.where}: the parameters need {needed / 1e9:,.1f} GB in {dtype}, this machine "
-            f"has {reading.machine_memory() / 1e9:,.1f} GB: take a smaller model or another machine"
+            f"has {untrusted.machine_memory() / 1e9:,.1f} GB: take a smaller model or "
+            "another machine"
         )
     arrays = {}
     for path, place in flatten_dict(places).items():

@@ -1,6 +1,6 @@
 """The operations of `model.ops`, of which some have forms that XLA for TPUs schedules better.
 
-The figures in this module come from the compiler's schedule of a whole step (`coa_jax.aot`), not
+The figures in this module come from the compiler's schedule of a whole step (`perf.aot`), not
 from a measurement on a chip. An operation is rewritten here only if the new form makes a step
 shorter by 2 % or more.
 """

@@ -22,8 +22,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from coa_jax.model.compute import KernelLayout
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
+from coa_jax.parallel.launch_order import in_turn, mesh_of
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
-from coa_jax.parallel.turns import in_turn, mesh_of
 
 Params = dict[str, Any]
 """A nested dict of arrays. The parameters of all layers are stacked along their first axis."""

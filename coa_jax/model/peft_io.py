@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.files import replace, write_json
+from coa_jax.files.durable import replace, write_json
 from coa_jax.model.adapters import CONFIG_FILE, WEIGHTS_FILE, base_entries
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.card import CARD

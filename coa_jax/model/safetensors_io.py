@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from coa_jax import files, reading
 from coa_jax.errors import UserError
+from coa_jax.files import durable as files
+from coa_jax.files import untrusted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,7 +75,7 @@ class LocalFiles:
             stop: position one past the last byte. If the file ends before, the result has fewer
                 bytes.
         """
-        with reading.open_file(self.folder / name) as file:
+        with untrusted.open_file(self.folder / name) as file:
             file.seek(start)
             return file.read(stop - start)
 
@@ -100,8 +101,8 @@ class Checkpoint:
         for file in files.names:
             try:
                 self._read_header(file)
-            except (struct.error, *reading.MALFORMED) as error:
-                raise self.damaged(file, reading.reason(error)) from error
+            except (struct.error, *untrusted.MALFORMED) as error:
+                raise self.damaged(file, untrusted.reason(error)) from error
         if not self._tensors:
             raise UserError(f"{where} has no safetensors weights: give a directory with some")
         self.shapes: Mapping[str, tuple[int, ...]] = {n: t[-1] for n, t in self._tensors.items()}
@@ -113,7 +114,7 @@ class Checkpoint:
         text = self.files.read(file, 8, 8 + length)
         if text.count(b"{") > _TENSORS + 2:  # one brace per tensor; parsing would take minutes
             raise ValueError(f"its header has more than {_TENSORS:,} tensors")
-        header = reading.parse_json(text)
+        header = untrusted.parse_json(text)
         header.pop("__metadata__", None)
         at = 0
         # The format allows neither gaps between tensors nor bytes of two tensors.

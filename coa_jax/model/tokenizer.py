@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.files import untrusted
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, chat_template, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
@@ -106,7 +106,7 @@ def find_tokenizer(path: str | Path) -> Any:
             "model's tokenizer files there"
         )
     for file in filter(Path.exists, map(path.joinpath, _ALL_FILES)):
-        read = reading.read_json if file.suffix == ".json" else reading.read_bytes
+        read = untrusted.read_json if file.suffix == ".json" else untrusted.read_bytes
         read(file, _LARGEST)
     # The classes that AutoTokenizer chooses may use only the vocabulary of tokenizer.json, and
     # replace its normaliser and pre-tokeniser. PreTrainedTokenizerFast uses the whole file.
@@ -136,7 +136,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
         raise
     except BaseException as error:  # transformers raises bare exceptions, Rust panics
         raise UserError(
-            f"{path}: its tokenizer cannot be loaded ({reading.reason(error)}): fetch it again"
+            f"{path}: its tokenizer cannot be loaded ({untrusted.reason(error)}): fetch it again"
         ) from error
     # Some released configs ask decode() to delete spaces before punctuation.
     tokenizer.clean_up_tokenization_spaces = False
@@ -315,7 +315,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the Rust library exports no such class
             raise
-        raise UserError(f"the tokenizer cannot encode a text: {reading.reason(error)}") from None
+        raise UserError(f"the tokenizer cannot encode a text: {untrusted.reason(error)}") from None
 
 
 def _ids(plain: Any, text: str) -> list[int]:

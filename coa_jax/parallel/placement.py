@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.bounds import MAX_INT, Between, Bounded, Natural, Seconds
+from coa_jax.config.fields import MAX_INT, Between, Bounded, Natural, Seconds
 from coa_jax.errors import UserError
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from coa_jax.parallel.processes import meet

@@ -43,7 +43,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 from absl import logging
 
-from coa_jax.bounds import seconds_of
+from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
 
 T = TypeVar("T")

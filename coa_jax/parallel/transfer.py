@@ -22,7 +22,7 @@ from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.parallel import processes
-from coa_jax.parallel.turns import turn
+from coa_jax.parallel.launch_order import turn
 
 T = TypeVar("T")
 

@@ -28,8 +28,6 @@ from coa_jax.protocol.formats import EpisodeStep as EpisodeStep
 from coa_jax.protocol.formats import Format as Format
 from coa_jax.protocol.formats import Reader as Reader
 from coa_jax.protocol.formats import find_format as find_format
-from coa_jax.protocol.made import find_protocols as find_protocols
-from coa_jax.protocol.made import write_protocols as write_protocols
 from coa_jax.protocol.monitor import Monitor as Monitor
 from coa_jax.protocol.parser import Parser as Parser
 from coa_jax.protocol.parser import Segment as Segment
@@ -46,6 +44,8 @@ from coa_jax.protocol.prompts import Messages as Messages
 from coa_jax.protocol.prompts import Prompt as Prompt
 from coa_jax.protocol.prompts import messages_of as messages_of
 from coa_jax.protocol.prompts import render_prompt as render_prompt
+from coa_jax.protocol.saved import find_protocols as find_protocols
+from coa_jax.protocol.saved import write_protocols as write_protocols
 from coa_jax.protocol.spec import LEVELS as LEVELS
 from coa_jax.protocol.spec import START as START
 from coa_jax.protocol.spec import THINK as THINK

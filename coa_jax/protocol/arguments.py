@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax import reading
+from coa_jax.files import untrusted
 from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection, without_fence
 from coa_jax.protocol.spec import TOOL_FORMS, Protocol
 
@@ -125,8 +125,8 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
     text = text.strip()
     if tool in protocol.schemas:
         try:
-            value = reading.parse_json(without_fence(text))
-        except reading.MALFORMED:
+            value = untrusted.parse_json(without_fence(text))
+        except untrusted.MALFORMED:
             value = None
         if isinstance(value, dict):
             return value
@@ -155,9 +155,9 @@ def read_call(protocol: Protocol, text: str) -> tuple[str, str]:
     """
     form = '{"name": TOOL, "arguments": {...}}'
     try:
-        value = reading.parse_json(text)
-    except reading.MALFORMED as error:
-        why = " ".join(reading.reason(error).split())
+        value = untrusted.parse_json(text)
+    except untrusted.MALFORMED as error:
+        why = " ".join(untrusted.reason(error).split())
         raise ValueError(f"The call is not valid JSON ({why}); write {form}.") from None
     try:
         json.dumps(value, ensure_ascii=False).encode()

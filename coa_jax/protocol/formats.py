@@ -17,8 +17,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from coa_jax.config.extensions import ExtensionKind, find, is_path, refuse_result
 from coa_jax.errors import UserError
-from coa_jax.extensions import ExtensionKind, find, is_path, refuse_result
 
 if typing.TYPE_CHECKING:
     from coa_jax.protocol.parser import Segment, Violation

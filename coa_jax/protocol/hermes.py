@@ -24,7 +24,7 @@ from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format
 from coa_jax.protocol.parser import Segment
 from coa_jax.protocol.prompts import answer_rule
 from coa_jax.protocol.spec import THINK, Protocol
-from coa_jax.protocol.turn import Pieces, undecided
+from coa_jax.protocol.text_buffer import Pieces, undecided
 
 _NAMES = (THINK, "tool_call", "tool_response")
 _TAGS = tuple(f"<{slash}{name}>" for name in _NAMES for slash in ("", "/"))

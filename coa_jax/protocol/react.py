@@ -23,7 +23,7 @@ from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format
 from coa_jax.protocol.parser import Segment
 from coa_jax.protocol.prompts import answer_rule
 from coa_jax.protocol.spec import THINK, Protocol
-from coa_jax.protocol.turn import Pieces, undecided
+from coa_jax.protocol.text_buffer import Pieces, undecided
 
 _MARKS = ("Thought:", "Action:", "Action Input:", "Observation:", "Final Answer:")
 _MARK = re.compile("^(" + "|".join(_MARKS) + ")", re.MULTILINE)

@@ -22,9 +22,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
-from coa_jax.bounds import OneOf
+from coa_jax.config.extensions import Named
+from coa_jax.config.fields import OneOf
 from coa_jax.errors import UserError
-from coa_jax.extensions import Named
 from coa_jax.protocol.formats import FORMATS, TAGS, Format, find_format
 
 START = "start"

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import shards
-from coa_jax.learn.watch import warnings_of
+from coa_jax.data import shards
 from coa_jax.report.breakdown import breakdown
 from coa_jax.report.charts import line_chart, number
 from coa_jax.report.page import (
@@ -44,6 +43,7 @@ from coa_jax.report.traces import (
     stage_rank,
     verdict_of,
 )
+from coa_jax.train.watch import warnings_of
 
 TRACES_PER_STAGE = 60
 _WITH_TOKENS = 12  # traces per stage with tokens, which make up most of the page

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import Author, StopReason, Trajectory
 from coa_jax.report.page import escape
 from coa_jax.report.terminal import COLOURS
 from coa_jax.report.tokens import token_title
 from coa_jax.report.traces import verdict_of
-from coa_jax.trajectory import Author, StopReason, Trajectory
 
 _COLOURS = {**COLOURS, "think": "#7b8492"}
 _TOOL = "#0b7fc4"
@@ -124,7 +124,7 @@ def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html
     belong to observations, and tokens without a colour belong to the prompt.
 
     Args:
-        one: a `Trajectory`, or a `learn.batch.Example`. An example has no authors, so its tokens
+        one: a `Trajectory`, or a `train.batch.Example`. An example has no authors, so its tokens
             have no colours.
         tokenizer: tokenizer of the policy, such as ``policy.tokenizer``.
         trained: for each token, whether it is a target of the loss, for example ``mask`` of an

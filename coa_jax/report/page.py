@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files
+from coa_jax.files import durable
 from coa_jax.report.charts import Series, interval_bar, number
 
 NONE = "\u2013"
@@ -30,7 +30,7 @@ def escape(text: str) -> str:
 def save_page(path: Path, page: str) -> Path:
     """Writes an HTML page and returns the path; creates the folder of the page if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, page.encode("utf-8", "replace"))
+    durable.replace(path, page.encode("utf-8", "replace"))
     return path
 
 

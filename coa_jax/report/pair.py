@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import shards
+from coa_jax.data import shards
+from coa_jax.data.trajectory import Trajectory, iterate_trajectories
 from coa_jax.report.charts import line_chart
 from coa_jax.report.page import (
     NONE,
@@ -26,7 +27,6 @@ from coa_jax.report.page import (
 from coa_jax.report.run import Run
 from coa_jax.report.sweep import CHARTED
 from coa_jax.report.traces import render_body, stage_of, verdict_of
-from coa_jax.trajectory import Trajectory, iterate_trajectories
 
 QUESTIONS = 6
 """Maximum number of questions that the page shows of each kind, such as "both are right"."""

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, jsonl, shards
+from coa_jax.data import shards
+from coa_jax.data.trajectory import Trajectory, read_trajectories
 from coa_jax.errors import UserError
+from coa_jax.files import durable, jsonl
 from coa_jax.report.page import as_number, step_of
 from coa_jax.report.traces import stage_of, stage_rank
-from coa_jax.trajectory import Trajectory, read_trajectories
 
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json", "evaluate")
 
@@ -93,7 +94,7 @@ def read_run(path: str | Path) -> Run:
     check_run(root)
 
     def read(name: str) -> Mapping[str, Any]:
-        return files.read_json_object(root / name) if (root / name).exists() else {}
+        return durable.read_json_object(root / name) if (root / name).exists() else {}
 
     rows = jsonl.read_objects(root / "metrics.jsonl")
     return Run(root, read("config.json"), read("summary.json"), rows)

@@ -23,9 +23,8 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax import files, jsonl
-from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
+from coa_jax.files import durable, jsonl
 from coa_jax.report.charts import Series, line_chart, number
 from coa_jax.report.page import (
     as_number,
@@ -40,6 +39,7 @@ from coa_jax.report.page import (
 )
 from coa_jax.report.page import table as html_table
 from coa_jax.report.traces import stage_rank
+from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.storage import visited, with_urls
 
 CHARTED = (
@@ -153,7 +153,7 @@ def _read(path: Path) -> SweepRun | None:
     summary = next((place for place in places if place.exists()), None)
     if summary is None and not metrics.exists():
         return None
-    blocks = {} if summary is None else files.read_json_object(summary)
+    blocks = {} if summary is None else durable.read_json_object(summary)
     measured = {k: v for k, v in blocks.items() if isinstance(v, Mapping) and "pass_at_1" in v}
     # The result of a pipeline is the result of its last evaluated stage.
     last = max(measured, key=stage_rank, default="")
@@ -239,7 +239,7 @@ def build_sweep(parent: Path) -> tuple[Path, list[SettingSummary]]:
     )
     path = save_page(parent / "report" / "index.html", page)
     result = [dataclasses.asdict(row) for row in rows]
-    files.replace(parent / "sweep.json", (json.dumps(result, indent=1) + "\n").encode())
+    durable.replace(parent / "sweep.json", (json.dumps(result, indent=1) + "\n").encode())
     return path, rows
 
 
@@ -313,7 +313,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def define_flags() -> None:
-    """Defines the command-line flags of ``python -m coa_jax.report.sweep``."""
+    """Defines the command-line flags of ``coa-jax sweep``."""
     workdir_flag("directory whose subdirectories are runs")
 
 

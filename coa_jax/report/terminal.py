@@ -15,15 +15,9 @@ from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 
+from coa_jax.data.trajectory import Author, StopReason, ToolCall, Trajectory, trajectory_violations
 from coa_jax.protocol import Protocol, Segment, make_parser
 from coa_jax.rollout.request import Arrival
-from coa_jax.trajectory import (
-    Author,
-    StopReason,
-    ToolCall,
-    Trajectory,
-    trajectory_violations,
-)
 
 # The colours have a medium luminance, so they are legible on dark and on light backgrounds.
 COLOURS = {

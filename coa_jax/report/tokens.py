@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from coa_jax.data.trajectory import Author, Trajectory
 from coa_jax.report.page import escape
-from coa_jax.trajectory import Author, Trajectory
 
 MAX_TOKENS = 4000
 """Maximum number of tokens of a trajectory that are shown."""

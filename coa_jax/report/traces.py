@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from coa_jax.errors import UserError
-from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
-from coa_jax.report.page import escape, facts
-from coa_jax.trajectory import (
+from coa_jax.data.trajectory import (
     Author,
     ToolCall,
     Trajectory,
     iterate_trajectories,
     trajectory_violations,
 )
+from coa_jax.errors import UserError
+from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
+from coa_jax.report.page import escape, facts
 
 STAGES = ("teacher", "base", "sft", "rl", "rl-train")
 """Names of the known stages, in the order of the pipeline; a run may have other stages."""

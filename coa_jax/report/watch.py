@@ -26,17 +26,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coa_jax import jsonl, reading
-from coa_jax.cli import run_main, workdir_flag
-from coa_jax.learn.record import GRADING
-from coa_jax.learn.watch import warnings_of
+from coa_jax.data.trajectory import Trajectory
+from coa_jax.files import jsonl, untrusted
 from coa_jax.report.charts import number
 from coa_jax.report.page import as_number, phase_of, phase_title, step_of
 from coa_jax.report.run import check_run
 from coa_jax.report.terminal import COLOURS, clean
 from coa_jax.report.traces import verdict_of
+from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.storage.mirror import NAMES_ONLY, visited
-from coa_jax.trajectory import Trajectory
+from coa_jax.train.record import GRADING
+from coa_jax.train.watch import warnings_of
 
 SHOWN = (
     "loss", "validation/loss", "eval/pass_at_1", "reward/mean", "reward/masked_frac",
@@ -68,7 +68,7 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
         if len(found) == count:  # the other files are older, and a spool may have many of them
             break
         for line in _last_lines(path, count - len(found)):
-            with contextlib.suppress(*reading.MALFORMED):
+            with contextlib.suppress(*untrusted.MALFORMED):
                 trajectory = Trajectory.from_json(json.loads(line))
                 if GRADING not in trajectory.metadata:  # else another row will have the grades
                     found.append(trajectory)
@@ -150,7 +150,7 @@ def _total_steps(run: Path, phase: str) -> int:
     try:
         config = json.loads((run / "config.json").read_text())
         return int(config.get(phase, config)["optimizer"]["total_steps"])
-    except (OSError, *reading.MALFORMED):
+    except (OSError, *untrusted.MALFORMED):
         return 0
 
 
@@ -212,7 +212,7 @@ def fetched(place: str) -> Path:
 
 
 def define_flags() -> None:
-    """Defines the command-line flags of ``python -m coa_jax.report.watch``."""
+    """Defines the command-line flags of ``coa-jax watch``."""
     workdir_flag("directory of the run")
     flags.DEFINE_integer("trajectories", 8, "number of newest trajectories shown", lower_bound=0)
     flags.DEFINE_float("every", 2.0, "seconds between two updates of the view", lower_bound=0.1)
@@ -220,7 +220,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``python -m coa_jax.report.watch``: shows the run until Ctrl-C."""
+    """Runs ``coa-jax watch``: shows the run until Ctrl-C."""
     place = flags.FLAGS.workdir
     run = fetched(place)
     check_run(run)

@@ -9,24 +9,24 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from coa_jax import storage
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.environments.base import EnvironmentConfig, tags_of
-from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
 from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
+from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
+from coa_jax.tools.concurrency import Turns, run_blocking
 from coa_jax.tools.make import Tools, ToolsConfig, named_tools, tools_for
-from coa_jax.tools.turns import Turns, run_blocking
-from coa_jax.trajectory import Trajectory
 
 
 def load_policy(path: str | Path, dtype: str = "float32") -> Model:
@@ -94,7 +94,7 @@ class Agent:
             UserError: the protocol or the prompt style is unknown, the policy cannot be loaded, or
                 a tool cannot be created.
         """
-        config = build(ToolsConfig, named_tools(tools), "tools")
+        config = build_config(ToolsConfig, named_tools(tools), "tools")
         self._config = rollout or RolloutConfig(prompt_style="model")
         self._sampling, self._seed = sampling or SamplingParams(temperature=0.0), seed
         if not isinstance(policy, Model):

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
 
 
 def collect(

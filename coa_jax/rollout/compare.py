@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.data.trajectory import Author, StopReason, Trajectory
 from coa_jax.model.tokenizer import decode_ids
-from coa_jax.trajectory import Author, StopReason, Trajectory
 
 # A clock or a fault causes these stop reasons, not the tokens. A replay may therefore continue
 # where the recorded trajectory ended.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coa_jax.trajectory import Author, SegmentSpan
+from coa_jax.data.trajectory import Author, SegmentSpan
 
 KEPT = ("plan", "reflection")
 """Roles that are dropped only if the context is still too long without the other parts."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.model.encode import REPLY, plain_frame
 from coa_jax.model.tool_chat import Frames
 from coa_jax.protocol import BAD_CALL, Monitor, Parser, Protocol, Segment, make_parser
 from coa_jax.rollout.cut import kept_spans
 from coa_jax.rollout.detokenize import TextStream, TokenTable
-from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

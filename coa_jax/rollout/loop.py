@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.episodes import Episodes, TextEpisodes
@@ -18,7 +19,6 @@ from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Replays recorded rollouts and checks that they are reproduced token by token.
 
-    python -m coa_jax.rollout.replay runs/quickstart/traces.jsonl --phase=evaluate-sft \
+    coa-jax replay runs/quickstart/traces.jsonl --phase=evaluate-sft \
         --model=runs/quickstart/models/sft
 
 A trajectory is determined by the parameters, the prompt, the random key, the budgets and the
@@ -36,16 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from coa_jax import jsonl
-from coa_jax.cli import run_main
+from coa_jax.data.trajectory import Author, ToolCall, Trajectory, iterate_trajectories
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.environments.base import RESET
-from coa_jax.environments.session import Opener, ToolLoop
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.progress import progress
 from coa_jax.protocol import find_format, get_protocol
 from coa_jax.rollout.compare import (
     STOPPED_FROM_OUTSIDE,
@@ -54,11 +51,14 @@ from coa_jax.rollout.compare import (
     describe_difference,
 )
 from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.environments.base import RESET
+from coa_jax.rollout.environments.session import Opener, ToolLoop
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.run.command import run_main
+from coa_jax.run.progress import progress
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext
-from coa_jax.trajectory import Author, ToolCall, Trajectory, iterate_trajectories
 
 SHOWN = 3
 """Maximum number of trajectories whose differences are shown."""
@@ -363,7 +363,7 @@ def summary(tokenizer: Any, producer: str, comparisons: Sequence[ReplayCompariso
 
 
 def define_flags() -> None:
-    """Defines the flags of ``python -m coa_jax.rollout.replay``."""
+    """Defines the flags of ``coa-jax replay``."""
     flags.DEFINE_string("model", None, "the model that produced the traces", required=True)
     flags.DEFINE_string("phase", "", "phase of the run to replay, e.g. evaluate-sft or rl")
     flags.DEFINE_integer("step", None, "step of the phase; required if the phase has several")
@@ -399,7 +399,7 @@ def main(argv: list[str]) -> int:
     """Runs the replay command; returns 0 if all replays are identical, and 1 if some differ."""
     values = flags.FLAGS
     if len(argv) != 2:
-        raise UserError("give one file: python -m coa_jax.rollout.replay TRACES --model=DIR")
+        raise UserError("give one file: coa-jax replay TRACES --model=DIR")
     shapes = given_shapes(values)
     if values.format:
         find_format(values.format, by_setting=True)

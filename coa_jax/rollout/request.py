@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.bounds import Bounded, Natural, Place, SecondsOrNone, Size
+from coa_jax.config.fields import Bounded, Natural, Place, SecondsOrNone, Size
+from coa_jax.data.trajectory import Author, StopReason, ToolCall
 from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.environments.session import Opener
 from coa_jax.errors import UserError
 from coa_jax.protocol import TAGS, FormatName, Level
+from coa_jax.rollout.environments.session import Opener
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
-from coa_jax.trajectory import Author, StopReason, ToolCall
 
 
 @dataclasses.dataclass(frozen=True)

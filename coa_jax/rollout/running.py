@@ -9,13 +9,13 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax.environments.base import ANSWER, TURN
-from coa_jax.environments.session import ToolLoop
+from coa_jax.data.trajectory import StopReason, ToolCall
 from coa_jax.protocol import THINK
+from coa_jax.rollout.environments.base import ANSWER, TURN
+from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.request import Request, RolloutConfig, tool_context
 from coa_jax.tools.base import Observation, ToolContext
-from coa_jax.trajectory import StopReason, ToolCall
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import take_copies
 from coa_jax.model.params import DecodeParams
@@ -19,7 +20,6 @@ from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
 
 
 class Sampler(Protocol):

@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from coa_jax.data.trajectory import Author, StopReason, ToolCall, Trajectory
 from coa_jax.engine.engine import Engine
-from coa_jax.environments.base import ANSWER, RESET
-from coa_jax.environments.session import ToolLoop
+from coa_jax.rollout.environments.base import ANSWER, RESET
+from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
 from coa_jax.rollout.running import Running, prefills_of, source_of, unstarted
 from coa_jax.tools.base import Observation, Tool
-from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
 class Scheduler:

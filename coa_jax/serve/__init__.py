@@ -1,1 +1,6 @@
-"""Serves a trained policy over HTTP with the API of OpenAI: `python -m coa_jax.serve`."""
+"""Servers: a policy over HTTP with the API of OpenAI, agent programs, and tools.
+
+`app` and `service` serve a policy. `agents` lets external programs solve tasks by calling the
+policy. `http` contains the limits and checks of all servers. Nothing in training or evaluation
+imports this room at start, because it needs the extra ``serve``.
+"""

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import StopReason
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.score import Scored
-from coa_jax.trajectory import StopReason
-from coa_jax.web.errors import Refused
 
 
 @dataclasses.dataclass

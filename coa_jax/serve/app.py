@@ -16,12 +16,12 @@ from coa_jax.errors import UserError
 from coa_jax.serve.chat import chat_completion
 from coa_jax.serve.completions import text_completion
 from coa_jax.serve.errors import ShuttingDown, error_response
+from coa_jax.serve.http import json_app
+from coa_jax.serve.http.errors import Refused
+from coa_jax.serve.http.guard import Guard, GuardRules, give_reason, is_local
+from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.serve.schema import ChatRequest, TextRequest
 from coa_jax.serve.service import Service
-from coa_jax.web import json_app
-from coa_jax.web.errors import Refused
-from coa_jax.web.guard import Guard, GuardRules, give_reason, is_local
-from coa_jax.web.refusals import RefusalLog
 
 _PAGE = Path(__file__).with_name("page.html")
 _OPEN = ("/", "/health", "/openapi.json")

@@ -13,13 +13,13 @@ from fastapi.responses import Response
 from coa_jax.model.encode import prompt_ids
 from coa_jax.serve import answers, exchange, functions
 from coa_jax.serve.answers import Choice
+from coa_jax.serve.http.errors import Refused
+from coa_jax.serve.http.guard import while_connected
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
 from coa_jax.tasks import Task
-from coa_jax.web.errors import Refused
-from coa_jax.web.guard import while_connected
 
 
 async def chat_completion(

@@ -14,12 +14,12 @@ from fastapi.responses import Response
 from coa_jax.model.tokenizer import decode_ids, encode_plain
 from coa_jax.serve import answers, exchange
 from coa_jax.serve.answers import Choice
+from coa_jax.serve.http.errors import Refused
+from coa_jax.serve.http.guard import while_connected
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import TextRequest
 from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
-from coa_jax.web.errors import Refused
-from coa_jax.web.guard import while_connected
 
 
 async def text_completion(service: Service, request: Request) -> Response:

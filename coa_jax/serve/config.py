@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from coa_jax.bounds import Bounded, Count, Natural, Place, Port, SecondsOrNone, Seed, Variable
+from coa_jax.config.fields import (
+    Bounded,
+    Count,
+    Natural,
+    Place,
+    Port,
+    SecondsOrNone,
+    Seed,
+    Variable,
+)
 from coa_jax.engine.config import EngineConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.web.limits import ConnectionLimits
+from coa_jax.serve.http.limits import ConnectionLimits
 
 
 @dataclasses.dataclass(frozen=True)

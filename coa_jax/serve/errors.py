@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from coa_jax.web.errors import Refused
+from coa_jax.serve.http.errors import Refused
 
 _KINDS = {
     401: "authentication_error",

@@ -15,13 +15,13 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.serve.answers import Choice, usage
 from coa_jax.serve.errors import ShuttingDown, error_body
+from coa_jax.serve.http.bodies import parse_json, validated
+from coa_jax.serve.http.errors import Refused
+from coa_jax.serve.http.guard import body_of, while_connected
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import Sampling
 from coa_jax.serve.service import Service
 from coa_jax.tasks import Task
-from coa_jax.web.bodies import parse_json, validated
-from coa_jax.web.errors import Refused
-from coa_jax.web.guard import body_of, while_connected
 
 _PIECE = 1 << 14
 B = TypeVar("B", bound=Sampling)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from coa_jax import reading
+from coa_jax.files import untrusted
 from coa_jax.model.tokenizer import (
     IM_START,
     conversation_ids,
@@ -58,8 +58,8 @@ def split(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
     calls = []
     for match in _CALL.finditer(text):
         try:
-            value = reading.parse_json(match[1])
-        except reading.MALFORMED:
+            value = untrusted.parse_json(match[1])
+        except untrusted.MALFORMED:
             return text, ()
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return text, ()
@@ -80,7 +80,7 @@ def join(content: str, calls: Iterable[FunctionCall]) -> str:
     """
     parts = [content] if content else []
     for call in calls:
-        arguments = reading.parse_json(call.arguments or "{}")
+        arguments = untrusted.parse_json(call.arguments or "{}")
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments of {call.name} are no JSON object")
         text = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)

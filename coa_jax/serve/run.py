@@ -16,12 +16,12 @@ from coa_jax.protocol import at_level
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.serve.app import make_app
 from coa_jax.serve.config import ServeConfig
+from coa_jax.serve.http.guard import check_exposure
+from coa_jax.serve.http.refusals import RefusalLog
+from coa_jax.serve.http.server import Server, address_of, listen, on_signals
 from coa_jax.serve.service import Service
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.make import ToolsConfig, tools_for
-from coa_jax.web.guard import check_exposure
-from coa_jax.web.refusals import RefusalLog
-from coa_jax.web.server import Server, address_of, listen, on_signals
 
 
 def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:

@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from coa_jax.data.trajectory import Author, StopReason, ToolCall, Trajectory
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.episodes import TextEpisodes
 from coa_jax.rollout.request import Request
 from coa_jax.serve.score import Scored
 from coa_jax.serve.stops import StopStrings
-from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

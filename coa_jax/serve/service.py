@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
 from coa_jax.model.tokenizer import encode_plain
@@ -18,13 +19,12 @@ from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.errors import ShuttingDown
+from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
-from coa_jax.web.errors import Refused
 
 T = TypeVar("T")
 

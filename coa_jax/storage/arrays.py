@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coa_jax import installed
+from coa_jax.config import installed
 from coa_jax.errors import Outage
 from coa_jax.storage.mirror import CHECKPOINTS, mirror_of
 from coa_jax.storage.places import file_system, is_url, join, scheme_of

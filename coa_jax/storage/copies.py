@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 from coa_jax.storage.places import is_url, join, opened, scheme_of, telling
 
 PART = ".part-"
@@ -66,14 +66,14 @@ def cache_folder(name: str, source: str) -> Path:
 
     For an input in a bucket, the folder is in the temporary folder, like the copy of the input: a
     run whose places are all in a bucket writes nothing else to this machine. For other inputs this
-    is `files.cache_folder`.
+    is `durable.cache_folder`.
 
     Args:
         name: name of the cache.
         source: path or URL of the input, or several, separated by commas; "" for no file.
     """
     in_bucket = "://" in with_urls(source)
-    return own_folder() / "caches" / name if in_bucket else files.cache_folder(name)
+    return own_folder() / "caches" / name if in_bucket else durable.cache_folder(name)
 
 
 def local(place: str, leave_out: str = "") -> str:
@@ -175,11 +175,11 @@ def _copy(
     sizes = {name: int(info["size"] or 0) for name, info in found.items()}
     with locked(folder / ".lock"):
         marks_file = folder / ".marks"
-        marks = files.read_json_object(marks_file, None) if marks_file.exists() else {}
+        marks = durable.read_json_object(marks_file, None) if marks_file.exists() else {}
         for relative in [name for name in marks if gone(f"{root}/{name}")]:
             (folder / relative).unlink(missing_ok=True)
             del marks[relative]
-            files.write_json(marks_file, marks)
+            durable.write_json(marks_file, marks)
         for whole in (name for name in found if PART not in name):
             pieces = joined(whole, sizes)
             relative = whole.removeprefix(root).lstrip("/")
@@ -194,7 +194,7 @@ def _copy(
                     file.write(fs.cat_file(name))
             os.replace(fresh, path)
             marks[relative] = mark
-            files.write_json(marks_file, marks)
+            durable.write_json(marks_file, marks)
     return folder
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.reading import made_by
+from coa_jax.files.untrusted import made_by
 from coa_jax.storage.copies import local, stands_for
 from coa_jax.storage.places import is_url, opened, telling
 

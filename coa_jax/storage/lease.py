@@ -20,10 +20,10 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax.bounds import seconds_of
+from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
+from coa_jax.storage.periodic import Repeated
 from coa_jax.storage.places import join, opened, telling
-from coa_jax.storage.repeat import Repeated
 
 NAME = "lease.json"
 

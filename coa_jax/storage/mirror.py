@@ -28,12 +28,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from coa_jax.bounds import seconds_of
+from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import CHECKPOINTS, PART, joined, own_folder, stands_for
+from coa_jax.storage.periodic import Repeated
 from coa_jax.storage.places import check_writable, is_url, opened, telling
-from coa_jax.storage.repeat import Repeated
 
 WHOLE = 8 << 20
 """Size in bytes at which a part of a growing file is complete and no longer rewritten."""

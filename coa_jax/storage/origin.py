@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.reading import SMALL
+from coa_jax.files.untrusted import SMALL
 from coa_jax.storage.hub import ID, hub_id, model_folder
 
 FETCHED = Path("weights")

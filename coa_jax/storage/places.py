@@ -16,8 +16,8 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from coa_jax.config.installed import missing
 from coa_jax.errors import Outage, UserError, causes_of
-from coa_jax.installed import missing
 
 SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Maps the scheme of a bucket to (package, extra of setup.py that installs the package)."""

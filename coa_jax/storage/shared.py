@@ -25,12 +25,12 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax import files, reading
-from coa_jax.bounds import seconds_of
+from coa_jax.config.fields import seconds_of
+from coa_jax.files import durable, untrusted
 from coa_jax.storage.copies import local, locked, own_folder, stands_for
 from coa_jax.storage.mirror import ENTRIES, Mirror
+from coa_jax.storage.periodic import Repeated
 from coa_jax.storage.places import check, check_writable, join, opened, telling
-from coa_jax.storage.repeat import Repeated
 
 _open: list[SharedCache] = []
 """The caches of this process that are in use."""
@@ -104,7 +104,7 @@ class SharedCache:
             OSError: the entry cannot be written to the local mirror.
         """
         assert self._mirror is not None
-        files.append(self._own, (json.dumps(entry) + "\n").encode())
+        durable.append(self._own, (json.dumps(entry) + "\n").encode())
 
     def close(self) -> None:
         """Uploads the last entries; the last process of this machine removes the local file.
@@ -144,9 +144,9 @@ def _entries(url: str) -> Iterator[dict[str, Any]]:
             return
     pattern = Path(local(place))
     for path in sorted(pattern.parent.glob(pattern.name)):
-        for number, line in reading.lines(path):
+        for number, line in untrusted.lines(path):
             if line.endswith(b"\n"):
-                yield files.parse_row(line, f"{path}:{number}")
+                yield durable.parse_row(line, f"{path}:{number}")
 
 
 @contextlib.contextmanager

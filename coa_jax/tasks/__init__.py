@@ -11,8 +11,7 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax.errors import UserError
-from coa_jax.extensions import (
+from coa_jax.config.extensions import (
     PATH,
     ExtensionKind,
     bind,
@@ -21,7 +20,8 @@ from coa_jax.extensions import (
     read_options,
     refuse_result,
 )
-from coa_jax.overrides import suggest
+from coa_jax.config.overrides import suggest
+from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
@@ -48,12 +48,8 @@ SOURCES = ExtensionKind(
     "task source",
     "coa_jax.tasks",
     {
-        "factbook": "coa_jax.tasks.factbook:load_source",
-        "arithmetic": "coa_jax.tasks.arithmetic:load_source",
-        "factbook_people": "coa_jax.tasks.factbook_people:load_source",
-        "drawn_tools": "coa_jax.tasks.drawn_tools:load_source",
-        "textarena": "coa_jax.environments.textarena:load",
-        "openenv": "coa_jax.environments.openenv:load",
+        "textarena": "coa_jax.rollout.environments.textarena:load",
+        "openenv": "coa_jax.rollout.environments.openenv:load",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
         **dict.fromkeys(("hf", "tfds", *SUFFIXES), "coa_jax.tasks.columns:load_rows"),
     },

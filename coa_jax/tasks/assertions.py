@@ -24,9 +24,9 @@ import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from typing import Any
 
+from coa_jax.sandbox.limits import Job
+from coa_jax.sandbox.run import ProgramResult, run
 from coa_jax.tasks import crossing
-from coa_jax.tools.sandbox.limits import Job
-from coa_jax.tools.sandbox.run import ProgramResult, run
 
 _BUILTINS = frozenset(dir(builtins))
 _ALIASES = {"np": "numpy", "pd": "pandas"}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from coa_jax.bounds import Split
+from coa_jax.config.extensions import ExtensionKind, bind, read_options
+from coa_jax.config.fields import Split
 from coa_jax.errors import UserError
-from coa_jax.extensions import ExtensionKind, bind, read_options
 from coa_jax.protocol import at_level, get_protocol, in_format
 
 SPLITS: tuple[str, ...] = get_args(Split)
+_SALT = "1"
+_SHARES = (("train", 0.6), ("validation", 0.7), ("test", 1.0))  # cumulative shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,3 +136,34 @@ def parse_options(kind: Callable[..., Options], source: str) -> Options:
     sources = ExtensionKind("task source", "", {name: kind})
     options: Options = bind(sources, name, read_options(rest, where), where, text=True)()
     return options
+
+
+def fraction(*parts: object) -> float:
+    """Returns a number in [0, 1), a hash of the arguments, for reproducible random choices."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
+
+
+@functools.cache
+def split_of(entity: str) -> str:
+    """Returns the split (``train``, ``validation`` or ``test``) of an entity, a hash of its name.
+
+    About 60 % of the entities belong to ``train``, 10 % to ``validation`` and 30 % to ``test``.
+    """
+    share = fraction(_SALT, entity)
+    return next(split for split, limit in _SHARES if share < limit)
+
+
+TASK_TOOLS = ExtensionKind("source of tools", "coa_jax.task_tools", {}, offers=("protocol",))
+"""Functions that return the tools that only one task has, by tag, from the task's protocol.
+
+The name of such a function is that of the task source.
+"""
+
+
+def tools_of(task: Task) -> Mapping[str, Any]:
+    """Returns the tools that only this task has, by tag; {} for most task sources."""
+    if not TASK_TOOLS.knows(task.source):
+        return {}
+    found: Mapping[str, Any] = bind(TASK_TOOLS, task.source, {}, "tasks")(protocol=task.protocol)
+    return found

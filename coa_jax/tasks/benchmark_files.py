@@ -19,10 +19,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from coa_jax.config.extensions import read_options
+from coa_jax.data.rows import find_files
 from coa_jax.errors import UserError
-from coa_jax.extensions import read_options
 from coa_jax.protocol import get_protocol
-from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.checks import checked

@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.files.untrusted import parse_json
 from coa_jax.protocol import parse_boxed
-from coa_jax.reading import parse_json
 from coa_jax.tasks.release_files import contest_task
 from coa_jax.tasks.rows import Row
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from absl import logging
 
-from coa_jax import jsonl, reading
-from coa_jax.extensions import ExtensionKind
+from coa_jax.config.extensions import ExtensionKind
+from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
@@ -120,12 +120,12 @@ def tests_of(gold: tuple[str, ...]) -> Tests:
         ValueError: the accepted answer contains no tests.
     """
     try:
-        value = reading.parse_json(gold[0] if gold else "")
+        value = untrusted.parse_json(gold[0] if gold else "")
         if not isinstance(value, Mapping):
             raise ValueError(f"expected an object, found {type(value).__name__}")
         return read_tests(value)
-    except reading.MALFORMED as error:
-        raise ValueError(f"the tests cannot be read: {reading.reason(error)}") from error
+    except untrusted.MALFORMED as error:
+        raise ValueError(f"the tests cannot be read: {untrusted.reason(error)}") from error
 
 
 def _grader_of(gold: tuple[str, ...]) -> str:

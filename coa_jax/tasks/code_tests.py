@@ -25,13 +25,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from coa_jax.bounds import Bounded, MiB, Seconds
+from coa_jax.config.fields import Bounded, MiB, Seconds
 from coa_jax.protocol import parse_code
+from coa_jax.sandbox import isolation
+from coa_jax.sandbox.limits import Job, Limits
+from coa_jax.sandbox.run import ProgramResult, run
 from coa_jax.tasks.assertions import Separate, run_separate, separate
 from coa_jax.tools.code_libraries import Library, find_libraries
-from coa_jax.tools.sandbox import isolation
-from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import ProgramResult, run
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)

@@ -2,7 +2,7 @@
 
     tasks=hf:openai/gsm8k:main  task_options.columns.answer=answer  task_options.answer_after=####
 
-Data sets of the Hugging Face hub and of TFDS are named as in `records.data_sets`. If the name
+Data sets of the Hugging Face hub and of TFDS are named as in `data.data_sets`. If the name
 contains no SPLIT, the run decides which split is read.
 
 The mapping gives the column of each part of a task. A dot selects a field of a nested column
@@ -15,11 +15,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coa_jax.config.overrides import suggest
+from coa_jax.data.data_sets import open_hub, open_tfds
+from coa_jax.data.rows import find_files
 from coa_jax.errors import UserError
-from coa_jax.overrides import suggest
 from coa_jax.protocol import Messages, get_protocol
-from coa_jax.records.data_sets import open_hub, open_tfds
-from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, jsonl
+from coa_jax.files import durable, jsonl
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 
 _CAPITALS = {"Lesotho": "Maseru", "Bhutan": "Thimphu", "Iceland": "Reykjavik", "Chad": "N'Djamena"}
@@ -70,4 +70,4 @@ def write_examples(folder: Path) -> None:
         jsonl.write_lines(folder / f"{name}.jsonl", _rows(name))
     tests = {"public_test_cases": [_case("1 2\n", "3\n"), _case("-5 5\n", "0\n")]}
     for row in _rows("livecodebench"):
-        files.write_json(folder / "tests" / f"{row['question_id']}.json", tests)
+        durable.write_json(folder / "tests" / f"{row['question_id']}.json", tests)

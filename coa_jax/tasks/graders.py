@@ -30,19 +30,26 @@ from typing import Annotated, Any, TypeVar, cast
 
 from absl import logging
 
-from coa_jax import reading
-from coa_jax.bounds import Between, Bounded, Name, Place, Seconds, Times, check
+from coa_jax.config.extensions import (
+    BoundFunction,
+    Extension,
+    MisfitError,
+    Named,
+    bind,
+    refuse_result,
+)
+from coa_jax.config.fields import Between, Bounded, Name, Place, Seconds, Times, check
+from coa_jax.data.trajectory import Reward, StopReason, Trajectory, format_valid
 from coa_jax.errors import UserError
-from coa_jax.extensions import BoundFunction, Extension, MisfitError, Named, bind, refuse_result
-from coa_jax.settings import build
+from coa_jax.files import untrusted
+from coa_jax.run.settings import build_config
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.rewards import NEEDS, opened
+from coa_jax.tools.concurrency import Turns, run_blocking
 from coa_jax.tools.net.budget import BudgetSpentError
-from coa_jax.tools.turns import Turns, run_blocking
-from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 
 T = TypeVar("T")
 
@@ -109,7 +116,7 @@ class GradersConfig(Bounded):
         super().__post_init__()
         for name, settings in self.rewards.items():
             check(name, Name, "rewards")
-            reward = build(RewardConfig, settings, f"rewards.{name}")
+            reward = build_config(RewardConfig, settings, f"rewards.{name}")
             if not reward.path and name != TASKS_OWN and not REWARDS.knows(name):
                 raise UserError(f"rewards.{name}.path is missing; give package.module:name")
             taken = (TASKS_OWN, "format", *REWARDS.built_in)
@@ -182,7 +189,7 @@ class Graders:
 
     def _weighted(self, name: str, given: Mapping[str, Any]) -> _Weighted:
         where = f"graders.rewards.{name}"
-        reward = build(RewardConfig, given, where)
+        reward = build_config(RewardConfig, given, where)
         if name == TASKS_OWN:
             return _Weighted(name, reward.weight, None)
         call = bind(REWARDS, reward.path or name, reward.options, where)
@@ -254,7 +261,7 @@ class Graders:
             return self._masked(task, kind, error)
 
     def _masked(self, task: Task, kind: str, error: Exception) -> Reward:
-        reason = f"{type(error).__name__}: {reading.reason(error)}"
+        reason = f"{type(error).__name__}: {untrusted.reason(error)}"
         if kind not in self._warned:
             self._warned.add(kind)
             place = traceback.extract_tb(error.__traceback__)[-1]

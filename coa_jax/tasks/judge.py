@@ -21,13 +21,13 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax.bounds import Bounded, Count, Place, SecondsOrNone, Times
+from coa_jax.config.fields import Bounded, Count, Place, SecondsOrNone, Times
 from coa_jax.protocol.bodies import without_fence, without_thought
 from coa_jax.tools.base import Observation
+from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.store import Store, key_of
-from coa_jax.tools.turns import Turns
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 64.0
 _SYSTEM = (

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import re
 
-from coa_jax.installed import missing
+from coa_jax.config.installed import missing
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths_spelling import in_latex, tight

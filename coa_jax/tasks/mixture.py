@@ -15,9 +15,9 @@ from typing import Annotated, Any, Protocol
 
 import grain
 
-from coa_jax.bounds import Between, Bounded, Name, Natural, OneOf, Place, check
+from coa_jax.config.fields import Between, Bounded, Name, Natural, OneOf, Place, check
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.base import SPLITS, Task
 
@@ -79,7 +79,9 @@ def parts_of(sources: Sources) -> dict[str, Part]:
             f"tasks is {sources.tasks!r} and mixture has {', '.join(sources.mixture)}; give tasks= "
             "to mix, and options as mixture.NAME.options"
         )
-    return {name: build(Part, part, f"mixture.{name}") for name, part in sources.mixture.items()}
+    return {
+        name: build_config(Part, part, f"mixture.{name}") for name, part in sources.mixture.items()
+    }
 
 
 def load_parts(

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.files import untrusted
 from coa_jax.storage import local
 from coa_jax.tasks.code_tests import Case, Tests, read_tests
 
-_DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, zlib.error)
+_DAMAGED = (*untrusted.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, zlib.error)
 
 _NODES = 1_000_000
 """Maximum number of values in a pickle. A question of LiveCodeBench has about a hundred tests."""
@@ -78,7 +78,7 @@ def _inflated(data: bytes) -> bytes:
         ValueError: the decompressed data is too large, or the compressed data is incomplete.
         zlib.error: the data is damaged.
     """
-    limit = min(_INFLATED, reading.whole_limit())
+    limit = min(_INFLATED, untrusted.whole_limit())
     inflater = zlib.decompressobj()
     found = inflater.decompress(data, limit)
     if len(found) == limit:
@@ -128,14 +128,14 @@ def load_private_tests(folder: str, question_id: str) -> Tests | None:
     if path is None:
         return None
     try:
-        data = reading.read_bytes(path)
-        value = reading.parse_json(data) if path.suffix == ".json" else _unpickled(data)
+        data = untrusted.read_bytes(path)
+        value = untrusted.parse_json(data) if path.suffix == ".json" else _unpickled(data)
         if not isinstance(value, dict):
             raise ValueError("expected an object")
         known = "public_test_cases" in value
         return livecodebench_tests(value) if known else read_tests(value)
     except _DAMAGED as error:
-        why = reading.reason(error)
+        why = untrusted.reason(error)
         raise UserError(f"{path}: no tests can be read from it: {why}") from error
 
 
@@ -145,7 +145,7 @@ def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
     The number of values is bounded, because a small pickle can stand for very many values: for
     example, a list that contains another list twice, nested many times.
     """
-    if next(seen) > _NODES or depth > reading.MAX_DEPTH:
+    if next(seen) > _NODES or depth > untrusted.MAX_DEPTH:
         raise ValueError("the pickle contains too many values, or values nested too deeply")
     if isinstance(value, _Record):
         fields = {k: v for k, v in vars(value).items() if k != "arguments"}
@@ -167,7 +167,7 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
     """
     listed = _test_list(row["public_test_cases"]) + _test_list(row.get("private_test_cases") or [])
     metadata = row.get("metadata") or {}
-    metadata = reading.parse_json(metadata) if isinstance(metadata, str) else metadata
+    metadata = untrusted.parse_json(metadata) if isinstance(metadata, str) else metadata
     if not listed:
         raise ValueError("there are no tests")
     calls = [test.get("testtype", "stdin") == "functional" for test in listed]
@@ -189,14 +189,14 @@ def _test_list(value: Any) -> list[dict[str, Any]]:
     """
     if isinstance(value, str):
         try:
-            value = reading.parse_json(value)
+            value = untrusted.parse_json(value)
         except ValueError:
             try:
                 inner = _unpickled(_inflated(base64.b64decode(value, validate=True)))
             except Exception as error:  # broken pickles raise any exception
-                why = reading.reason(error)
+                why = untrusted.reason(error)
                 raise ValueError(f"packed tests cannot be unpacked: {why}") from error
-            value = reading.parse_json(inner) if isinstance(inner, str) else inner
+            value = untrusted.parse_json(inner) if isinstance(inner, str) else inner
     if not isinstance(value, list) or not all(isinstance(test, dict) for test in value):
         raise ValueError("tests must be a list of objects")
     return value

@@ -33,8 +33,8 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax import files, reading
 from coa_jax.errors import UserError
+from coa_jax.files import durable, untrusted
 from coa_jax.model.card import CARD, read_card
 from coa_jax.protocol import (
     LIBRARIES,
@@ -134,12 +134,12 @@ def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Promp
             "one of these words, or the path of a text, JSON or parquet file with instructions"
         )
     if path.name == CARD:
-        return _prompt_of_card(files.read_json_object(path), path)
+        return _prompt_of_card(durable.read_json_object(path), path)
     return _prompt_of_rows(path) if path.suffix in SUFFIXES else _prompt_of_text(path)
 
 
 def _prompt_of_text(path: Path) -> Prompt:
-    text = reading.read_text(path, _LARGEST).replace("\r\n", "\n").strip()
+    text = untrusted.read_text(path, _LARGEST).replace("\r\n", "\n").strip()
     if not text:
         raise UserError(f"{path}: the file contains no instructions")
     if text.count(QUESTION) > 1:

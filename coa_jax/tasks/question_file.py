@@ -11,8 +11,8 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.protocol import Messages, get_protocol
 from coa_jax.storage import local
 from coa_jax.tasks.base import SPLITS, Task

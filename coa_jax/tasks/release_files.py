@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.files import untrusted
 from coa_jax.protocol import Messages, split_level
 from coa_jax.storage import local
 from coa_jax.tasks.base import Task
@@ -159,10 +159,10 @@ def _ground_truth(value: Any) -> Any:
     """Parses the accepted answer of a row, which may be a string with JSON or a Python literal."""
     if not isinstance(value, str):
         return value
-    for read in (reading.parse_json, ast.literal_eval):
+    for read in (untrusted.parse_json, ast.literal_eval):
         try:
             found = read(value)
-        except (SyntaxError, *reading.MALFORMED):
+        except (SyntaxError, *untrusted.MALFORMED):
             continue
         texts = isinstance(found, list) and all(isinstance(item, str) for item in found)
         return found if found and (texts or isinstance(found, dict | str)) else value

@@ -7,22 +7,23 @@ The names of the parameters of a function determine its arguments, see
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from coa_jax.config.installed import missing
+from coa_jax.data.trajectory import Author, Reward, Trajectory, format_valid
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_boxed, split_level
+from coa_jax.sandbox.isolation import find_isolation
+from coa_jax.sandbox.run import SandboxError
 from coa_jax.tasks import release_rewards
-from coa_jax.tasks.arithmetic import reasoning_gym
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import tests_of
 from coa_jax.tasks.code_tests import Tests, program_of, run_tests
 from coa_jax.tasks.grading import grade_answer
 from coa_jax.tasks.maths import MathsUnsureError, check_installed, same_expression
 from coa_jax.tasks.private_tests import check_folder, load_private_tests
-from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.sandbox.run import SandboxError
-from coa_jax.trajectory import Author, Reward, Trajectory, format_valid
 
 if TYPE_CHECKING:
     from coa_jax.tasks.graders import Graders, GradersConfig
@@ -160,6 +161,18 @@ def generator(task: Task, trajectory: Trajectory) -> float:
         return float(scorer(answer.strip(), entry) >= 1.0)
     except Exception:  # some scorers raise errors for unreadable answers, which are wrong
         return 0.0
+
+
+def reasoning_gym() -> Any:
+    """Imports and returns the optional package reasoning-gym.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError:
+        raise missing("arithmetic", "reasoning-gym", "tasks") from None
 
 
 def opened(task: Task, answer: str | None) -> str | None:

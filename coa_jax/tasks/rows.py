@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax import jsonl, reading
+from coa_jax.config.installed import missing
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
+from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 
@@ -76,13 +76,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
                 kind = type(row).__name__
                 raise UserError(f"{path}: row {number}: expected an object, found {kind}")
             yield row
-    except (OSError, csv.Error, NotImplementedError, *reading.MALFORMED) as error:
-        why = reading.reason(error)
+    except (OSError, csv.Error, NotImplementedError, *untrusted.MALFORMED) as error:
+        why = untrusted.reason(error)
         raise UserError(f"{path}: cannot be read after row {number}: {why}") from error
 
 
 def _json(path: Path) -> Iterator[Any]:
-    rows = reading.read_json(path, limit=None)
+    rows = untrusted.read_json(path, limit=None)
     if isinstance(rows, dict):
         rows = next((rows[key] for key in _LISTS if isinstance(rows.get(key), list)), None)
     if not isinstance(rows, list):
@@ -91,7 +91,7 @@ def _json(path: Path) -> Iterator[Any]:
 
 
 def _table(path: Path) -> Iterator[Any]:
-    file = io.StringIO(reading.read_text(path), newline="")
+    file = io.StringIO(untrusted.read_text(path), newline="")
     rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     for row in rows:
         if None in row or None in row.values():
@@ -104,7 +104,7 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
         import pyarrow.parquet
     except ImportError:
         raise missing(f"{path}: reading parquet", "pyarrow", "tasks") from None
-    with reading.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+    with untrusted.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
         if file.metadata.num_rows > _MOST_ROWS:
             raise ValueError(f"it claims to have {file.metadata.num_rows:,} rows")
         there = file.schema_arrow.names
@@ -174,8 +174,8 @@ def add_tasks(
     for number, row in enumerate(rows, 1):
         try:
             task = make(row, len(tasks) + 1)
-        except reading.MALFORMED as error:
-            raise UserError(f"{where}: row {number}: {reading.reason(error)}") from error
+        except untrusted.MALFORMED as error:
+            raise UserError(f"{where}: row {number}: {untrusted.reason(error)}") from error
         if task is None:
             continue
         found, copies = task.id, 1

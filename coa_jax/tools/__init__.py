@@ -1,0 +1,5 @@
+"""Tools that the policy calls: their interface, and one module for each built-in tool.
+
+`make` creates the tools of a run from its settings, `net` contains what tools on the network share.
+Programs of the policy run in the room `sandbox`.
+"""

@@ -9,7 +9,7 @@ import math
 import time
 from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
-from coa_jax import jsonl
+from coa_jax.files import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.secrets import redact_all
@@ -227,7 +227,7 @@ class Wrapper:
         await self.tool.close()  # type: ignore[attr-defined]
 
 
-async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
+async def call_tool(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     """Calls a tool, and converts failures of the tool to observations.
 
     * If the deadline passes, the outcome is ``timeout``, even if the tool ignores its cancellation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from coa_jax.tools.base import Observation, Tool, ToolContext, Wrapper, call
+from coa_jax.tools.base import Observation, Tool, ToolContext, Wrapper, call_tool
 from coa_jax.tools.net.budget import CallBudget, purse_of
 
 LONGEST_WAIT_S = 3600.0
@@ -58,7 +58,7 @@ class Budgeted(Wrapper):
             left = max(context.deadline - (time.monotonic() - start), 0.001)
             context = dataclasses.replace(context, deadline=left)
         try:
-            return await call(self.tool, arguments, context)
+            return await call_tool(self.tool, arguments, context)
         finally:
             # A call costs money even if it fails.
             purse.end(_NO_TOKENS, answered=True)

@@ -12,13 +12,13 @@ import time
 from typing import Any
 
 from coa_jax.protocol import parse_code
+from coa_jax.sandbox import isolation
+from coa_jax.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
+from coa_jax.sandbox.run import GRACE_S, ProgramResult, SandboxError, run
 from coa_jax.tools.base import Observation, Outcome, ToolContext, observe
 from coa_jax.tools.code_libraries import find_libraries
 from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
-from coa_jax.tools.sandbox import isolation
-from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
-from coa_jax.tools.sandbox.run import GRACE_S, ProgramResult, SandboxError, run
-from coa_jax.tools.turns import Turns
+from coa_jax.tools.concurrency import Turns
 
 BAD_CALL = (
     "[FAILED] The call could not be read. Write one block that starts with ```py and ends with"

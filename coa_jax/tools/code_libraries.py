@@ -26,18 +26,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from coa_jax import files
-from coa_jax.bounds import Text
+from coa_jax.config.fields import Text
 from coa_jax.errors import UserError
-from coa_jax.tools.sandbox.isolation import (
+from coa_jax.files import durable as files
+from coa_jax.sandbox.isolation import (
     Interpreter,
     Isolation,
     find_interpreter,
     find_isolation,
     reachable,
 )
-from coa_jax.tools.sandbox.limits import Limits
-from coa_jax.tools.sandbox.run import run
+from coa_jax.sandbox.limits import Limits
+from coa_jax.sandbox.run import run
 
 _VERSION = r"\s*(===|==|~=|!=|>=|<=|>|<)\s*[\w.*+!-]+\s*"
 _REQUIREMENT = rf"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[\w,.-]+\])?({_VERSION}(,{_VERSION})*)?"

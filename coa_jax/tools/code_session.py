@@ -15,8 +15,8 @@ import dataclasses
 import json
 
 from coa_jax.protocol import parse_code
+from coa_jax.sandbox.limits import Limits
 from coa_jax.tools.base import ToolContext, own_calls
-from coa_jax.tools.sandbox.limits import Limits
 
 FORGOTTEN = "What this program did is not remembered; variables are those of before it."
 

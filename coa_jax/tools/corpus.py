@@ -1,14 +1,58 @@
-"""Reads corpora from JSONL files in the common formats."""
+"""Defines corpora of search tools, and reads corpora from JSONL files in the common formats."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from coa_jax import jsonl
+from coa_jax.config.extensions import ExtensionKind, find
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.storage import local
-from coa_jax.tools.factbook_pages import Passage
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """A passage, which is the unit of search.
+
+    Attributes:
+        title: title of the passage.
+        text: text of the passage.
+    """
+
+    title: str
+    text: str
+
+
+class Corpus(Protocol):
+    """A corpus of an installed package.
+
+    Attributes:
+        version: a text that changes whenever the passages change; indexes of the corpus are stored
+            under it.
+    """
+
+    @property
+    def version(self) -> str: ...
+
+    def passages(self, limit: int) -> Iterator[Passage]:
+        """Yields the passages, each with at most ``limit`` characters."""
+
+
+CORPORA = ExtensionKind("corpus", "coa_jax.corpora", {})
+"""The corpora of installed packages, as functions or classes that return a `Corpus`."""
+
+
+def default_corpus() -> Corpus:
+    """Returns the corpus that search tools read if the config names none.
+
+    Raises:
+        UserError: no installed package has the corpus ``factbook``.
+    """
+    corpus: Corpus = find(CORPORA, "factbook", "tools.corpus")()
+    return corpus
 
 
 def read_corpus(path: str) -> tuple[Passage, ...]:

@@ -17,11 +17,13 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from coa_jax.bounds import Bounded, Bytes, Count, Place, Seconds, Times
-from coa_jax.installed import missing
+from coa_jax.config.fields import Bounded, Bytes, Count, Place, Seconds, Times
+from coa_jax.config.installed import missing
 from coa_jax.protocol import parse_urls
+from coa_jax.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, observe, time_for
+from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
 from coa_jax.tools.net.chat import ChatConfig, check_client
@@ -29,9 +31,7 @@ from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text, decode, media_type
 from coa_jax.tools.robots import Robots
-from coa_jax.tools.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools.summarize import click_intent, last_query, summarize
-from coa_jax.tools.turns import Turns
 from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
 from coa_jax.tools.wiki_search import Index
 from coa_jax.tools.worker import WorkerBusyError, WorkerError

@@ -18,12 +18,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from coa_jax import files
 from coa_jax.errors import UserError
-from coa_jax.progress import progress
-from coa_jax.tools import factbook_pages
+from coa_jax.files import durable
+from coa_jax.run.progress import progress
+from coa_jax.tools.corpus import Passage, default_corpus
 from coa_jax.tools.encoder import EncoderConfig, TextEncoder
-from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.wiki_search import Index, best_rows, load_index
 
 _log = logging.getLogger(__name__)
@@ -148,7 +147,7 @@ def load_retriever(
     if words is not None:
         corpus = words.passages
     else:
-        corpus = tuple(factbook_pages.passages(passage_chars) if passages is None else passages)
+        corpus = tuple(default_corpus().passages(passage_chars) if passages is None else passages)
         if not corpus:
             raise UserError("wiki_search has no text to index; give it passages with words")
     model = TextEncoder(encoder)
@@ -172,7 +171,7 @@ def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
 def _load_vectors(
     encoder: TextEncoder, corpus: Sequence[Passage], folder: Path | None
 ) -> np.ndarray:
-    folder = (folder or files.cache_folder("wiki")) / _name(encoder, corpus)
+    folder = (folder or durable.cache_folder("wiki")) / _name(encoder, corpus)
     shape = (len(corpus), encoder.width)
     if folder.is_dir():
         try:
@@ -180,7 +179,7 @@ def _load_vectors(
         except (OSError, ValueError, EOFError) as error:
             _log.warning("computing the vectors of %s again: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
-    files.make_folder(folder, lambda fresh: _write_vectors(encoder, corpus, fresh / _VECTORS))
+    durable.make_folder(folder, lambda fresh: _write_vectors(encoder, corpus, fresh / _VECTORS))
     return _opened(folder, shape)
 
 

@@ -24,13 +24,13 @@ import sys
 import time
 from pathlib import Path
 
+from coa_jax.config.installed import warn_untested
 from coa_jax.errors import UserError
-from coa_jax.installed import warn_untested
-from coa_jax.tools.sandbox import landlock, trial
-from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
-from coa_jax.tools.sandbox.isolation import BACKENDS, Isolation, find_isolation
-from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import run
+from coa_jax.sandbox import landlock, trial
+from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
+from coa_jax.sandbox.isolation import BACKENDS, Isolation, find_isolation
+from coa_jax.sandbox.limits import Job, Limits
+from coa_jax.sandbox.run import run
 
 _TIMED_CALLS = 15
 
@@ -108,20 +108,22 @@ def _show_tools(path: str, overrides: list[str]) -> int:
     # These imports are local, because the test of the isolation needs only the standard library.
     from ml_collections import ConfigDict
 
-    from coa_jax.cli import load_config, overridden
-    from coa_jax.extensions import importable
-    from coa_jax.settings import build, complete
+    from coa_jax.config.extensions import importable
+    from coa_jax.run.command import load_config, overridden
+    from coa_jax.run.settings import build_config, complete_config
     from coa_jax.tools.make import TOOLS, ToolsConfig
     from coa_jax.tools.reach import findings
 
     try:
         importable(Path())
-        default = ConfigDict({"tools": complete(ToolsConfig, {"names": tuple(TOOLS.built_in)})})
+        default = ConfigDict(
+            {"tools": complete_config(ToolsConfig, {"names": tuple(TOOLS.built_in)})}
+        )
         try:
             settings = overridden(load_config(path) if path else default, overrides)["tools"]
         except (KeyError, SyntaxError) as error:
             raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
-        config = build(ToolsConfig, settings, "config.tools")
+        config = build_config(ToolsConfig, settings, "config.tools")
         chosen = path or config.names != tuple(TOOLS.built_in)
         optional = () if chosen else set(TOOLS.built_in) - set(ToolsConfig().names)
         found = asyncio.run(findings(config))

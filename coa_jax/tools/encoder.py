@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax import reading
-from coa_jax.bounds import Between, Bounded, OneOf, Place, Prose
+from coa_jax.config.fields import Between, Bounded, OneOf, Place, Prose
 from coa_jax.errors import UserError
-from coa_jax.files import read_json_object
+from coa_jax.files import untrusted
+from coa_jax.files.durable import read_json_object
 from coa_jax.model import encoder
 from coa_jax.model.compute import REFERENCE
 from coa_jax.model.encoder import BertConfig, bind, load_params, read_bert_config
@@ -103,8 +103,8 @@ class TextEncoder:
             vector = self.queries(["capital of Peru"])
         except UserError as error:
             raise UserError(f"encoder: {error}") from None
-        except reading.MALFORMED as error:
-            why = reading.reason(error)
+        except untrusted.MALFORMED as error:
+            why = untrusted.reason(error)
             raise UserError(f"encoder: {folder} is not a usable model: {why}") from error
         if not np.isfinite(vector).all():
             raise UserError(f"encoder: {folder} computes a vector with NaN; use another model")
@@ -189,7 +189,7 @@ def _tokenizer(path: Path, longest: int) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        reading.read_json(path, 256 << 20)
+        untrusted.read_json(path, 256 << 20)
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare exceptions
         raise UserError(

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from coa_jax.sandbox.isolation import Isolation, reachable
+from coa_jax.sandbox.limits import Job, Limits
+from coa_jax.sandbox.run import SERVER, SandboxError
 from coa_jax.tools import worker
 from coa_jax.tools.code_libraries import find_libraries
-from coa_jax.tools.sandbox.isolation import Isolation, reachable
-from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import SERVER, SandboxError
 from coa_jax.tools.worker import WorkerBusyError, Workers
 
 _LIMITS = Limits(

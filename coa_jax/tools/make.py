@@ -9,7 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
-from coa_jax.bounds import (
+from coa_jax.config.extensions import (
+    Extension,
+    ExtensionKind,
+    Named,
+    bind,
+    find,
+    is_path,
+    refuse_result,
+)
+from coa_jax.config.fields import (
     MAX_INT,
     Address,
     Between,
@@ -25,7 +34,6 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
-from coa_jax.extensions import Extension, ExtensionKind, Named, bind, find, is_path, refuse_result
 from coa_jax.protocol import (
     LEVELS,
     TOOL_FORMS,
@@ -36,12 +44,13 @@ from coa_jax.protocol import (
     protocol_with_tools,
     split_level,
 )
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.storage import cache_folder, version
 from coa_jax.tools.base import Tool
 from coa_jax.tools.budgeted import Budgeted
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_libraries import Library
+from coa_jax.tools.concurrency import run_blocking
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
@@ -51,7 +60,6 @@ from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.recorded import Recorded, StoreConfig, open_store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
-from coa_jax.tools.turns import run_blocking
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
@@ -153,12 +161,12 @@ class ToolsConfig(Bounded):
                 raise UserError(f"mcp.{tag} is a tool that is built in; choose another tag")
             if tag in self.own:
                 raise UserError(f"mcp.{tag} is in own, too; choose another tag for one of them")
-            build(McpConfig, settings, f"mcp.{tag}")
+            build_config(McpConfig, settings, f"mcp.{tag}")
         for tag, settings in self.own.items():
-            if not build(Extension, settings, f"own.{tag}").path and not TOOLS.knows(tag):
+            if not build_config(Extension, settings, f"own.{tag}").path and not TOOLS.knows(tag):
                 raise UserError(f"own.{tag}.path is missing; give package.module:name")
         for tag, settings in self.budgets.items():
-            build(CallBudget, settings, f"budgets.{tag}")
+            build_config(CallBudget, settings, f"budgets.{tag}")
         known = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
         check(self.names, tuple[known, ...], "names")
         check(self.store.tools, tuple[known, ...], "store.tools")
@@ -238,14 +246,16 @@ def _budgeted(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
             f"config.tools.budgets.{unknown[0]} is the budget of no tool; the tools are "
             f"{', '.join(tool.name for tool in tools) or 'none'}"
         )
-    found = {tag: build(CallBudget, x, f"budgets.{tag}") for tag, x in config.budgets.items()}
+    found = {
+        tag: build_config(CallBudget, x, f"budgets.{tag}") for tag, x in config.budgets.items()
+    }
     return [Budgeted(t, found[t.name]) if t.name in found else t for t in tools]
 
 
 def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
     """Creates the tool with a name, and checks that it has the interface of a tool."""
     if name in config.mcp:
-        return McpTool(name, build(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
+        return McpTool(name, build_config(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
     where = f"config.tools.own.{name}" if name in config.own else "config.tools.names"
     named = _own(name, config)
     path = named.path or name
@@ -261,7 +271,7 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
 
 
 def _own(name: str, config: ToolsConfig) -> Extension:
-    return build(Extension, config.own.get(name, {}), f"config.tools.own.{name}")
+    return build_config(Extension, config.own.get(name, {}), f"config.tools.own.{name}")
 
 
 def _tag(path: str) -> str:

@@ -23,16 +23,16 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from coa_jax import reading
-from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable, shown
+from coa_jax.config.fields import Address, Bounded, Count, Prose, Seconds, Variable, shown
+from coa_jax.config.installed import missing
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
+from coa_jax.files import untrusted
 from coa_jax.protocol.bodies import without_fence
 from coa_jax.tools.base import Observation, ToolContext, observe, time_for
-from coa_jax.tools.last_words import LastWords
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
 from coa_jax.tools.net.text import clip_text
+from coa_jax.tools.stderr_tail import LastWords
 
 T = TypeVar("T")
 
@@ -79,9 +79,9 @@ class McpConfig(Bounded):
         if self.url:
             trusting(self.url)  # before any setting is written to a file
         try:
-            schema = reading.parse_json(self.schema or "{}")
+            schema = untrusted.parse_json(self.schema or "{}")
         except (ValueError, RecursionError) as error:
-            raise UserError(f"schema is {reading.reason(error)}") from None
+            raise UserError(f"schema is {untrusted.reason(error)}") from None
         if not isinstance(schema, dict):
             raise UserError(f'schema is {shown(self.schema)}; give a JSON object, or ""')
 
@@ -384,7 +384,7 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
     value = None
     try:
         with contextlib.suppress(json.JSONDecodeError):
-            value = reading.parse_json(without_fence(body))
+            value = untrusted.parse_json(without_fence(body))
         # A value that cannot be sent is a mistake of the policy, not a failure of the tool.
         json.dumps(body if value is None else value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):

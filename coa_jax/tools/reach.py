@@ -9,12 +9,14 @@ import importlib.util
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from coa_jax.config.installed import install_hint
 from coa_jax.errors import UserError
-from coa_jax.installed import install_hint
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
+from coa_jax.sandbox.isolation import find_isolation, without_isolation
+from coa_jax.sandbox.limits import Limits as ProgramLimits
 from coa_jax.storage import local
 from coa_jax.tools import page_text
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.code_libraries import find_libraries, try_imports
 from coa_jax.tools.dense import check_retrieval
 from coa_jax.tools.encoder import TextEncoder
@@ -26,8 +28,6 @@ from coa_jax.tools.net.http import RequestLimits
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
-from coa_jax.tools.sandbox.isolation import find_isolation, without_isolation
-from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.web_search import choose, searxng, serper
 
 SECONDS = 10.0
@@ -154,7 +154,7 @@ async def _called(
     """
     if key_env and not Secret(key_env):
         return _with_key(False, url, key_env)
-    seen = await call(tool, arguments, ToolContext(deadline=seconds))
+    seen = await call_tool(tool, arguments, ToolContext(deadline=seconds))
     if seen.outcome not in ("fault", "timeout"):
         return _with_key(True, f"{url} answers", key_env)
     return False, f"{url}: {next(iter(seen.detail.values()), seen.text)}"
@@ -237,7 +237,7 @@ async def _visual(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
 
 
 async def _mcp(tag: str, config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    tool = McpTool(tag, build(McpConfig, config.mcp[tag], f"config.tools.mcp.{tag}"))
+    tool = McpTool(tag, build_config(McpConfig, config.mcp[tag], f"config.tools.mcp.{tag}"))
     # `describe` calls the server only if the settings have no description, so `find` is called too.
     try:
         await tool.find(seconds)

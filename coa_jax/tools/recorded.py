@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Literal
 
 from coa_jax import storage
-from coa_jax.bounds import Bounded, Natural, NotNegative, Place
+from coa_jax.config.fields import Bounded, Natural, NotNegative, Place
 from coa_jax.errors import UserError
 from coa_jax.tools.base import (
     Observation,
     Tool,
     ToolContext,
     Wrapper,
-    call,
+    call_tool,
     is_repeat,
     observe,
     own_calls,
@@ -174,7 +174,7 @@ class Recorded(Wrapper):
                 text = f"The {self.name} tool is not available at the moment."
                 detail = {"exception": f"the call is not in the recording {self.store.place}"}
                 return observe(start, text, "fault", detail)
-        observation = await call(self.tool, arguments, context)
+        observation = await call_tool(self.tool, arguments, context)
         whole = observation.ok and not observation.detail.get("incomplete")
         if self.mode == "record" or whole:
             await self._put(key, arguments, observation)

@@ -1,6 +1,6 @@
 """Calls tools on other machines: a server that searches passages, and a server that runs programs.
 
-``coa_jax.tools.tool_server`` implements both servers.
+``coa-jax tool-server`` implements both servers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 from typing import Any
 
 from coa_jax.protocol import parse_code
+from coa_jax.sandbox.limits import Limits as ProgramLimits
+from coa_jax.sandbox.run import Captured, ProgramResult
 from coa_jax.tools.base import (
     Observation,
     ToolContext,
@@ -20,14 +22,11 @@ from coa_jax.tools.base import (
 )
 from coa_jax.tools.code import BAD_CALL, describe
 from coa_jax.tools.code_session import Continued, continued, longest_s
-from coa_jax.tools.corpus import split_contents
-from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.corpus import Passage, split_contents
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch_json
 from coa_jax.tools.net.secrets import Secret
-from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
-from coa_jax.tools.sandbox.run import Captured, ProgramResult
 from coa_jax.tools.wiki_search import Hit, hits_observation
 
 

@@ -18,7 +18,7 @@ import stat
 import time
 from pathlib import Path
 
-from coa_jax.bounds import Bounded, Bytes, Count, Place
+from coa_jax.config.fields import Bounded, Bytes, Count, Place
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
 from coa_jax.storage import local

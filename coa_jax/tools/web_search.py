@@ -16,8 +16,8 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
-from coa_jax.extensions import ExtensionKind, Named, bind
+from coa_jax.config.extensions import ExtensionKind, Named, bind
+from coa_jax.config.fields import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
 from coa_jax.tools.base import (
     Observation,
     ToolContext,
@@ -74,7 +74,7 @@ _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class SearchResult:
     """A result of a web search, as the policy reads it.
 
     Attributes:
@@ -92,7 +92,7 @@ class Result:
     source: str = ""
 
 
-Provider = Callable[[str, int, RequestLimits], Awaitable[Sequence[Result]]]
+Provider = Callable[[str, int, RequestLimits], Awaitable[Sequence[SearchResult]]]
 """A function that sends a query to a search service.
 
 Its arguments are the query, the maximum number of results, and the limits of the request. It
@@ -158,7 +158,7 @@ def serper(config: WebSearchConfig) -> Provider:
     secret, guard = Secret(config.key_env), trusting(config.url)
     secret.reveal()
 
-    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
         headers = {"Content-Type": "application/json", "X-API-KEY": secret.reveal()}
         body = json.dumps({"q": query, "num": count}).encode()
         answer = await fetch_json(HttpRequest(config.url, "POST", headers, body), limits, guard)
@@ -177,7 +177,7 @@ def searxng(config: WebSearchConfig) -> Provider:
     """
     guard = trusting(config.url)
 
-    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
         asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
         answer = await fetch_json(HttpRequest(f"{config.url}?{asked}"), limits, guard)
         return _results(answer, "results", "url", "content")
@@ -194,10 +194,10 @@ def local(index: Callable[[], Index]) -> Provider:
         index: function that returns the local index.
     """
 
-    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
         found = [hit.passage for hit in hits]
-        return [Result(each.title, local_link(each.title), each.text) for each in found]
+        return [SearchResult(each.title, local_link(each.title), each.text) for each in found]
 
     return search
 
@@ -215,14 +215,14 @@ def local_link(title: str) -> str:
     return f"http://{LOCAL_HOST}/{urllib.parse.quote(page)}{anchor}"
 
 
-def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
+def _results(answer: Any, key: str, link: str, snippet: str) -> list[SearchResult]:
     if not isinstance(answer, dict) or not isinstance(answer.get(key, []), list):
         raise FetchError("malformed", "the answer of the search service has the wrong form")
     found = []
     for row in answer.get(key, []):
         if isinstance(row, dict) and isinstance(row.get(link), str):
             fields = [row.get(name) for name in ("title", link, snippet, "date", "source")]
-            found.append(Result(*(str(field) if field else "" for field in fields)))
+            found.append(SearchResult(*(str(field) if field else "" for field in fields)))
     return found
 
 
@@ -242,9 +242,9 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
         made: Provider = found(config=config, index=index)
         return made
 
-    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
         asked = {"query": query, "count": count, "limits": limits, "config": config, "index": index}
-        results: Sequence[Result] = await found(**asked)
+        results: Sequence[SearchResult] = await found(**asked)
         return results
 
     return search
@@ -321,7 +321,7 @@ class WebSearch:
             return False  # the link is shown; opening the link reports the error
 
 
-def format_results(results: Sequence[Result], query: str, snippet_chars: int = 600) -> str:
+def format_results(results: Sequence[SearchResult], query: str, snippet_chars: int = 600) -> str:
     """Writes search results as the text of an observation, in the format of the AFM release.
 
     Args:

@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coa_jax import files
 from coa_jax.errors import UserError
-from coa_jax.tools import factbook_pages, factbook_relations, words
+from coa_jax.files import durable
+from coa_jax.tools import words
 from coa_jax.tools.base import Observation, ToolContext, observe, refused_query
-from coa_jax.tools.factbook_pages import Passage, fold
+from coa_jax.tools.corpus import Passage, default_corpus
+from coa_jax.tools.words import fold
 
 if TYPE_CHECKING:
     # Importing bm25s runs a JAX computation, which must not happen before the processes of a pod
@@ -186,13 +187,11 @@ def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
 
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
     if passages is None:
-        parts += [factbook_pages.PACKAGE, factbook_pages.package_version(), passage_chars]
-        sources = [factbook_pages.__file__, factbook_relations.__file__]
+        parts += [default_corpus().version, passage_chars]
     else:
         parts += [(p.title, p.text) for p in passages]
-        sources = [factbook_pages.__file__]
     digest = hashlib.sha256(json.dumps(parts).encode())
-    for source in (*sources, words.__file__, __file__):
+    for source in (words.__file__, __file__):
         digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:24]
 
@@ -207,24 +206,24 @@ def load_index(
     If the folder of the cache cannot be written, the index is built in every call.
 
     Args:
-        passage_chars: maximum length of a passage of the World Factbook, in characters.
-        passages: passages of the corpus; None for the World Factbook.
-        folder: folder of the cache; None for `files.cache_folder`.
+        passage_chars: maximum length of a passage of the default corpus, in characters.
+        passages: passages of the corpus; None for the default corpus.
+        folder: folder of the cache; None for `durable.cache_folder`.
 
     Raises:
-        UserError: the World Factbook is not installed, or the corpus contains no words.
+        UserError: the default corpus is not installed, or the corpus contains no words.
     """
-    folder = (folder or files.cache_folder("wiki")) / _key(passage_chars, passages)
+    folder = (folder or durable.cache_folder("wiki")) / _key(passage_chars, passages)
     if folder.is_dir():
         try:
             return WikiIndex.load(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("rebuilding the search index in %s: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
-    corpus = tuple(factbook_pages.passages(passage_chars) if passages is None else passages)
+    corpus = tuple(default_corpus().passages(passage_chars) if passages is None else passages)
     index = WikiIndex.build(corpus)
     try:
-        files.make_folder(folder, index.save)
+        durable.make_folder(folder, index.save)
     except OSError as error:
         _log.warning("the search index cannot be stored in %s: %s", folder.parent, error)
     return index
@@ -252,8 +251,8 @@ class WikiSearch:
 
         Args:
             top_k: number of passages in an observation.
-            passage_chars: maximum length of a passage of the World Factbook, in characters.
-            passages: passages of the corpus; None for the World Factbook.
+            passage_chars: maximum length of a passage of the default corpus, in characters.
+            passages: passages of the corpus; None for the default corpus.
             load: function that loads or builds the index. Its arguments are ``passage_chars`` and
                 ``passages``.
         """

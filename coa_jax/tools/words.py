@@ -1,7 +1,8 @@
-"""Defines words in any script, for keyword search and for comparing texts by words."""
+"""Defines words in any script, and simplifies texts, for search and for comparing texts."""
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 
@@ -34,3 +35,33 @@ _WORD = re.compile(WORD)
 def words(text: str) -> list[str]:
     """Returns the words of a text in lower case, in order; `WORD` defines a word."""
     return _WORD.findall(text.lower())
+
+
+_ACCENTS = re.compile("(?<=[A-Za-z\u00aa-\u02af\u0370-\u03ff])[\u0300-\u036f]+")
+"""Combining marks after a Latin or Greek letter, in decomposed text."""
+
+_TYPOGRAPHY = str.maketrans(
+    {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2026": "...", "\xa0": " "}
+    | {"\u2013": "-", "\u2014": "-", "\u2212": "-", "\u00d7": "x", "\u0131": "i", "\u0111": "d"}
+    | {"ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "ß": "ss", "æ": "ae", "Æ": "AE"}
+    | {"²": "2", "³": "3", "°": " degrees ", "€": "EUR ", "£": "GBP "}
+)
+
+
+def fold(text: str) -> str:
+    """Simplifies a text: removes markup, accents and typographic characters.
+
+    HTML tags, double spaces and accents are removed. HTML entities and typographic characters are
+    replaced by simple characters. All combining marks of Latin and Greek letters count as accents.
+    In other scripts, a mark that forms another letter is kept, for example in the Cyrillic й.
+    """
+    if "<" in text:
+        text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
+        text = re.sub(r"</?[a-zA-Z][^>]*>", "", text)
+    if "&" in text:
+        text = html.unescape(html.unescape(text))
+    if not text.isascii():
+        text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
+        text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
+        text = re.sub("[\u0300-\u036f]", "", text)  # marks that do not form another letter
+    return " ".join(text.split())

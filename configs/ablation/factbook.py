@@ -1,6 +1,6 @@
 r"""Compares filters: SFT of the quickstart's small policy on differently filtered Factbook runs.
 
-    python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
+    coa-jax ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
 
 Needs: the requirements of the quickstart. launch/quickstart.sh shows malloc settings that make a
 step on a CPU faster.
@@ -26,7 +26,7 @@ from __future__ import annotations
 import ml_collections
 from ml_collections import ConfigDict
 
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -1,6 +1,6 @@
 r"""Measures the effect of the filters on a policy that is trained longer.
 
-    python -m coa_jax.ablation --config=configs/ablation/filters.py --workdir=runs/filters
+    coa-jax ablation --config=configs/ablation/filters.py --workdir=runs/filters
 
 Needs: the requirements of configs/ablation/factbook.py.
 Takes: for each of two arms and four seeds, two and a half times the stage ``sft`` in the
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -1,7 +1,7 @@
 r"""Compares filters and roles: SFT of SmolLM2-135M-Instruct (Q4_1) on sets of Factbook runs.
 
     coa-jax fetch smollm2
-    python -m coa_jax.ablation --config=configs/ablation/pretrained.py --workdir=runs/roles
+    coa-jax ablation --config=configs/ablation/pretrained.py --workdir=runs/roles
 
 Needs: 2 CPU cores, 12 GiB of memory, and the requirements of configs/pretrained/factbook.py.
 Takes: for each of five arms, the time of the stages ``sft`` and ``evaluate_sft`` of
@@ -27,7 +27,7 @@ from __future__ import annotations
 import ml_collections
 from ml_collections import ConfigDict
 
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 
 def get_config() -> ml_collections.ConfigDict:

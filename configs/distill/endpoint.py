@@ -1,6 +1,6 @@
 r"""Distils Factbook questions from a language model behind an OpenAI-compatible endpoint.
 
-    python -m coa_jax.distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
+    coa-jax distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
 
 Needs: the extra ``endpoint`` and a server with ``/v1/chat/completions``, such as vLLM or a cloud
 service. Name the server by ``--config.endpoint.url=... --config.endpoint.model=...``. The API key
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.distill.endpoint import EndpointConfig
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     with config.unlocked():
         config.tasks.train, config.tasks.validation = 200, 50
         config.teacher.concurrency = 16
-        config.endpoint = complete(
+        config.endpoint = complete_config(
             EndpointConfig,
             {
                 "url": "http://localhost:8000/v1",

@@ -1,6 +1,6 @@
 r"""Distils multi-hop questions about the World Factbook from the scripted teacher.
 
-    python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
+    coa-jax distill --config=configs/distill/factbook.py --workdir=runs/distill
 
 Needs: nothing beyond the package. The Factbook is a dependency of the package, and programs run in
 the sandbox.
@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.tasks import Tasks
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -32,8 +32,8 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     config = ml_collections.ConfigDict()
-    config.tasks = complete(Tasks, quickstart.distill)
-    config.teacher = complete(DistillConfig, quickstart.teacher)
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config.tasks = complete_config(Tasks, quickstart.distill)
+    config.teacher = complete_config(DistillConfig, quickstart.teacher)
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     config.tokenizer = ""  # folder of a tokenizer, to count tokens
     return config

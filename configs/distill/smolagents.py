@@ -1,6 +1,6 @@
 r"""Distils Factbook questions from smolagents: a CodeAgent that manages a search agent.
 
-    python -m coa_jax.distill --config=configs/distill/smolagents.py --workdir=runs/smolagents
+    coa-jax distill --config=configs/distill/smolagents.py --workdir=runs/smolagents
 
 Needs: the extra ``distill`` and an endpoint as in configs/distill/endpoint.py.
 Takes: ten to twenty calls of the model per task.
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.distill.smol_runs import SmolConfig
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     config = load_config("configs/distill/endpoint.py")
     with config.unlocked():
-        config.smolagents = complete(SmolConfig, {})
+        config.smolagents = complete_config(SmolConfig, {})
         config.traces = load_config("configs/distill/traces.py").traces
         config.traces.format, config.traces.protocol = "smolagents", "generalist"
         # The protocol demands thoughts and a double check, which smolagents does not write. They

@@ -1,7 +1,7 @@
 r"""Makes a data set from the logs of another multi-agent system, or from published records.
 
-    python -m coa_jax.distill --config=configs/distill/traces.py --workdir=runs/traces
-    python -m coa_jax.distill --config=configs/distill/traces.py:records --workdir=runs/filtered \
+    coa-jax distill --config=configs/distill/traces.py --workdir=runs/traces
+    coa-jax distill --config=configs/distill/traces.py:records --workdir=runs/filtered \
         --config.traces.files=web_sft.json
 
 Needs: the logs, which ``--config.traces.files=results.jsonl`` names. ``--config.traces.format`` is
@@ -28,7 +28,7 @@ import ml_collections
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.traces import TraceFilesConfig
 from coa_jax.errors import UserError
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
@@ -39,8 +39,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         {"format": "records", "protocol": ""} if arg else {"format": "oagents", "protocol": "web"}
     )
     config = ml_collections.ConfigDict()
-    config.traces = complete(TraceFilesConfig, {"files": ("",), **source})
-    config.teacher = complete(
+    config.traces = complete_config(TraceFilesConfig, {"files": ("",), **source})
+    config.teacher = complete_config(
         DistillConfig,
         {
             "max_chars": 120_000,

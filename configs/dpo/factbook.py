@@ -1,6 +1,6 @@
 r"""Trains the small policy by DPO to prefer right trajectories to wrong ones: a baseline for RL.
 
-    python -m coa_jax.dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
+    coa-jax dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
 
 Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of this policy.
 They come from configs/rl/factbook.py, in runs/rl/traces.jsonl, or from an evaluation on the
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.preference import DPOConfig
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.train.preference import DPOConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
-    return complete(
+    return complete_config(
         DPOConfig,
         {
             "model": "runs/sft/model",

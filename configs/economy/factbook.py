@@ -1,9 +1,9 @@
 r"""Compares the tokens of the quickstart's policy with those of the team that taught the policy.
 
-    python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
+    coa-jax economy --config=configs/economy/factbook.py --workdir=runs/economy
 
 Needs: a finished quickstart in runs/quickstart, or the trajectories of another evaluation by
-``python -m coa_jax.evaluate``. For another evaluation set ``traces``, their ``phase``
+``coa-jax evaluate``. For another evaluation set ``traces``, their ``phase``
 (``evaluate-STAGE``), the ``model`` whose tokenizer counts the tokens, and the ``tasks`` of the
 evaluation.
 Takes: seconds with the scripted team. A config that adds ``endpoint``, as in
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.distill.pipeline import DistillConfig
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -38,6 +38,6 @@ def get_config() -> ml_collections.ConfigDict:
             "seed": evaluation.seed,
         }
     )
-    config.teacher = complete(DistillConfig, quickstart.teacher)
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config.teacher = complete_config(DistillConfig, quickstart.teacher)
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     return config

@@ -1,6 +1,6 @@
 r"""Evaluates the released Agent Foundation Models as the release does, to compare with the paper.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia
+    coa-jax evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia
 
 Variants: the argument names a benchmark, a size and a checkpoint. The benchmark is a variant of
 web.py, mhqa.py, maths.py or code.py in the same folder (default ``gaia``). The size is ``3b`` (for
@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.errors import UserError
-from coa_jax.learn.variants import SMALL, parse_variants
+from coa_jax.run.command import load_config
+from coa_jax.run.variants import SMALL, parse_variants
 
 AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "maths": "CodeAgent", "code": "CodeAgent"}
 """Maps the config of a group of benchmarks to the released agent for this group."""

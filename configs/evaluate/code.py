@@ -1,6 +1,6 @@
 r"""Evaluates the paper's code agent on LiveCodeBench or CodeContests.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/code.py:lcb5 --workdir=runs/code-lcb5
+    coa-jax evaluate --config=configs/evaluate/code.py:lcb5 --workdir=runs/code-lcb5
 
 Variants: the argument names a benchmark, ``lcb5`` (default), ``lcb4`` or ``codecontests``, and a
 size, ``7b`` (default) or ``32b``, for example ``code.py:lcb4,32b``. The sizes differ in
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import SMALL, in_small, parse_variants
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.tools.make import ToolsConfig
 
 FILES = {
@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     name, size, debug = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES), SMALL)
     trained = load_config(f"configs/rl/code.py:{size}")
     length = {"max_length": 32_768}
-    config = complete(
+    config = complete_config(
         EvaluateConfig,
         {
             "tasks": FILES[name],
@@ -64,7 +64,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     if name.startswith("lcb"):
         config.graders.private_tests = "/mnt/data/livecodebench_testcases"
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
-    config.tools = complete(ToolsConfig, trained.tools)
+    config.tools = complete_config(ToolsConfig, trained.tools)
     if debug:
         config = in_small(config, "evaluate")
         benchmark = "livecodebench" if name.startswith("lcb") else name

@@ -1,6 +1,6 @@
 r"""Evaluates a small policy on questions about places that occur in no training question.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
+    coa-jax evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
 
 Needs: the policy of configs/rl/factbook.py in runs/rl. For another policy give its directory and a
 name for its results: ``--config.model=runs/sft/model --config.stage=sft``. If several stages share
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -27,8 +27,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete(EvaluateConfig, quickstart.evaluate)
+    config = complete_config(EvaluateConfig, quickstart.evaluate)
     config.rollout.prompt_style = "model"
     config.model, config.stage = "runs/rl/model", "rl"
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     return in_small(config, "evaluate") if debug else config

@@ -1,6 +1,6 @@
 r"""Evaluates the paper's code agent on AIME, AMC, MATH500 or OlympiadBench.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/maths.py:aime24 --workdir=runs/aime24
+    coa-jax evaluate --config=configs/evaluate/maths.py:aime24 --workdir=runs/aime24
 
 Variants: the argument names a benchmark, ``aime24`` (default), ``aime25``, ``amc23``, ``math500``
 or ``olympiad``, and a size, ``7b`` (default) or ``32b``, for example ``maths.py:math500,32b``. The
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.learn.variants import SMALL, parse_variants
+from coa_jax.run.command import load_config
+from coa_jax.run.variants import SMALL, parse_variants
 
 FILES = {  # file of the release, samples, name of the benchmark
     "aime24": ("aime24.parquet", 16, "aime"),

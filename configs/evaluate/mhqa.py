@@ -1,6 +1,6 @@
 r"""Evaluates the paper's agent for multi-hop questions on one of its seven sets.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/mhqa.py:hotpotqa --workdir=runs/hotpotqa
+    coa-jax evaluate --config=configs/evaluate/mhqa.py:hotpotqa --workdir=runs/hotpotqa
 
 Variants: ``nq`` (default), ``triviaqa``, ``popqa``, ``hotpotqa``, ``2wiki``, ``musique``,
 ``bamboogle``. ``mhqa.py:nq,debug`` scales the config down, see configs/evaluate/tiny.py.
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import SMALL, in_small, parse_variants
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.tools.make import ToolsConfig
 
 FILES = {
@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a set of questions."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/mhqa.py")
-    config = complete(
+    config = complete_config(
         EvaluateConfig,
         {
             "tasks": f"{name}:/mnt/data/{FILES[name]}",
@@ -63,7 +63,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         },
     )
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
-    config.tools = complete(
+    config.tools = complete_config(
         ToolsConfig,
         {"names": ("wiki_search",), "top_k": 3, "wiki_url": "http://search:8002/retrieve"},
     )

@@ -1,6 +1,6 @@
 r"""Evaluates the policy of launch/pretrained.sh on questions in people's own words.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/natural.py --workdir=runs/natural
+    coa-jax evaluate --config=configs/evaluate/natural.py --workdir=runs/natural
 
 Needs: ``coa-jax fetch smollm2``, and the packages of ``source launch/setup_env.sh gguf tasks web``.
 Takes: 1 minute on 2 CPU cores.
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete, merged
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config, merged
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -27,10 +27,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     _, debug = parse_variant(arg)
     pretrained = load_config("configs/pretrained/factbook.py")
     changes = pretrained.measures.natural_rl.evaluate.to_dict()
-    config = complete(
+    config = complete_config(
         EvaluateConfig, merged({**pretrained.evaluate.to_dict(), "mixture": {}}, changes)
     )
     config.rollout.prompt_style = "model"
     config.model, config.stage = "released/smollm2/adapter", "natural"
-    config.tools = complete(ToolsConfig, pretrained.tools)
+    config.tools = complete_config(ToolsConfig, pretrained.tools)
     return in_small(config, "evaluate") if debug else config

@@ -1,6 +1,6 @@
 r"""Evaluates SmolLM2-135M-Instruct (Q4_1) after RL on places that no training question has.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/smollm2.py --workdir=runs/smollm2-evaluate
+    coa-jax evaluate --config=configs/evaluate/smollm2.py --workdir=runs/smollm2-evaluate
 
 Needs: the policy of configs/rl/smollm2.py in runs/smollm2-rl. To evaluate the original model, give
 ``--config.model=weights/SmolLM2-135M-Instruct --config.stage=base``; for the model after SFT, give
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -28,7 +28,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration."""
     _, debug = parse_variant(arg)
     trained = load_config("configs/rl/smollm2.py")
-    config = complete(
+    config = complete_config(
         EvaluateConfig,
         {
             "tasks": trained.tasks,
@@ -44,5 +44,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         },
     )
     config.model, config.stage = "runs/smollm2-rl/model", "rl"
-    config.tools = complete(ToolsConfig, trained.tools)
+    config.tools = complete_config(ToolsConfig, trained.tools)
     return in_small(config, "evaluate") if debug else config

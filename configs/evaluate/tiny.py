@@ -1,6 +1,6 @@
 r"""Evaluates a policy with one layer on four questions: the smallest possible evaluation.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/tiny.py --workdir=runs/debug/evaluate
+    coa-jax evaluate --config=configs/evaluate/tiny.py --workdir=runs/debug/evaluate
 
 Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of which is compilation.
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variant
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -25,7 +25,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
     trained = load_config("configs/rl/tiny.py")
-    config = complete(
+    config = complete_config(
         EvaluateConfig,
         {
             "tasks": trained.tasks,
@@ -41,5 +41,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         },
     )
     config.model, config.stage = trained.model, "debug"
-    config.tools = complete(ToolsConfig, trained.tools)
+    config.tools = complete_config(ToolsConfig, trained.tools)
     return config

@@ -1,6 +1,6 @@
 r"""Evaluates the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, with live search.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
+    coa-jax evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
 
 Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``. ``web.py:gaia,debug`` scales
 the config down, see configs/evaluate/tiny.py.
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.exposure import BLOCKED
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.variants import SMALL, in_small, parse_variants
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.tools.make import ToolsConfig
 
 FILES = {
@@ -46,7 +46,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a benchmark."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/web.py")
-    config = complete(
+    config = complete_config(
         EvaluateConfig,
         {
             "tasks": f"/mnt/data/{FILES[name]}",
@@ -71,7 +71,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         },
     )
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
-    config.tools = complete(
+    config.tools = complete_config(
         ToolsConfig,
         {
             "names": ("web_search", "crawl_page"),

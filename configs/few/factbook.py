@@ -28,16 +28,16 @@ from typing import Any
 import ml_collections
 from ml_collections import ConfigDict
 
-from coa_jax.cli import load_config
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.tasks import Tasks
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.learn.rejection import RFTConfig
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import parse_variants
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variants
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.sft import SFTConfig
 
 SHOWN = "topics=single/chain"
 UNSHOWN = "topics=comparison/counting/arithmetic"
@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     maths = pretrained.distill.mixture.maths.tasks
     config = _STAGES[stage or "rl"](pretrained, maths)
     if stage != "rft":
-        config.tools = complete(ToolsConfig, pretrained.tools.to_dict())
+        config.tools = complete_config(ToolsConfig, pretrained.tools.to_dict())
     return config
 
 
@@ -62,8 +62,8 @@ def _distill(pretrained: ConfigDict, maths: str) -> ConfigDict:
     # Such a team solves 0.82 of its tasks.
     teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7, "seed": 0}
     config = ConfigDict({"tokenizer": ""})
-    config.tasks = complete(Tasks, tasks)
-    config.teacher = complete(DistillConfig, teacher)
+    config.tasks = complete_config(Tasks, tasks)
+    config.teacher = complete_config(DistillConfig, teacher)
     return config
 
 
@@ -84,7 +84,7 @@ def _sft(pretrained: ConfigDict, maths: str) -> ConfigDict:
         "engine": pretrained.rl.engine.to_dict(),
         "rollout": pretrained.evaluate.rollout.to_dict(),
     }
-    return complete(SFTConfig, values)
+    return complete_config(SFTConfig, values)
 
 
 def _more(pretrained: ConfigDict, maths: str) -> ConfigDict:
@@ -107,13 +107,13 @@ def _rl(pretrained: ConfigDict, maths: str) -> ConfigDict:
         "evaluate_every": 10,
         "held_out": {"mixture": _tasks(maths, 100), "split": "validation"},
     }
-    return complete(RLConfig, values)
+    return complete_config(RLConfig, values)
 
 
 def _rft(pretrained: ConfigDict, maths: str) -> ConfigDict:
     values = pretrained.rft.to_dict()
     values["optimizer"] |= {"learning_rate": 1e-3}
-    return complete(
+    return complete_config(
         RFTConfig,
         {
             **values,
@@ -144,7 +144,7 @@ def _evaluate(
         "temperature": temperature,
         "samples": samples,
     }
-    config = complete(EvaluateConfig, values)
+    config = complete_config(EvaluateConfig, values)
     config.model, config.stage = "sft/best", "evaluate"
     return config
 

@@ -11,7 +11,7 @@ Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or L
 Takes: 1 hour 24 minutes in one run on 2 cores, and longer on slower or busier cores; at most
 10.8 GB of memory (docs/reproduction.md).
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
-coa_jax.claims`` makes a table of the result files.
+coa_jax.paper.claims`` makes a table of the result files.
 
 Variants:
 
@@ -41,14 +41,14 @@ from typing import Any
 import ml_collections
 from ml_collections import ConfigDict
 
+from coa_jax.demo.people import TOPICS
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.step import OptimizerConfig
-from coa_jax.learn.variants import parse_variant
 from coa_jax.model.config import cpu_dtype
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import complete
-from coa_jax.tasks.factbook_people import TOPICS
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variant
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.step import OptimizerConfig
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
 FURTHER = "configs/pretrained/further_questions.jsonl"
@@ -104,8 +104,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,
-            "engine": complete(EngineConfig, engine),
-            "rollout": complete(RolloutConfig, rollout),
+            "engine": complete_config(EngineConfig, engine),
+            "rollout": complete_config(RolloutConfig, rollout),
         }
     )
     # The base model was not trained on the protocol, so its prompt contains the rules.
@@ -180,7 +180,7 @@ def _sft() -> dict[str, Any]:
         "checkpoint_every": 20,
         "keep_last": 1,
         "lora": {"rank": 8},
-        "optimizer": complete(
+        "optimizer": complete_config(
             OptimizerConfig,
             {
                 "learning_rate": 2e-3,
@@ -211,10 +211,10 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
         "export_dtype": "float32",
         "remat": "dots",
         "lora": {"rank": 4},
-        "algorithm": complete(
+        "algorithm": complete_config(
             Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
         ),
-        "optimizer": complete(
+        "optimizer": complete_config(
             OptimizerConfig,
             {
                 "learning_rate": 3e-4,
@@ -225,8 +225,8 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
                 "b2": 0.99,
             },
         ),
-        "engine": complete(EngineConfig, engine),
-        "rollout": complete(RolloutConfig, {**rollout, "strict": True}),
+        "engine": complete_config(EngineConfig, engine),
+        "rollout": complete_config(RolloutConfig, {**rollout, "strict": True}),
         "checkpoint_every": 1,
         "keep_last": 1,
     }
@@ -245,7 +245,7 @@ def _rft() -> dict[str, Any]:
         "export_dtype": "float32",
         "remat": "dots",
         "lora": {"rank": 4},
-        "optimizer": complete(
+        "optimizer": complete_config(
             OptimizerConfig,
             {"learning_rate": 3e-4, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3},
         ),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 TASKS = "arithmetic:products,gcd,lcm,count_bits"
 

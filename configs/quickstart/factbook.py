@@ -18,11 +18,11 @@ import ml_collections
 from ml_collections import ConfigDict
 
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.config import cpu_dtype
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.step import OptimizerConfig
 
 # 60 % of the questions have one hop; each kind of question has a single wording.
 TASKS = "factbook:weights=60/25/10/5,templates=1"
@@ -63,7 +63,7 @@ def get_config() -> ml_collections.ConfigDict:
             "remat": "none",
             "validate_every": 100,
             "checkpoint_every": 300,
-            "optimizer": complete(
+            "optimizer": complete_config(
                 OptimizerConfig,
                 {
                     "learning_rate": 1e-3,
@@ -107,10 +107,10 @@ def get_config() -> ml_collections.ConfigDict:
             "dtype": "float32",
             "export_dtype": "float32",
             "remat": "none",
-            "algorithm": complete(
+            "algorithm": complete_config(
                 Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
             ),
-            "optimizer": complete(
+            "optimizer": complete_config(
                 OptimizerConfig,
                 {
                     "learning_rate": 1.6e-4,
@@ -123,8 +123,8 @@ def get_config() -> ml_collections.ConfigDict:
                     "b2": 0.99,
                 },
             ),
-            "engine": complete(EngineConfig, engine),
-            "rollout": complete(RolloutConfig, {**rollout, "strict": True}),
+            "engine": complete_config(EngineConfig, engine),
+            "rollout": complete_config(RolloutConfig, {**rollout, "strict": True}),
             "checkpoint_every": 4,
         }
     )
@@ -138,8 +138,8 @@ def get_config() -> ml_collections.ConfigDict:
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,
-            "engine": complete(EngineConfig, engine),
-            "rollout": complete(RolloutConfig, rollout),
+            "engine": complete_config(EngineConfig, engine),
+            "rollout": complete_config(RolloutConfig, rollout),
         }
     )
     return config

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 TASKS = "factbook:protocol=mhqa,weights=70/30/0/0,templates=1"
 

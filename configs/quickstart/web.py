@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     for part in (config.rl, config.evaluate):
         part.engine.max_length = part.rollout.max_tokens = 512
     with config.unlocked():
-        config.tools = complete(
+        config.tools = complete_config(
             ToolsConfig,
             {
                 "names": ("web_search", "crawl_page"),

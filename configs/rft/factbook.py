@@ -1,6 +1,6 @@
 r"""Fine-tunes the small policy on its own right trajectories (rejection sampling).
 
-    python -m coa_jax.rft --config=configs/rft/factbook.py --workdir=runs/rft
+    coa-jax rft --config=configs/rft/factbook.py --workdir=runs/rft
 
 This is a baseline for RL.
 
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.rejection import RFTConfig
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.train.rejection import RFTConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
-    return complete(
+    return complete_config(
         RFTConfig,
         {
             "model": "runs/sft/model",

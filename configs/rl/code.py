@@ -1,12 +1,12 @@
 r"""Trains the paper's code agent by RL with the sandbox (DAPO).
 
-    python -m coa_jax.rl --config=configs/rl/code.py:7b --workdir=/mnt/runs/rl-code-qwen2.5-7b
+    coa-jax rl --config=configs/rl/code.py:7b --workdir=/mnt/runs/rl-code-qwen2.5-7b
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/rl/tiny.py.
 Needs: the policy of configs/sft/code.py and, in a directory that all hosts share (here /mnt), tasks
 of mathematics and programming. 7b is sized for the 64 chips of a v5p:4x4x4, 32b for the 128 of a
-v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks whether the run fits another slice;
+v5p:4x4x8. ``coa-jax aot --topology=...`` checks whether the run fits another slice;
 ``launch/`` has the scripts that start the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
@@ -29,16 +29,16 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    config = complete(
+    config = complete_config(
         RLConfig,
         {
             "model": f"/mnt/runs/sft-code-qwen2.5-{size}/model",
@@ -93,7 +93,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             },
         },
     )
-    config.tools = complete(ToolsConfig, {"names": ("code",)})
+    config.tools = complete_config(ToolsConfig, {"names": ("code",)})
     if debug:
         config = in_small(config, "rl")
         config.tasks += ":protocol=code"

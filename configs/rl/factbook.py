@@ -1,6 +1,6 @@
 r"""Trains the fine-tuned small policy by RL with live tools (DAPO).
 
-    python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
+    coa-jax rl --config=configs/rl/factbook.py --workdir=runs/rl
 
 Needs: the policy of configs/sft/factbook.py in runs/sft.
 Takes: the time of the stage ``rl`` in the ``timings_s`` of a quickstart's summary.json.
@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config = complete_config(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     if not debug:
         return config
     config = in_small(config, "rl")

@@ -1,13 +1,13 @@
 r"""Trains the paper's agent for multi-hop questions (MHQA) by RL with a search engine.
 
-    python -m coa_jax.rl --config=configs/rl/mhqa.py:7b --workdir=/mnt/runs/rl-mhqa-qwen2.5-7b
+    coa-jax rl --config=configs/rl/mhqa.py:7b --workdir=/mnt/runs/rl-mhqa-qwen2.5-7b
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/rl/tiny.py.
 Needs: the policy of configs/sft/mhqa.py; the training questions of NQ and HotpotQA, in a directory
 that all hosts share (in this config /mnt); and a search engine over Wikipedia that all hosts can
 reach, at ``--config.tools.wiki_url=http://HOST:8002/retrieve`` (docs/tools.md). 7b is sized for the
-64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``python -m coa_jax.aot
+64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``coa-jax aot
 --topology=...`` checks whether the run fits another slice; ``launch/`` has the scripts that start
 the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
@@ -28,16 +28,16 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    config = complete(
+    config = complete_config(
         RLConfig,
         {
             "model": f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model",
@@ -92,7 +92,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             },
         },
     )
-    config.tools = complete(
+    config.tools = complete_config(
         ToolsConfig, {"names": ("wiki_search",), "wiki_url": "http://search:8002/retrieve"}
     )
     if debug:

@@ -1,6 +1,6 @@
 r"""Trains the small policy by on-policy distillation: a teacher scores its own trajectories.
 
-    python -m coa_jax.rl --config=configs/rl/opd.py --workdir=runs/opd
+    coa-jax rl --config=configs/rl/opd.py --workdir=runs/opd
 
 Needs: the policy of configs/sft/factbook.py in runs/sft, and a teacher with the same vocabulary,
 which is the policy of configs/rl/factbook.py in runs/rl by default. The teacher can also be any
@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete(
+    config = complete_config(
         RLConfig,
         {
             **quickstart.rl.to_dict(),
@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "teacher": {"model": "runs/rl/model"},
         },
     )
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     if debug:
         config = in_small(config, "rl")
         config.teacher.model = config.model

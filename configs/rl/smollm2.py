@@ -1,6 +1,6 @@
 r"""Trains the fine-tuned SmolLM2-135M-Instruct (Q4_1) by RL with live tools.
 
-    python -m coa_jax.rl --config=configs/rl/smollm2.py --workdir=runs/smollm2-rl
+    coa-jax rl --config=configs/rl/smollm2.py --workdir=runs/smollm2-rl
 
 Needs: the policy of configs/sft/smollm2.py in runs/smollm2-sft.
 Takes: minutes per step. On 2 CPU cores with other load, a step that needed a second round of
@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete(
+    config = complete_config(
         RLConfig,
         {
             "model": "runs/smollm2-sft/model",
@@ -66,5 +66,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "checkpoint_every": 2,
         },
     )
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     return in_small(config, "rl") if debug else config

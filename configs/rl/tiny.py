@@ -1,6 +1,6 @@
 r"""Makes one step of RL with a policy of one layer: the smallest possible run.
 
-    python -m coa_jax.rl --config=configs/rl/tiny.py --workdir=runs/debug/rl
+    coa-jax rl --config=configs/rl/tiny.py --workdir=runs/debug/rl
 
 Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of which is compilation.
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variant
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
-    config = complete(
+    config = complete_config(
         RLConfig,
         {
             "model": "runs/debug/scratch/model",
@@ -52,5 +52,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "checkpoint_every": 1,
         },
     )
-    config.tools = complete(ToolsConfig, {"top_k": 1})
+    config.tools = complete_config(ToolsConfig, {"top_k": 1})
     return config

@@ -1,6 +1,6 @@
 r"""Trains the paper's web agent by RL with live search (DAPO).
 
-    python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
+    coa-jax rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
 
 Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/rl/tiny.py.
@@ -11,7 +11,7 @@ Needs: the policy of configs/sft/web.py; questions with answers, in a directory 
 judge, an OpenAI-compatible server that all hosts can reach, at
 ``--config.graders.judge.chat.url=http://HOST:8000/v1``. ``--check`` checks all of this and prints
 the maximum cost of the run. 7b is sized for the 64 chips of a v5p:4x4x4, 32b for the 128 chips of a
-v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks whether the run fits another slice;
+v5p:4x4x8. ``coa-jax aot --topology=...`` checks whether the run fits another slice;
 ``launch/`` has the scripts that start the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
@@ -32,18 +32,18 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.machines import MACHINES
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.settings import complete
+from coa_jax.run.machines import MACHINES
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
-    config = complete(
+    config = complete_config(
         RLConfig,
         {
             "model": f"/mnt/runs/sft-web-{'qwen3' if size == '4b' else 'qwen2.5'}-{size}/model",
@@ -111,7 +111,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             },
         },
     )
-    config.tools = complete(
+    config.tools = complete_config(
         ToolsConfig,
         {"names": ("web_search", "crawl_page"), "web_search": {"provider": "serper"}},
     )

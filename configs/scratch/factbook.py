@@ -1,6 +1,6 @@
 r"""Creates the untrained policy of the quickstart: its own tokenizer and random parameters.
 
-    python -m coa_jax.scratch --config=configs/scratch/factbook.py --workdir=runs/scratch
+    coa-jax scratch --config=configs/scratch/factbook.py --workdir=runs/scratch
 
 Needs: the data of configs/distill/factbook.py in runs/distill.
 Takes: the time of the stage ``base`` in the ``timings_s`` of a quickstart's summary.json.
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.settings import complete
-from coa_jax.small.scratch import ScratchConfig
+from coa_jax.demo.untrained import ScratchConfig
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -25,5 +25,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.data = "runs/distill/train.jsonl"
     config.prompt_style = quickstart.prompt_style
     config.format = quickstart.format
-    config.policy = complete(ScratchConfig, quickstart.policy)
+    config.policy = complete_config(ScratchConfig, quickstart.policy)
     return config

@@ -1,6 +1,6 @@
 r"""Serves the policy of the quickstart, and its chain of agents, to OpenAI clients and browsers.
 
-    python -m coa_jax.serve --config=configs/serve/factbook.py
+    coa-jax serve --config=configs/serve/factbook.py
 
 Needs: the extra ``serve`` and the policy of the quickstart, or the directory of another policy:
 ``--config.model=weights/SmolLM2-135M-Instruct --config.engine.max_length=2048``. The agent works
@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 from coa_jax.serve.config import ServeConfig
-from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete(
+    config = complete_config(
         ServeConfig,
         {
             "model": "runs/quickstart/models/rl",
@@ -44,5 +44,5 @@ def get_config() -> ml_collections.ConfigDict:
             "rollout": {**quickstart.evaluate.rollout.to_dict(), "prompt_style": "model"},
         },
     )
-    config.tools = complete(ToolsConfig, quickstart.tools)
+    config.tools = complete_config(ToolsConfig, quickstart.tools)
     return config

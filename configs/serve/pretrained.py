@@ -1,6 +1,6 @@
 r"""Serves the policy of launch/pretrained.sh.
 
-    python -m coa_jax.serve --config=configs/serve/pretrained.py
+    coa-jax serve --config=configs/serve/pretrained.py
 
 Needs: ``pip install -e .[serve]`` and the policy of configs/pretrained/factbook.py in
 runs/pretrained, or another policy, which ``--config.model=DIR`` names.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 
@@ -25,5 +25,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.engine = pretrained.evaluate.engine
     config.rollout = pretrained.evaluate.rollout
     config.rollout.prompt_style = "model"
-    config.tools = complete(ToolsConfig, pretrained.tools)
+    config.tools = complete_config(ToolsConfig, pretrained.tools)
     return config

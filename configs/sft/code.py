@@ -1,13 +1,13 @@
 r"""Fine-tunes Qwen2.5-Coder-Instruct as the paper's code agent.
 
-    python -m coa_jax.sft --config=configs/sft/code.py:7b --workdir=/mnt/runs/sft-code-qwen2.5-7b
+    coa-jax sft --config=configs/sft/code.py:7b --workdir=/mnt/runs/sft-code-qwen2.5-7b
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/sft/tiny.py.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-Coder-7B-Instruct (or 3B, 32B) in
 Hugging Face format and distilled data of the protocol ``code``, or the published SFT file, with
 ``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
-of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks
+of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``coa-jax aot --topology=...`` checks
 whether the run fits another slice; ``launch/`` has the scripts that start the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/code.py starts from.
@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
+from coa_jax.train.sft import SFTConfig
 
 _RATE = {"3b": 3e-5, "7b": 3e-5, "32b": 1.4e-5}
 _BATCH = {"3b": 32, "7b": 32, "32b": 64}
@@ -39,7 +39,7 @@ _STEPS = {"3b": 3745, "7b": 3745, "32b": 1873}
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    config = complete(
+    config = complete_config(
         SFTConfig,
         {
             "model": f"/mnt/weights/Qwen2.5-Coder-{size.upper()}-Instruct",

@@ -1,6 +1,6 @@
 r"""Fine-tunes the small policy of the quickstart on the teacher's trajectories.
 
-    python -m coa_jax.sft --config=configs/sft/factbook.py --workdir=runs/sft
+    coa-jax sft --config=configs/sft/factbook.py --workdir=runs/sft
 
 Needs: the data of configs/distill/factbook.py in runs/distill and the policy of
 configs/scratch/factbook.py in runs/scratch.
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
+from coa_jax.train.sft import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
@@ -30,5 +30,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     values["data"] = "runs/distill/train.jsonl"
     values["validation"] = "runs/distill/validation.jsonl"
     values["prompt_style"] = quickstart.prompt_style
-    config = complete(SFTConfig, values)
+    config = complete_config(SFTConfig, values)
     return in_small(config, "sft") if debug else config

@@ -1,13 +1,13 @@
 r"""Fine-tunes Qwen2.5 as the paper's agent for multi-hop questions (MHQA).
 
-    python -m coa_jax.sft --config=configs/sft/mhqa.py:7b --workdir=/mnt/runs/sft-mhqa-qwen2.5-7b
+    coa-jax sft --config=configs/sft/mhqa.py:7b --workdir=/mnt/runs/sft-mhqa-qwen2.5-7b
 
 Sizes: ``3b``, ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/sft/tiny.py.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B (or 3B, 32B) in Hugging Face
 format and distilled data of the protocol ``mhqa``, or the published SFT file, with
 ``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
-of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks
+of a v5p:4x4x4, 32b for the 128 of a v5p:4x4x8. ``coa-jax aot --topology=...`` checks
 whether the run fits another slice; ``launch/`` has the scripts that start the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/mhqa.py starts from.
@@ -28,15 +28,15 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import in_small, parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
+from coa_jax.train.sft import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    config = complete(
+    config = complete_config(
         SFTConfig,
         {
             "model": f"/mnt/weights/Qwen2.5-{size.upper()}",

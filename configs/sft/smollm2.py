@@ -1,6 +1,6 @@
 r"""Fine-tunes SmolLM2-135M-Instruct (Q4_1), a pretrained model that still fits a CPU.
 
-    python -m coa_jax.sft --config=configs/sft/smollm2.py --workdir=runs/smollm2-sft
+    coa-jax sft --config=configs/sft/smollm2.py --workdir=runs/smollm2-sft
 
 Needs: ``coa-jax fetch smollm2``, the data of configs/distill/factbook.py in runs/distill.
 Takes: 8 to 33 s per update on 2 CPU cores with other load: 15 minutes in total.
@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import in_small, parse_variant
 from coa_jax.model.config import cpu_dtype
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import in_small, parse_variant
+from coa_jax.train.sft import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
-    config = complete(
+    config = complete_config(
         SFTConfig,
         {
             "model": "weights/SmolLM2-135M-Instruct",

@@ -1,6 +1,6 @@
 r"""Fine-tunes a policy with one layer for two updates: the smallest possible run.
 
-    python -m coa_jax.sft --config=configs/sft/tiny.py --workdir=runs/debug/sft
+    coa-jax sft --config=configs/sft/tiny.py --workdir=runs/debug/sft
 
 Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of which is compilation.
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import parse_variant
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variant
+from coa_jax.train.sft import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
-    return complete(
+    return complete_config(
         SFTConfig,
         {
             "model": "runs/debug/scratch/model",

@@ -1,6 +1,6 @@
 r"""Fine-tunes Qwen2.5-Instruct as the paper's web agent.
 
-    python -m coa_jax.sft --config=configs/sft/web.py:7b --workdir=/mnt/runs/sft-web-qwen2.5-7b
+    coa-jax sft --config=configs/sft/web.py:7b --workdir=/mnt/runs/sft-web-qwen2.5-7b
 
 Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/sft/tiny.py.
@@ -9,7 +9,7 @@ Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or the model of
 another size) in Hugging Face format and distilled data of the protocol ``web``, or the published
 SFT file, with ``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized
-for the 64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``python -m coa_jax.aot
+for the 64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``coa-jax aot
 --topology=...`` checks whether the run fits another slice; ``launch/`` has the scripts that start
 the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.learn.machines import MACHINES
-from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.settings import complete
+from coa_jax.run.machines import MACHINES
+from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
+from coa_jax.train.sft import SFTConfig
 
 _NAMES = {"4b": "Qwen3-4B"}
 
@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
-    config = complete(
+    config = complete_config(
         SFTConfig,
         {
             "model": f"/mnt/weights/{_NAMES.get(size, f'Qwen2.5-{size.upper()}-Instruct')}",

@@ -1,6 +1,6 @@
 r"""Generates questions with checked answers from any corpus, with a language model.
 
-    python -m coa_jax.synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
+    coa-jax synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
 
 Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.url``, ``endpoint.model``)
 and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.cli import load_config
 from coa_jax.distill.endpoint import EndpointConfig
-from coa_jax.settings import complete
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -47,6 +47,6 @@ def get_config() -> ml_collections.ConfigDict:
         config.synthesis.candidates = 3
         config.with_tools.attempts = 2
         config.without_tools.who = "endpoint"
-        config.endpoint = complete(EndpointConfig, endpoint)
-        config.solver = complete(EndpointConfig, solver)
+        config.endpoint = complete_config(EndpointConfig, endpoint)
+        config.solver = complete_config(EndpointConfig, solver)
     return config

@@ -1,6 +1,6 @@
 r"""Generates questions with checked answers from the World Factbook, without a language model.
 
-    python -m coa_jax.synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
+    coa-jax synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
 
 Needs: nothing beyond the package.
 Takes: 5 s for 63 questions on one core, including loading.
@@ -21,7 +21,7 @@ import ml_collections
 
 from coa_jax.distill.synthesis.build import SynthesisConfig
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig
 
@@ -29,11 +29,13 @@ from coa_jax.tools.make import ToolsConfig
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     config = ml_collections.ConfigDict()
-    config.tools = complete(ToolsConfig, {"names": ("wiki_search", "code")})
-    config.synthesis = complete(SynthesisConfig, {})
+    config.tools = complete_config(ToolsConfig, {"names": ("wiki_search", "code")})
+    config.synthesis = complete_config(SynthesisConfig, {})
     config.with_tools = ml_collections.ConfigDict(
         {"attempts": 1, "concurrency": 16, "max_messages": 80}
     )
-    config.without_tools = complete(ClosedBookConfig, {})
-    config.judge = complete(JudgeConfig, {})  # with judge.chat.url, a judge decides if words differ
+    config.without_tools = complete_config(ClosedBookConfig, {})
+    config.judge = complete_config(
+        JudgeConfig, {}
+    )  # with judge.chat.url, a judge decides if words differ
     return config

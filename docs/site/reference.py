@@ -27,19 +27,28 @@ from absl import flags
 import coa_jax
 from coa_jax import api
 from coa_jax.__main__ import COMMANDS
-from coa_jax.bounds import MAX_INT, Bounded, OneOf, Text, annotation_of, declared, parts, present
-from coa_jax.learn.sft import SFTConfig
+from coa_jax.config.fields import (
+    MAX_INT,
+    Bounded,
+    OneOf,
+    Text,
+    annotation_of,
+    declared,
+    parts,
+    present,
+)
+from coa_jax.train.sft import SFTConfig
 
 API = {
-    "trajectories": ("Trajectories and records", "trajectory", "records"),
+    "trajectories": ("Trajectories and records", "data.trajectory", "data.records"),
     "protocol": ("Protocols", "protocol"),
     "tasks": ("Tasks and rewards", "tasks", "tasks.base", "tasks.graders"),
     "tools": ("Tools", "tools.base", "tools.make"),
     "model": ("Model", "model.api", "model.config", "model.decoder"),
     "engine": ("Engine", "engine.config", "engine.engine"),
     "rollout": ("Rollouts", "rollout.request", "rollout.episodes", "rollout.collect"),
-    "learn": ("Learning", "learn.algorithms", "learn.objectives", "learn.losses", "learn.step"),
-    "extensions": ("Extensions and settings", "extensions", "settings", "bounds"),
+    "train": ("Training", "train.algorithms", "train.objectives", "train.losses", "train.step"),
+    "extensions": ("Extensions and settings", "config.extensions", "run.settings", "config.fields"),
 }
 """Name of each page of the Python API -> its title and its modules in ``coa_jax``."""
 
@@ -200,7 +209,7 @@ def _commands() -> str:
     return f"""\
 # Commands
 
-`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code.
+`python -m coa_jax COMMAND` runs the same code.
 
 | command | purpose |
 |---|---|

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import coa_jax
-from coa_jax.tasks import load_tasks
+from coa_jax import load_tasks
 
 ALONE = {"names": (), "protocol": "alone"}
 """Settings of a protocol without tool tags, in which the policy cannot call a tool."""

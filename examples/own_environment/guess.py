@@ -3,8 +3,7 @@
 import random
 import re
 
-from coa_jax.environments import Step
-from coa_jax.tasks import Task
+from coa_jax import Step, Task
 
 
 def load(split: str, n: int | None, seed: int) -> list[Task]:

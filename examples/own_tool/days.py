@@ -2,7 +2,7 @@
 
 from datetime import date
 
-from coa_jax.tools.base import Observation
+from coa_jax import Observation
 
 
 class Days:

@@ -3,7 +3,7 @@
 import random
 from datetime import date, timedelta
 
-from coa_jax.tasks import Task
+from coa_jax import Task
 from examples.unseen_tools.tools import UNITS
 
 

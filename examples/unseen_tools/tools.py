@@ -2,7 +2,7 @@
 
 from datetime import date, timedelta
 
-from coa_jax.tools.base import Observation
+from coa_jax import Observation
 
 UNITS = {"km": 1000.0, "mile": 1609.344, "m": 1.0, "foot": 0.3048, "kg": 1.0, "pound": 0.45359237}
 

@@ -1,6 +1,6 @@
 """Tasks that name the tasks of a verifiers task set by number; verifiers has the questions."""
 
-from coa_jax.tasks import Task
+from coa_jax import Task
 
 
 def load(split: str, n: int | None) -> list[Task]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from coa_jax.agents.config import AgentConfig
-from coa_jax.cli import run_main
-from coa_jax.learn.step import OptimizerConfig
-from tests.learn.tiny_runs import rl_config, run_rl
+from coa_jax.rollout.agent_config import AgentConfig
+from coa_jax.run.command import run_main
+from coa_jax.train.step import OptimizerConfig
+from tests.train.tiny_runs import rl_config, run_rl
 
 STEPS = 3
 SCRIPT = """\

@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coa_jax.agents.config import AgentConfig
-from coa_jax.agents.sampler import AgentSampler
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import SamplingParams
 from coa_jax.model.params import Params
+from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import Request, RolloutConfig
-from coa_jax.trajectory import Trajectory
+from coa_jax.serve.agents.sampler import AgentSampler
 from tests import tiny_policy
 from tests.rollout.small_loop import engine, requests
 

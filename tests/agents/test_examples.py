@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.agents.config import AgentConfig
+from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.policy import local_policy
-from coa_jax.learn.step import OptimizerConfig
+from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.trajectory import StopReason, read_trajectories
+from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.evaluate import tiny_evaluation
-from tests.learn.tiny_runs import rl_config, rows, run_rl
+from tests.train.tiny_runs import rl_config, rows, run_rl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTH = 768

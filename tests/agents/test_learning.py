@@ -14,23 +14,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.agents.config import AgentConfig
+from coa_jax.data.trajectory import Reward, StopReason, Trajectory, read_trajectories
 from coa_jax.errors import UserError
 from coa_jax.evaluate.policy import local_policy
-from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.record import checksum, oldest_of
-from coa_jax.learn.rl import repeat
-from coa_jax.learn.step import OptimizerConfig
-from coa_jax.learn.update import group_examples
+from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import Reward, StopReason, Trajectory, read_trajectories
+from coa_jax.run.run_dir import RunDir
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.record import checksum, oldest_of
+from coa_jax.train.rl import repeat
+from coa_jax.train.step import OptimizerConfig
+from coa_jax.train.update import group_examples
 from tests import tiny_policy
 from tests.agents import killed
 from tests.agents.test_program import gone
 from tests.evaluate import tiny_evaluation
 from tests.killing import lines_of
-from tests.learn.tiny_runs import rl_config, rows, run_rl
+from tests.train.tiny_runs import rl_config, rows, run_rl
 
 AGENT = AgentConfig(function="tests.agents.functions:brevity", seconds=600.0)
 OPTIMIZER = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)

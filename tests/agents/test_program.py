@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.agents.program import Access, ProgramError, ProgramOutcome, run_command
+from coa_jax.serve.agents.program import Access, ProgramError, ProgramOutcome, run_command
 from tests.tools.fault_server import wait_until
 
 ACCESS = Access("http://127.0.0.1:1", "key")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Author, StopReason, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.model import tokenizer as tokenizer_module
 from coa_jax.model.api import logits
@@ -17,7 +18,6 @@ from coa_jax.rollout import scheduler
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve import service
-from coa_jax.trajectory import Author, StopReason, Trajectory
 from tests import tiny_policy
 from tests.agents.functions import LOOK
 from tests.agents.live import LENGTH, one, sampler, solve

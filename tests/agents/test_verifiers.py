@@ -17,19 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.agents.config import AgentConfig
+from coa_jax.config.extensions import importable
+from coa_jax.data.trajectory import read_trajectories
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.policy import local_policy
 from coa_jax.evaluate.run import load
-from coa_jax.extensions import importable
-from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
+from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.trajectory import read_trajectories
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.evaluate import tiny_evaluation
-from tests.learn.tiny_runs import rl_config, rows, run_rl
+from tests.train.tiny_runs import rl_config, rows, run_rl
 
 HERE = sys.executable if find_spec("verifiers") else ""
 PYTHON = os.environ.get("COA_JAX_VERIFIERS", HERE)

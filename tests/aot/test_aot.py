@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import pytest
 from absl import flags
 
-from coa_jax.aot import __main__ as command
-from coa_jax.aot import estimate
-from coa_jax.aot.estimate import _compiled
-from coa_jax.aot.slices import default_fraction, devices_of, parse_slice
-from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.parallel.chips import CHIPS
+from coa_jax.parallel.slices import default_fraction, devices_of, parse_slice
+from coa_jax.perf.aot import __main__ as command
+from coa_jax.perf.aot import estimate
+from coa_jax.perf.aot.estimate import _compiled
+from coa_jax.run.command import load_config
 from tests.aot.test_estimate import TOO_LARGE, Refusing, needs_tpu_compiler
 
 
 def aot(*arguments):
     """(exit code, JSON or None, stderr) of the command, in a process that has no devices yet."""
     done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.aot", *arguments],
+        [sys.executable, "-m", "coa_jax.perf.aot", *arguments],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coa_jax.aot.costs import Costs, count, group
-from coa_jax.aot.hlo import parse, trip_count
+from coa_jax.perf.aot.costs import Costs, count, group
+from coa_jax.perf.aot.hlo import parse, trip_count
 from tests.devices import on_devices
 
 
@@ -55,8 +55,8 @@ def test_a_loop_that_ends_by_data_counts_as_often_as_is_said():
 SENT = """
 import json, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from coa_jax.aot.costs import count
-from coa_jax.aot.hlo import parse
+from coa_jax.perf.aot.costs import count
+from coa_jax.perf.aot.hlo import parse
 from coa_jax.parallel.mesh import make_mesh
 split, mesh = PartitionSpec("fsdp"), make_mesh(fsdp=8)
 def shard(x):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coa_jax.aot.costs import Costs
-from coa_jax.aot.estimate import _add_plans, _compiled, advice, exceeded, roofline
-from coa_jax.aot.programs import Program
-from coa_jax.aot.slices import devices_of, parse_slice
 from coa_jax.parallel.chips import CHIPS
-from tests.learn.tiny_runs import rl_config
+from coa_jax.parallel.slices import devices_of, parse_slice
+from coa_jax.perf.aot.costs import Costs
+from coa_jax.perf.aot.estimate import _add_plans, _compiled, advice, exceeded, roofline
+from coa_jax.perf.aot.programs import Program
+from tests.train.tiny_runs import rl_config
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -12,30 +12,30 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from coa_jax.aot import arrays, programs
-from coa_jax.aot.arrays import Setup, micro_batches, set_up
-from coa_jax.aot.programs import all_programs
-from coa_jax.aot.slices import Slice
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import Constraint, ConstraintTables
 from coa_jax.errors import UserError
-from coa_jax.learn import experience, logps, step
-from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.batch import Batch, empty_batch
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import init_state
-from coa_jax.learn.teacher import TeacherConfig
-from coa_jax.learn.update import critic_state, reference_params, update
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import num_params, split_trained
 from coa_jax.parallel.mesh import AXES
+from coa_jax.parallel.slices import Slice
+from coa_jax.perf.aot import programs
+from coa_jax.perf.aot.programs import all_programs
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.small.bpe import train_bpe
+from coa_jax.train import arrays, experience, logps, step
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.arrays import Setup, micro_batches, set_up
+from coa_jax.train.batch import Batch, empty_batch
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.step import init_state
+from coa_jax.train.teacher import TeacherConfig
+from coa_jax.train.update import critic_state, reference_params, update
 from tests.devices import on_devices
-from tests.learn.test_update import LENGTH, MODEL, config, groups, params
-from tests.learn.tiny_runs import rl_config
+from tests.train.test_update import LENGTH, MODEL, config, groups, params
+from tests.train.tiny_runs import rl_config
 
 WEIGHTS = 4 * num_params(MODEL)  # bytes in float32
 
@@ -52,13 +52,13 @@ def tiny_setup(**changes: object) -> Setup:
 
 PARTS = """
 import sys, jax
-from coa_jax.aot.arrays import set_up
-from coa_jax.aot.slices import parse_slice
-from coa_jax.aot.estimate import _step
+from coa_jax.train.arrays import set_up
+from coa_jax.parallel.slices import parse_slice
+from coa_jax.perf.aot.estimate import _step
 from coa_jax.errors import UserError
 from coa_jax.parallel.placement import MeshConfig
-from tests.learn.test_update import MODEL
-from tests.learn.tiny_runs import rl_config
+from tests.train.test_update import MODEL
+from tests.train.tiny_runs import rl_config
 
 for case in sys.argv[1:]:
     name, data, fsdp, tensor, decode = case.split(",")
@@ -95,14 +95,14 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
 
 CACHE = """
 import sys, jax, jax.numpy as jnp
-from coa_jax.aot import arrays
-from coa_jax.aot.arrays import chip_bytes, engine_compute, pages, set_up
-from coa_jax.aot.slices import Slice
+from coa_jax.perf.aot import arrays
+from coa_jax.train.arrays import chip_bytes, engine_compute, pages, set_up
+from coa_jax.parallel.slices import Slice
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.parallel.placement import MeshConfig, replicate
-from tests.learn.tiny_runs import rl_config
+from tests.train.tiny_runs import rl_config
 
 for case in sys.argv[1:]:
     heads, dtype = case.split(",")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coa_jax.aot.hlo import parse
-from coa_jax.aot.schedule import Machine, play
 from coa_jax.parallel.chips import Chip
+from coa_jax.perf.aot.hlo import parse
+from coa_jax.perf.aot.schedule import Machine, play
 
 # 100 FLOP/s and byte/s; 60 bytes a second over six links.
 CHIP = Chip(flops=100.0, hbm_bytes=10**9, hbm_bandwidth=100.0, link_bandwidth=60.0)

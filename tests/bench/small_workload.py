@@ -6,8 +6,8 @@ import functools
 import json
 from pathlib import Path
 
-from coa_jax.bench.models import Subject, load_subject
-from coa_jax.bench.workload import Workload, read_workload
+from coa_jax.perf.bench.models import Subject, load_subject
+from coa_jax.perf.bench.workload import Workload, read_workload
 
 
 @functools.cache

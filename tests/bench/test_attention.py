@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from coa_jax.bench.attention import Work, measure
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import implementations
+from coa_jax.perf.bench.attention import Work, measure
 
 WORK = Work("causal", 2, 64, 2, 1, 2, 2, 16, 16, "float32")
 

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def run(name, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", f"coa_jax.bench.{name}", *map(str, arguments)],
+        [sys.executable, "-m", f"coa_jax.perf.bench.{name}", *map(str, arguments)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

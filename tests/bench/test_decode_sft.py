@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from coa_jax.bench import decode, sft
-from coa_jax.bench.models import Subject
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import token_states
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.costs import train_flops
+from coa_jax.perf.bench import decode, sft
+from coa_jax.perf.bench.models import Subject
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import RolloutConfig
 from tests import tiny_policy

@@ -10,15 +10,15 @@ import time
 
 import pytest
 
-from coa_jax.bench.input import batch_size_of, core_speed, made_records, run_steps
-from coa_jax.learn.batch import first_fit
-from coa_jax.learn.data import RecordReader
-from coa_jax.learn.lengths import fitting, measure
+from coa_jax.data.records import Records
+from coa_jax.data.trajectory import write_records
+from coa_jax.demo.bpe import train_bpe
+from coa_jax.demo.pages import passages
+from coa_jax.perf.bench.input import batch_size_of, core_speed, made_records, run_steps
 from coa_jax.protocol import Prompt
-from coa_jax.records import Records
-from coa_jax.small.bpe import train_bpe
-from coa_jax.tools.factbook_pages import passages
-from coa_jax.trajectory import write_records
+from coa_jax.train.batch import first_fit
+from coa_jax.train.data import RecordReader
+from coa_jax.train.lengths import fitting, measure
 
 
 def examples_of(folder, number, length, vocabulary):
@@ -66,7 +66,13 @@ def test_the_command_prints_what_it_measured(tmp_path):
     train_bpe([page.text for page in itertools.islice(passages(2000), 9)], 400).save_pretrained(
         tmp_path
     )
-    line = [sys.executable, "-m", "coa_jax.bench.input", f"--model={tmp_path}", "--length=2048"]
+    line = [
+        sys.executable,
+        "-m",
+        "coa_jax.perf.bench.input",
+        f"--model={tmp_path}",
+        "--length=2048",
+    ]
     line += ["--records=16", "--steps=2", "--step_seconds=0.1", "--hosts=2", "--workers=1"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from coa_jax.bench.measure import best_seconds, compile_count, peak_flops, read_bandwidth, spread
+from coa_jax.perf.bench.measure import (
+    best_seconds,
+    compile_count,
+    peak_flops,
+    read_bandwidth,
+    spread,
+)
 
 
 def test_ceilings_are_those_of_a_computer():

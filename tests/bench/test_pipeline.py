@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from coa_jax.bench import pipeline
-from coa_jax.bench.pipeline_workload import PipelineWorkload, WorkloadSample, draw
-from coa_jax.bench.workload import Call, Script
+from coa_jax.data.trajectory import read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.trajectory import read_trajectories
+from coa_jax.perf.bench import pipeline
+from coa_jax.perf.bench.pipeline_workload import PipelineWorkload, WorkloadSample, draw
+from coa_jax.perf.bench.workload import Call, Script
 
 SHA256 = {
     5: "d24ffbf56487aba839e76e377b2bb2c6593b395be5100e4a2c00f7a84cb1d4cf",

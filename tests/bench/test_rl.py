@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from coa_jax.bench import rl
-from coa_jax.bench.rollout import run_workload
-from coa_jax.bench.shapes import engine_shapes
+from coa_jax.data.trajectory import Author
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.trajectory import Author
+from coa_jax.perf.bench import rl
+from coa_jax.perf.bench.rollout import run_workload
+from coa_jax.perf.bench.shapes import engine_shapes
 from tests.bench.small_workload import rollout, subject, workload
 
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from coa_jax.bench.measure import compile_count
-from coa_jax.bench.models import load_subject
-from coa_jax.bench.rollout import logp_gap, measure, measure_once, run_workload
-from coa_jax.bench.shapes import engine_shapes
+from coa_jax.data.trajectory import Author, StopReason
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.trajectory import Author, StopReason
+from coa_jax.perf.bench.measure import compile_count
+from coa_jax.perf.bench.models import load_subject
+from coa_jax.perf.bench.rollout import logp_gap, measure, measure_once, run_workload
+from coa_jax.perf.bench.shapes import engine_shapes
 from tests.bench.small_workload import rollout, subject, workload
 
 

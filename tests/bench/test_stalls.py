@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from coa_jax.bench import stalls
-from coa_jax.bench.forced import Sleep
-from coa_jax.bench.shapes import engine_shapes
 from coa_jax.errors import UserError
+from coa_jax.perf.bench import stalls
+from coa_jax.perf.bench.forced import Sleep
+from coa_jax.perf.bench.shapes import engine_shapes
 from tests.bench.small_workload import rollout, subject, workload
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.bench.workload import (
+from coa_jax.errors import UserError
+from coa_jax.perf.bench.workload import (
     PRESETS,
     Call,
     Recipe,
@@ -17,7 +18,6 @@ from coa_jax.bench.workload import (
     given_recipe,
     read_workload,
 )
-from coa_jax.errors import UserError
 from tests.bench.small_workload import content, rollout, workload, write
 
 

@@ -17,8 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
-from coa_jax.cli import explain
 from coa_jax.errors import UserError
+from coa_jax.run.command import explain
 from tests.damage import mutations
 from tests.damage.samples import write_samples
 

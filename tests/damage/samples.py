@@ -15,35 +15,35 @@ from typing import Any
 
 import jax
 
-from coa_jax import jsonl
-from coa_jax.bench.workload import PRESETS, draw, read_workload
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import Reward, read_trajectories, trajectory_violations
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, to_json
-from coa_jax.economy import check_tokens
-from coa_jax.economy import read_phase as read_economy
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate import compare
 from coa_jax.evaluate.exposure import exposure_of
 from coa_jax.evaluate.journal import Journal
+from coa_jax.files import jsonl
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
-from coa_jax.records import read_records
+from coa_jax.paper.economy import check_tokens
+from coa_jax.paper.economy import read_phase as read_economy
+from coa_jax.perf.bench.workload import PRESETS, draw, read_workload
 from coa_jax.report.build import build_report
 from coa_jax.report.sweep import read_runs, summarize
 from coa_jax.rollout.replay import read_recordings
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
-from coa_jax.small.bpe import train_bpe
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.private_tests import load_private_tests
 from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
-from coa_jax.trajectory import Reward, read_trajectories, trajectory_violations
 from tests.chats import chat_ids
 from tests.evaluate.made import outcome, task, trajectory
 from tests.report.run_files import write_run

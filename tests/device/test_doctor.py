@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.device import attention, doctor, policy, speed
-from coa_jax.device.checks import Check, guarded, within
 from coa_jax.engine import programs
 from coa_jax.model import decoder
 from coa_jax.model.attention import causal, paged
+from coa_jax.perf.device import attention, doctor, policy, speed
+from coa_jax.perf.device.checks import Check, guarded, within
 
 LENGTH = 70
 
@@ -160,7 +160,7 @@ def test_an_exception_is_a_failed_check_and_the_report_goes_on(monkeypatch, tmp_
 
     monkeypatch.setattr(attention, "all_checks", broken)
     monkeypatch.setattr(policy, "all_checks", lambda: iter([Check("p", "second", "pass", "fine")]))
-    monkeypatch.setattr("coa_jax.device.speed.all_checks", lambda: iter(()))
+    monkeypatch.setattr("coa_jax.perf.device.speed.all_checks", lambda: iter(()))
     out = tmp_path / "report.json"
     assert doctor.main(["--device", f"--out={out}"]) == 1
     said = capsys.readouterr().out

@@ -1,13 +1,13 @@
 import pytest
 
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import write_records
 from coa_jax.distill.arrange import Completion, Unconvertible, arrange, trajectory_of
 from coa_jax.distill.inspect import page
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.readers.base import Trace
 from coa_jax.distill.recorded import log_of as log_of_record
 from coa_jax.distill.recorded import with_figures
-from coa_jax.records import read_records
-from coa_jax.trajectory import write_records
 from tests.distill.logs import INVENTING, log_of
 
 

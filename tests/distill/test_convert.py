@@ -2,10 +2,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill.convert import as_trajectory, convert, corrected_itself, verdict_score
 from coa_jax.distill.messages import Kind
 from coa_jax.errors import UserError
-from coa_jax.trajectory import part_violations
 from tests.distill.logs import log_of
 
 GRADES = "information_conflict: good\ntool_effectiveness: {}\ntrajectory_monitoring: fair"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.cli import load_config
-from coa_jax.distill.__main__ import distill, read
+from coa_jax.cli.distill import distill, read
+from coa_jax.data.records import read_records
 from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.errors import UserError
-from coa_jax.records import read_records
+from coa_jax.run.command import load_config
 from coa_jax.tasks import load_tasks
 from tests.killing import kill_when
 

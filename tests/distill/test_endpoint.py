@@ -7,16 +7,16 @@ import time
 
 import pytest
 
-from coa_jax.cli import load_config
+from coa_jax.cli.distill import distill
 from coa_jax.distill import DistillConfig
-from coa_jax.distill.__main__ import distill
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig, RequestRefusedError
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.messages import Ending
 from coa_jax.distill.pipeline import run_teacher
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
 from tests.distill.chat_server import serving
 
@@ -199,7 +199,7 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
 def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change, message):
     values = {"url": "http://localhost:9/v1", "model": "m", **change}
     with pytest.raises(UserError, match=re.escape(message)):
-        config = build(EndpointConfig, values, "config.solver")
+        config = build_config(EndpointConfig, values, "config.solver")
         Endpoint(config, tmp_path / "calls.jsonl", "config.solver")
 
 

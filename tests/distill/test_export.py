@@ -12,13 +12,13 @@ from huggingface_hub import DatasetCard
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from coa_jax.data.records import from_tfds, read_records
+from coa_jax.data.trajectory import write_records
 from coa_jax.distill.card import card
 from coa_jax.distill.convert import convert
 from coa_jax.distill.export import FORMS, export, funnel_of, masked_by_markers, prompt_of
 from coa_jax.distill.inspect import page
 from coa_jax.errors import UserError
-from coa_jax.records import from_tfds, read_records
-from coa_jax.trajectory import write_records
 from tests.distill.logs import log_of
 
 

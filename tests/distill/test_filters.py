@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.cli import load_config
+from coa_jax.config.overrides import check_key
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.dataset import statistics_of
 from coa_jax.distill.filters import (
@@ -15,7 +15,7 @@ from coa_jax.distill.filters import (
     quality_filters,
 )
 from coa_jax.distill.pipeline import as_run
-from coa_jax.overrides import check_key
+from coa_jax.run.command import load_config
 from coa_jax.tasks.base import Task
 from tests.distill.logs import log_of
 

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from coa_jax.cli import load_config
-from coa_jax.distill.__main__ import distill
+from coa_jax.cli.distill import distill
 from coa_jax.distill.judges import JudgesConfig
 from coa_jax.distill.pipeline import DistillConfig, as_run, graded_runs, select, teacher_block
+from coa_jax.run.command import load_config
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig

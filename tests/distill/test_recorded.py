@@ -7,18 +7,18 @@ import json
 
 import pytest
 
-from coa_jax.cli import load_config
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import write_records
 from coa_jax.distill.convert import convert
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.recorded import log_of, with_figures
 from coa_jax.distill.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
-from coa_jax.records import read_records
-from coa_jax.settings import build
-from coa_jax.trajectory import write_records
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
+from tests.data.published import HOPS, RIVER, STORIES, alpaca
 from tests.distill.test_export import RECORDS
-from tests.records.published import HOPS, RIVER, STORIES, alpaca
 
 
 def test_the_messages_of_a_record_are_those_it_was_converted_from():
@@ -48,8 +48,10 @@ def published(tmp_path):
 
 def distilled(published, folder, **changes):
     values = load_config("configs/distill/traces.py:records")
-    source = dataclasses.replace(build(TraceFilesConfig, values.traces), files=(str(published),))
-    filters = dataclasses.replace(build(DistillConfig, values.teacher), **changes)
+    source = dataclasses.replace(
+        build_config(TraceFilesConfig, values.traces), files=(str(published),)
+    )
+    filters = dataclasses.replace(build_config(DistillConfig, values.teacher), **changes)
     selection = dataclasses.replace(filters.selection, min_tool_calls=1, near_duplicate=0.0)
     return distill_traces(source, dataclasses.replace(filters, selection=selection), folder)
 

@@ -3,15 +3,15 @@ import dataclasses
 
 import pytest
 
+from coa_jax.demo.grammar import Arithmetic, Inverse, Lookup, Ref
+from coa_jax.demo.slips import Slips, wrong_value
+from coa_jax.demo.steps import operands, printed, run_progress, steps_of
 from coa_jax.distill.messages import Ending, Kind
 from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
-from coa_jax.distill.slips import Slips, wrong_value
-from coa_jax.distill.steps import operands, printed, run_progress, steps_of
 from coa_jax.distill.team import solve
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.base import Task, with_level
-from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Lookup, Ref
 from coa_jax.tools.base import Observation
 from coa_jax.tools.make import ToolsConfig, make_tools
 
@@ -174,7 +174,7 @@ def web_tools():
         "web_search": {"provider": "local", "top_k": 2, "snippet_chars": 24},
         "crawl_page": {"page_chars": 200},
     }
-    return {tool.name: tool for tool in make_tools(build(ToolsConfig, config))}
+    return {tool.name: tool for tool in make_tools(build_config(ToolsConfig, config))}
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])

@@ -5,6 +5,7 @@ import json
 import pytest
 import smolagents
 
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.arrange import trajectory_of
 from coa_jax.distill.endpoint import EndpointConfig
@@ -14,7 +15,6 @@ from coa_jax.distill.smol import solve_with_smolagents
 from coa_jax.distill.smol_runs import SmolConfig, bind_settings, run_smolagents
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
-from coa_jax.trajectory import part_violations
 from tests.distill.logs import INVENTING
 
 

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from coa_jax.cli import load_config
+from coa_jax.data.records import read_records
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.selection import SelectionConfig
 from coa_jax.distill.traces import TraceFilesConfig, convert_files, distill_traces
 from coa_jax.errors import UserError
-from coa_jax.records import read_records
-from coa_jax.settings import build
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tasks.base import Task
-from coa_jax.trajectory import part_violations
 from tests.distill.logs import INVENTING
 from tests.distill.readers.samples import file_of, product, tower
 
@@ -67,7 +67,7 @@ def test_what_is_written_out_for_a_run_is_no_interaction_with_a_tool(tmp_path):
     said[1]["reasoning_content"] = "I need no tool."
     path.write_bytes(file_of({"messages": said, "gold": "It is A", "answer": "It is A"}))
     values = load_config("configs/distill/traces.py").teacher
-    filters = build(DistillConfig, values)
+    filters = build_config(DistillConfig, values)
     made = TraceFilesConfig((str(path),), "openai", "web", INVENTING)
     _, told = distill_traces(made, filters, tmp_path / "out")
     assert {k: v for k, v in told["filters"]["dropped"].items() if v} == {"few_calls": 1}
@@ -155,7 +155,12 @@ def test_mistakes_of_the_user_are_explained(logs):
 
 def test_the_command_reads_logs(logs, tmp_path):
     command = [
-        *(sys.executable, "-m", "coa_jax.distill", "--config=configs/distill/traces.py"),
+        *(
+            sys.executable,
+            "-m",
+            "coa_jax.cli.distill",
+            "--config=configs/distill/traces.py",
+        ),
         *(f"--workdir={tmp_path}/run", f"--config.traces.files={logs!r}"),
         "--config.teacher.selection.min_tool_calls=3",
         "--config.traces.completion.thoughts=True",

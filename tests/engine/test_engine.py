@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.bounds import declared, parts
+from coa_jax.config.fields import declared, parts
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine

@@ -222,7 +222,7 @@ needs_tpu_compiler = pytest.mark.skipif(
 @needs_tpu_compiler
 @pytest.mark.parametrize("sizes", [(1, 32, 4), (1, 128, 1), (4, 8, 4), (1, 16, 8)])
 def test_engines_lie_within_the_hosts_of_a_slice(sizes):
-    from coa_jax.aot.slices import devices_of, parse_slice
+    from coa_jax.parallel.slices import devices_of, parse_slice
 
     devices = devices_of(parse_slice("v5p:4x4x8"))
     groups = groups_of(decode_mesh(make_mesh(*sizes, devices=devices), 4), 4)

@@ -11,11 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from coa_jax.environments import EnvironmentConfig, Turn
-from coa_jax.environments.session import Environments
-from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import SFTLoss
-from coa_jax.learn.step import OptimizerConfig, init_state, train_step
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
@@ -23,9 +19,13 @@ from coa_jax.model.encode import encode_reply
 from coa_jax.model.params import init_params
 from coa_jax.model.tokenizer import conversation_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt
+from coa_jax.rollout.environments import EnvironmentConfig, Turn
+from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import Request
-from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
+from coa_jax.train.batch import Example, pack, split_rows
+from coa_jax.train.losses import SFTLoss
+from coa_jax.train.step import OptimizerConfig, init_state, train_step
 from tests.rollout.small_loop import GREEDY
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_environment"

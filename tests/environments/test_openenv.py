@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.trajectory import StopReason, read_trajectories
+from coa_jax.data.trajectory import StopReason, read_trajectories
 from tests.buckets import free_port
 from tests.environments.test_runs import coa_jax, prepared
 

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from coa_jax.environments.openenv import OpenEnv, ServerError
-from coa_jax.environments.openenv_text import Actions, UnreadableError, read_observation
 from coa_jax.errors import UserError
+from coa_jax.rollout.environments.openenv import OpenEnv, ServerError
+from coa_jax.rollout.environments.openenv_text import Actions, UnreadableError, read_observation
 from coa_jax.tasks import Task
 
 # Schemas as the servers of openenv 0.3 give them.

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.model.api import save_model
-from coa_jax.trajectory import StopReason, read_trajectories
 from tests.environments import guesser
 
 ROOT = Path(__file__).parents[2]
 RL = """
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 def get_config():
     config = load_config("configs/rl/tiny.py")
@@ -33,7 +33,7 @@ def get_config():
 """
 EVALUATE = """
 import rl_config
-from coa_jax.cli import load_config
+from coa_jax.run.command import load_config
 
 def get_config():
     config, trained = load_config("configs/evaluate/tiny.py"), rl_config.get_config()

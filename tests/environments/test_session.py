@@ -11,18 +11,18 @@ import time
 
 import pytest
 
+from coa_jax.data.trajectory import Author, StopReason, Trajectory, format_valid
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.environments import EnvironmentConfig, Step
-from coa_jax.environments.session import graded_by_environment
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, eos_ids
 from coa_jax.rollout.collect import collect
+from coa_jax.rollout.environments import EnvironmentConfig, Step
+from coa_jax.rollout.environments.session import graded_by_environment
 from coa_jax.rollout.replay import recording, replay
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import grade
 from coa_jax.tools.base import ToolContext
-from coa_jax.trajectory import Author, StopReason, Trajectory, format_valid
 from tests.environments import guesser
 from tests.environments.guesser import TASK, environments, request
 
@@ -207,8 +207,8 @@ def test_a_close_that_fails_is_told_and_nothing_else(caplog):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (GivesNonsense, "an environment gives a coa_jax.environments.Step or"),
-        (RewardsNotANumber, "an environment gives a coa_jax.environments.Step or"),
+        (GivesNonsense, "an environment gives a coa_jax.rollout.environments.Step or"),
+        (RewardsNotANumber, "an environment gives a coa_jax.rollout.environments.Step or"),
         (BeginsWithNonsense, "gave 5 .int.; an environment gives a text, or messages"),
         (NoEnvironment, "an environment gives an object with the methods reset"),
     ],
@@ -313,14 +313,14 @@ def test_tasks_need_a_protocol_that_has_the_tags():
 
 def test_a_policy_behind_an_endpoint_is_refused():
     from coa_jax.api import EvaluateRun
-    from coa_jax.cli import load_config
-    from coa_jax.settings import build
+    from coa_jax.run.command import load_config
+    from coa_jax.run.settings import build_config
 
     config = load_config("configs/evaluate/tiny.py")
     config.environment.path = "guess:Guess"
     config.endpoint.url, config.endpoint.model = "http://localhost:1/v1", "m"
     with pytest.raises(UserError, match=r"environment and endpoint are set"):
-        build(EvaluateRun, config)
+        build_config(EvaluateRun, config)
 
 
 def test_a_constraint_needs_tags():

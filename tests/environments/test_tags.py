@@ -6,14 +6,14 @@ import asyncio
 import dataclasses
 import functools
 
-from coa_jax.environments import EnvironmentConfig, Step
-from coa_jax.environments.session import Environments
+from coa_jax.data.trajectory import Author, StopReason, format_valid
 from coa_jax.protocol import Prompt, get_protocol
+from coa_jax.rollout.environments import EnvironmentConfig, Step
+from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.replay import recording, replay
 from coa_jax.tasks import grade
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.trajectory import Author, StopReason, format_valid
 from tests import tiny_policy
 from tests.rollout.small_loop import requests, run
 
@@ -37,7 +37,7 @@ class Library:
         self.turns.append((turn.tag, turn.text, turn.number))
         if turn.tag == "answer":
             return "", float(turn.text in self.task.gold), False
-        found = await call(tiny_policy.tools()["wiki_search"], turn.text, ToolContext())
+        found = await call_tool(tiny_policy.tools()["wiki_search"], turn.text, ToolContext())
         return Step(found.text, 0.25, done=len(self.turns) >= self.patience)
 
 

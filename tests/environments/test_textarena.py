@@ -7,18 +7,18 @@ import random
 
 import pytest
 
-from coa_jax.environments import Step, Turn
+from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.errors import UserError
+from coa_jax.rollout.environments import Step, Turn
 from coa_jax.rollout.replay import read_recordings, replay
 from coa_jax.tasks import load_tasks
-from coa_jax.trajectory import StopReason, read_trajectories
 from tests.environments import guesser
 from tests.environments.test_runs import coa_jax, prepared
 
 pytest.importorskip("textarena")
 pytestmark = pytest.mark.slow
 
-from coa_jax.environments.textarena import TextArena  # noqa: E402
+from coa_jax.rollout.environments.textarena import TextArena  # noqa: E402
 
 GAMES = "GuessTheNumber-v0+TicTacToe-v0+Nim-v0"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.evaluate.figures import result
 from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.tasks import Task
-from coa_jax.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
 def task(identity="t", gold=("4",), grader="exact_match", protocol="generalist", **metadata):

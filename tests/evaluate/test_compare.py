@@ -129,7 +129,7 @@ def test_the_command_compares_two_files(tmp_path):
 
     def run(*names):
         return subprocess.run(
-            [sys.executable, "-m", "coa_jax.compare", *map(str, names)],
+            [sys.executable, "-m", "coa_jax.cli.compare", *map(str, names)],
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
 

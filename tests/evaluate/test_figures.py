@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Reward, StopReason
 from coa_jax.evaluate.exposure import BLOCKED, exposure_of
 from coa_jax.evaluate.figures import blocks, figures, result, table
 from coa_jax.evaluate.metrics import rate
 from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.report.benchmark import page
-from coa_jax.trajectory import Reward, StopReason
 from tests.evaluate.made import group, sample, task, trajectory
 
 CODE = ("code", "1", "2", "ok")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax import files
-from coa_jax.trajectory import read_trajectories
+from coa_jax.data.trajectory import read_trajectories
+from coa_jax.files import durable
 from tests.evaluate.tiny_evaluation import ONE, refuse, results, run
 from tests.tiny_policy import TASKS
 
@@ -18,7 +18,7 @@ def test_rewards_that_a_kill_kept_from_the_traces_are_added_by_the_next_start(
     tmp_path, monkeypatch
 ):
     run(tmp_path / "whole", ONE)
-    replace = files.replace_with
+    replace = durable.replace_with
 
     def killed(path, *given, **named):
         if path.name == "traces.jsonl":
@@ -26,7 +26,7 @@ def test_rewards_that_a_kill_kept_from_the_traces_are_added_by_the_next_start(
         replace(path, *given, **named)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files, "replace_with", killed)
+        patch.setattr(durable, "replace_with", killed)
         run(tmp_path / "killed", ONE)
     assert rewards(tmp_path / "killed") == [None] * len(TASKS)
     run(tmp_path / "killed", ONE, refuse)

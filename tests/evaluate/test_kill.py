@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.data.trajectory import read_trajectories
 from coa_jax.model.api import save_model
-from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
 from tests.evaluate.tiny_evaluation import MANY, policy_of, results, run
 from tests.killing import lines_of

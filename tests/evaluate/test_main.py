@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax import jsonl
+from coa_jax.files import jsonl
 from tests import tiny_policy
 from tests.serve import live
 
@@ -34,7 +34,7 @@ def files(tmp_path_factory):
 
 def command(files, workdir, *arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.evaluate", "--config=configs/evaluate/factbook.py",
+        [sys.executable, "-m", "coa_jax.cli.evaluate", "--config=configs/evaluate/factbook.py",
          f"--workdir={workdir}", f"--config.tasks={files}/tasks.jsonl",
          f"--config.tools.corpus={files}/corpus.jsonl",
          "--config.rollout.prompt_style=brief", *SHAPES, *arguments],

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from coa_jax.data.intervals import wilson_interval
 from coa_jax.evaluate.metrics import at_k, by, mean_interval, pass_at_k, rate, standard_error
-from coa_jax.intervals import wilson_interval
 
 GROUPS = st.lists(st.lists(st.booleans(), max_size=5), max_size=6)
 

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from coa_jax.data.trajectory import Author, Reward, SegmentSpan, read_trajectories
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.figures import blocks, figures, table
@@ -18,7 +19,6 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.trajectory import Author, Reward, SegmentSpan, read_trajectories
 from tests.distill.chat_server import serving
 from tests.evaluate.made import trajectory
 from tests.evaluate.tiny_evaluation import CONFIG, ONE, policy_of, refuse, results, run
@@ -253,7 +253,7 @@ def test_settings_that_make_no_sense_are_refused(change, message, tmp_path):
 
 def test_a_stage_must_be_able_to_name_a_folder(tmp_path):
     from coa_jax.evaluate.journal import Journal
-    from coa_jax.run_dir import RunDir
+    from coa_jax.run.run_dir import RunDir
 
     with RunDir(tmp_path) as directory, pytest.raises(UserError, match="cannot name a folder"):
         Journal(directory, "../x", {}, {})

@@ -16,7 +16,7 @@ from coa_jax.evaluate.policy import Policy, local_policy
 from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
 from coa_jax.model.api import Model, load_model
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
+from coa_jax.run.run_dir import RunDir
 from tests import tiny_policy
 
 CONFIG = EvaluateConfig(

@@ -16,7 +16,7 @@ import safetensors.numpy
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coa_jax.small.bpe import train_bpe
+from coa_jax.demo.bpe import train_bpe
 
 CORPUS = [
     "<think>the answer is in the table, so search for the river</think>\n<plan>one</plan>\n",

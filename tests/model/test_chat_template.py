@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model import chat_template
 from coa_jax.model.chat_template import ChatTemplateError, render
-from coa_jax.small.bpe import train_bpe
 from tests.chats import chat_ids
 
 TURNS = [{"role": "user", "content": "Who?"}]

@@ -17,9 +17,8 @@ from flax.traverse_util import flatten_dict
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch
-from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.model.api import Model, describe_model, load_model, save_model
 from coa_jax.model.compute import REFERENCE, Compute, local_compute
 from coa_jax.model.config import PROJECTIONS, LoraConfig
@@ -36,8 +35,9 @@ from coa_jax.model.params import (
 from coa_jax.model.peft_io import copy_model, save_trained
 from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
-from coa_jax.small.bpe import train_bpe
 from coa_jax.storage import origin_of, with_header
+from coa_jax.train.batch import Batch
+from coa_jax.train.losses import Net, SFTLoss
 from tests.hub_server import hub_server
 from tests.random_params import random_params
 

@@ -14,7 +14,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.compute import REFERENCE
 from coa_jax.model.config import PROJECTIONS, LoraConfig, ModelConfig
 from coa_jax.model.params import (
@@ -34,6 +33,7 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.parallel.mesh import AXES, make_mesh
+from coa_jax.train.step import OptimizerConfig, init_state
 
 MODEL = ModelConfig(
     *("qwen3", 70, 24, 40, 3, 4, 2, 6), qkv_bias=True, qk_norm=True, tie_embeddings=False

@@ -14,8 +14,8 @@ from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind
 from coa_jax.model.remat import POLICIES, rematerialize
-from tests.learn.tiny_runs import sft_config
 from tests.random_params import random_params
+from tests.train.tiny_runs import sft_config
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
@@ -21,7 +22,6 @@ from coa_jax.model.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
-from coa_jax.small.bpe import train_bpe
 from tests.chats import chat_ids
 from tests.model.conftest import CORPUS, sentencepiece_like
 

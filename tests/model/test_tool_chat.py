@@ -7,13 +7,13 @@ import json
 import pytest
 from tokenizers import AddedToken
 
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.encode import encode_observation, frames_of, policy_ids
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.model.tool_chat import CHATML, frame_ids, result_frames, tool_conversation_ids
 from coa_jax.protocol import EpisodeStep, get_protocol
 from coa_jax.protocol.arguments import schemas
-from coa_jax.small.bpe import train_bpe
 
 PROTOCOL = get_protocol("generalist:hermes")
 TOOLS = schemas(PROTOCOL)

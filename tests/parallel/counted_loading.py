@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from absl import flags
 
-from coa_jax.cli import run_main
 from coa_jax.model.api import describe_model, download_once, load_weights
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import num_params
 from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.parallel.mesh import make_mesh
+from coa_jax.run.command import run_main
 
 READ = 0
 

@@ -17,7 +17,7 @@ def launch_function(
     """Calls a function of a test module, with a path as text, in each of two processes."""
     module, name = function.__module__, function.__name__
     code = (
-        "from coa_jax.cli import run_main\n"
+        "from coa_jax.run.command import run_main\n"
         "def main(argv):\n"
         f"    from {module} import {name}\n"
         f"    {name}({str(argument)!r})\n"

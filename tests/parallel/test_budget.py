@@ -12,7 +12,7 @@ from tests.parallel.launched import launch
 PROGRAM = """
 import asyncio, os, sys
 from pathlib import Path
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 
 class Search:
     name, deadline = "search", 5.0
@@ -23,9 +23,9 @@ class Search:
         return Observation("seen", True, "ok", 0.0)
 
 def main(argv):
-    from coa_jax.learn.command import run_at
+    from coa_jax.train.command import run_at
     from coa_jax.parallel import processes
-    from coa_jax.tools.base import ToolContext, call
+    from coa_jax.tools.base import ToolContext, call_tool
     from coa_jax.tools.budgeted import Budgeted
     from coa_jax.tools.net.budget import BudgetSpentError, CallBudget
     with run_at(Path(os.environ["RUN"]), {}) as (run, output):
@@ -33,7 +33,7 @@ def main(argv):
         made = 0
         try:
             while True:
-                asyncio.run(call(tool, "x", ToolContext()))
+                asyncio.run(call_tool(tool, "x", ToolContext()))
                 made += 1
         except BudgetSpentError as error:
             print(made, error, flush=True)
@@ -63,7 +63,7 @@ def test_a_run_of_two_processes_that_has_spent_its_budget_ends_in_a_line_and_goe
              "rows": 2, "row_length": 192, "mesh.fsdp": -1, "engine.max_length": 192,
              "rollout.max_tokens": 192, "optimizer.total_steps": 3, "group_size": 4,
              "algorithm.overlong_buffer": 0}  # fmt: skip
-    words = ["-m", "coa_jax.rl", "--config=configs/rl/tiny.py", f"--workdir={tmp_path / 'run'}"]
+    words = ["-m", "coa_jax.cli.rl", "--config=configs/rl/tiny.py", f"--workdir={tmp_path / 'run'}"]
     words += [f"--config.{name}={value}" for name, value in given.items()]
     done = launch(2, 1, *words, "--config.tools.budgets.wiki_search.max_calls=2")
     assert done.returncode == 2, done.stderr

@@ -257,8 +257,8 @@ print("equal")
 
 
 def test_sharded_forward_on_eight_devices_equals_one_device(params, tmp_path):
+    from coa_jax.demo.bpe import train_bpe
     from coa_jax.model.api import Model, save_model
-    from coa_jax.small.bpe import train_bpe
 
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path / "in")
     folders = str(tmp_path / "in"), str(tmp_path / "out")

@@ -13,7 +13,7 @@ from tests.parallel.launched import ROOT, launch
 
 PROGRAM = """
 import os, signal, sys, time
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 
 def main(argv):
     import jax
@@ -51,7 +51,7 @@ def main(argv):
     if case.startswith("late to tell"):
         processes.exchange(0, "the update of step 3", 1.5)
     elif case.startswith("late to end"):
-        from coa_jax.learn.stop import Stop
+        from coa_jax.train.stop import Stop
         assert Stop().agreed(1.5, due=me == 1) == (False, False)
         assert Stop().agreed(1.5, due=True) == (False, True)
     elif case.startswith("late"):
@@ -120,7 +120,7 @@ import coa_jax
 for module in pkgutil.iter_modules(coa_jax.__path__):
     importlib.import_module(f"coa_jax.{module.name}")
     assert not xla_bridge.backends_are_initialized(), module.name
-import coa_jax.distill.__main__, coa_jax.evaluate.__main__
+import coa_jax.cli.distill, coa_jax.cli.evaluate
 assert not xla_bridge.backends_are_initialized()
 """
 
@@ -209,10 +209,10 @@ def test_a_process_whose_output_nobody_reads_ends_the_others_at_once(tmp_path):
 
 STOPPING = """
 import os, signal, threading, time
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 
 def main(argv):
-    from coa_jax.learn.stop import stop_on_sigterm
+    from coa_jax.train.stop import stop_on_sigterm
     from coa_jax.parallel import processes
     me, abandoned = processes.index(), threading.Event()
     pids = processes.exchange(os.getpid(), "pids", 60)
@@ -243,7 +243,7 @@ def test_a_request_to_stop_reaches_the_others_though_its_process_waits_for_them(
 
 LATE = """
 import time
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 
 def main(argv):
     import jax, jax.numpy as jnp

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.learn.record import StepLog, versions_of
-from coa_jax.trajectory import read_trajectories, write_records
+from coa_jax.data.trajectory import read_trajectories, write_records
+from coa_jax.train.record import StepLog, versions_of
 from tests import tiny_policy
-from tests.learn.tiny_runs import rows
 from tests.parallel.launched import launch
+from tests.train.tiny_runs import rows
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ import os
 from pathlib import Path
 # Each process has folders of its own, as on a host of its own.
 os.environ["TMPDIR"] = os.environ["HF_HOME"] = os.environ["HOST"] + os.environ["COA_JAX_PROCESS_ID"]
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 from coa_jax.parallel import processes
 """
 
@@ -67,8 +67,8 @@ DATA_SET = (
     HOST
     + """
 import multiprocessing
-from coa_jax.records.rows import open_rows
-from coa_jax.records.tables import stamp
+from coa_jax.data.rows import open_rows
+from coa_jax.data.tables import stamp
 from coa_jax.tasks import load_tasks
 
 def main(argv):

@@ -11,22 +11,22 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.learn.checkpoint import Checkpoints
-from coa_jax.parallel import processes, turns
+from coa_jax.parallel import launch_order, processes
+from coa_jax.parallel.launch_order import in_turn, turn
 from coa_jax.parallel.transfer import gather
-from coa_jax.parallel.turns import in_turn, turn
+from coa_jax.train.checkpoint import Checkpoints
 from tests.parallel.launched import launch, launch_function
 
 PROGRAM = """
 import threading
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 
 def main(argv):
     import jax, jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from coa_jax.parallel import processes
-    from coa_jax.parallel.turns import in_turn
+    from coa_jax.parallel.launch_order import in_turn
 
     def program(devices, size):
         # A sum over all devices of a mesh, as updates and engines have many of.
@@ -79,7 +79,7 @@ def save_and_gather(folder: str) -> None:
     allgather = multihost_utils.process_allgather
 
     def watched(*arguments, **options):  # `sync_global_devices` calls this function, too
-        if not turns._TURN._is_owned():
+        if not launch_order._TURN._is_owned():
             outside.append(what)
         return allgather(*arguments, **options)
 

@@ -19,19 +19,19 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.cli import run_main
-from coa_jax.learn import rl, sft
-from coa_jax.learn.distilled import DistilledConfig
-from coa_jax.learn.held_out import HeldOutConfig
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run_dir import RunDir
-from coa_jax.small.augment import renaming
+from coa_jax.run.command import run_main
+from coa_jax.run.run_dir import RunDir
 from coa_jax.tools.base import Observation, ToolContext
+from coa_jax.train import rl, sft
+from coa_jax.train.distilled import DistilledConfig
+from coa_jax.train.held_out import HeldOutConfig
+from coa_jax.train.renaming import renaming
+from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
-from tests.learn.tiny_runs import pooled, rl_config, sft_config
+from tests.train.tiny_runs import pooled, rl_config, sft_config
 
 
 class BadTool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.data.trajectory import DistilledRecord, write_records
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.protocol import (
@@ -20,8 +21,7 @@ from coa_jax.protocol import (
     spec,
     write_protocols,
 )
-from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import DistilledRecord, write_records
+from coa_jax.run.run_dir import RunDir
 from tests.tasks.finished import finished
 from tests.trajectory_files import write_trajectories
 
@@ -127,7 +127,7 @@ def test_commands_without_the_tools_read_show_and_export_the_data(made, tmp_path
     again = run("-m", "coa_jax.distill.inspect", f"--data={out}/train_messages.jsonl")
     assert "r1 (gambling)" in again
     read = (
-        "import sys; from coa_jax.trajectory import read_trajectories; "
+        "import sys; from coa_jax.data.trajectory import read_trajectories; "
         "(t,) = read_trajectories(sys.argv[1]); print(t.protocol, t.answer)"
     )
     assert run("-c", read, str(data.parent / "traces.jsonl")) == "gambling 7\n"
@@ -139,7 +139,12 @@ def test_a_policy_from_nothing_knows_the_tags_and_passes_them_on(made, tmp_path)
         write_records(data, [DistilledRecord("r1", "Throw.", "gambling", ("7",), PARTS, "7")])
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "head_dim": 16}
     run(
-        *("-m", "coa_jax.scratch", f"--workdir={tmp_path / 'scratch'}", f"--config.data={data}"),
+        *(
+            "-m",
+            "coa_jax.demo.scratch",
+            f"--workdir={tmp_path / 'scratch'}",
+            f"--config.data={data}",
+        ),
         *(f"--config.policy.{name}={size}" for name, size in sizes.items()),
         *("--config.policy.vocab_size=300", "--config.policy.induction=False"),
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.protocol import CRITERIA, format_double_check, format_reflection
-from coa_jax.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 from tests.trajectory_files import append_trajectories
 
 PLACES = ("Lesotho", "Bhutan", "Eswatini", "Andorra", "Paraguay", "Laos", "Chad", "Moldova")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import coa_jax
+from coa_jax.data.trajectory import Author, Reward, StopReason
 from coa_jax.errors import UserError
 from coa_jax.report.notebook import table
-from coa_jax.trajectory import Author, Reward, StopReason
 from tests.report.run_files import HOSTILE, episode, write_run
 
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.trajectory import Author, Reward, SegmentSpan
 from coa_jax.errors import UserError
-from coa_jax.learn.watch import QUIET
 from coa_jax.report import build_report
 from coa_jax.report.page import escape
 from coa_jax.report.traces import render_trace, sample_traces, verdict_of
-from coa_jax.trajectory import Author, Reward, SegmentSpan
+from coa_jax.train.watch import QUIET
 from tests.report.run_files import HOSTILE, episode, write_run
 from tests.serve.browser import CHROMIUM, needs_browser
 from tests.trajectory_files import append_trajectories
@@ -250,7 +250,9 @@ def test_malformed_files_are_named(tmp_path, name, content, why):
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "coa_jax.report", *arguments], capture_output=True, text=True
+        [sys.executable, "-m", "coa_jax.cli.report", *arguments],
+        capture_output=True,
+        text=True,
     )
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.trajectory import Author, ToolCall
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.report.terminal import ANSWER, COLOURS, Paragraph, RoleStream, Screen, Show, clean
 from coa_jax.rollout.request import Arrival
-from coa_jax.trajectory import Author, ToolCall
 
 PROTOCOL = get_protocol("generalist")
 

@@ -8,10 +8,10 @@ import re
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Author
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.report import build_report
 from coa_jax.report.tokens import MAX_TOKENS, render_tokens, spelling
-from coa_jax.small.bpe import train_bpe
-from coa_jax.trajectory import Author
 from tests.report.run_files import episode
 from tests.trajectory_files import append_trajectories
 

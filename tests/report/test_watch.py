@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.learn.record import GRADING
+from coa_jax.files import jsonl
 from coa_jax.report import watch
 from coa_jax.report.watch import newest_trajectories, picture, sparkline
+from coa_jax.train.record import GRADING
 from tests.report.run_files import PLACES, episode
 from tests.trajectory_files import append_trajectories
 

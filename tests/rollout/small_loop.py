@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 
+from coa_jax.data.trajectory import DistilledRecord, Trajectory
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model
@@ -16,7 +17,6 @@ from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Tool
-from coa_jax.trajectory import DistilledRecord, Trajectory
 from tests import tiny_policy
 from tests.tiny_policy import TASKS
 

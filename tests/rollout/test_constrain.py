@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Author, StopReason, format_valid, trajectory_violations
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import DEAD
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import pack
-from coa_jax.learn.examples import trajectory_example
-from coa_jax.learn.logps import token_logps
 from coa_jax.model.api import Model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
@@ -33,9 +32,10 @@ from coa_jax.rollout.episode import Episode
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.replay import recording, replay
 from coa_jax.rollout.request import Request, RolloutConfig
-from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
-from coa_jax.trajectory import Author, StopReason, format_valid, trajectory_violations
+from coa_jax.train.batch import pack
+from coa_jax.train.examples import trajectory_example
+from coa_jax.train.logps import token_logps
 from tests.rollout.small_loop import Says
 
 SHAPES = EngineConfig(slots=16, max_length=320, chunk=16, extend_buckets=(64,))

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.trajectory import Author, SegmentSpan, StopReason
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import pack
-from coa_jax.learn.examples import trajectory_example
-from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
 from coa_jax.rollout.cut import KEPT, kept_spans
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.trajectory import Author, SegmentSpan, StopReason
+from coa_jax.train.batch import pack
+from coa_jax.train.examples import trajectory_example
+from coa_jax.train.logps import token_logps
 from tests.rollout.small_loop import QUERIES, SEEN, SHAPES, Says, search, searching
 
 ROLES = st.sampled_from(["think", "plan", "reflection", "wiki_search", None, "observation"])

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain
 from coa_jax.rollout.detokenize import TextStream, TokenTable, token_table
-from coa_jax.small.bpe import train_bpe
 from tests.model.conftest import sentencepiece_like
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.config import SamplingParams
 from coa_jax.rollout.loop import rollout
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import StopReason
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, engine, requests
 

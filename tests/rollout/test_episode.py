@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.trajectory import Author, StopReason, ToolCall
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
-from coa_jax.small.bpe import train_bpe
-from coa_jax.trajectory import Author, StopReason, ToolCall
 
 GENERALIST = get_protocol("generalist")
 

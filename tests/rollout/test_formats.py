@@ -8,18 +8,7 @@ import functools
 import numpy as np
 import pytest
 
-from coa_jax import jsonl
-from coa_jax.engine.engine import Engine
-from coa_jax.errors import UserError
-from coa_jax.learn.examples import record_example, trajectory_example
-from coa_jax.model.encode import prompt_ids
-from coa_jax.model.tokenizer import decode_ids, end_of_turn_id, eos_ids
-from coa_jax.protocol import Prompt, get_protocol
-from coa_jax.rollout.constrain import constraint_for
-from coa_jax.rollout.replay import RecordedTool
-from coa_jax.rollout.request import Request, RolloutConfig
-from coa_jax.tasks.base import with_level
-from coa_jax.trajectory import (
+from coa_jax.data.trajectory import (
     Author,
     DistilledRecord,
     StopReason,
@@ -28,6 +17,17 @@ from coa_jax.trajectory import (
     part_violations,
     trajectory_violations,
 )
+from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
+from coa_jax.files import jsonl
+from coa_jax.model.encode import prompt_ids
+from coa_jax.model.tokenizer import decode_ids, end_of_turn_id, eos_ids
+from coa_jax.protocol import Prompt, get_protocol
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.replay import RecordedTool
+from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.tasks.base import with_level
+from coa_jax.train.examples import record_example, trajectory_example
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, GREEDY, SHAPES, Says, collect_with
 from tests.tiny_policy import TASKS

@@ -8,13 +8,13 @@ import dataclasses
 
 import pytest
 
+from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.config import SamplingParams
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.running import unstarted
 from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import StopReason
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, engine, requests, run, tokens_of
 

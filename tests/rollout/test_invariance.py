@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.bench.measure import compile_count
+from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.perf.bench.measure import compile_count
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import StopReason
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
 

@@ -10,18 +10,18 @@ import jax
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Author, StopReason, format_valid
 from coa_jax.engine import programs
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import pack
-from coa_jax.learn.examples import record_example, trajectory_example
-from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
-from coa_jax.trajectory import Author, StopReason, format_valid
+from coa_jax.train.batch import pack
+from coa_jax.train.examples import record_example, trajectory_example
+from coa_jax.train.logps import token_logps
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
 from tests.tiny_policy import TASKS

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Author, StopReason
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.examples import trajectory_example
 from coa_jax.model.encode import frame_length
 from coa_jax.model.tokenizer import encode_plain
 from coa_jax.protocol import get_protocol
@@ -21,7 +21,7 @@ from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import Author, StopReason
+from coa_jax.train.examples import trajectory_example
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, SEEN, Hangs, Says, engine, requests, run, search
 from tests.tiny_policy import TASKS

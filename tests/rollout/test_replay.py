@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from coa_jax.data.trajectory import Author, StopReason, Trajectory
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.api import save_model
@@ -17,7 +18,6 @@ from coa_jax.rollout import replay as command
 from coa_jax.rollout.compare import describe_difference
 from coa_jax.rollout.replay import read_recordings, recording, replay
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import Author, StopReason, Trajectory
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, requests, run
 from tests.trajectory_files import write_trajectories

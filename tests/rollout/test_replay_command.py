@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.data.trajectory import StopReason, Trajectory, read_trajectories
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model, save_model
@@ -23,7 +24,6 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import StopReason, Trajectory, read_trajectories
 from tests import tiny_policy
 from tests.trajectory_files import write_trajectories
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from coa_jax.data.trajectory import ToolCall
 from coa_jax.errors import UserError
 from coa_jax.rollout.request import RolloutConfig, tool_context
-from coa_jax.trajectory import ToolCall
 
 
 def context(seconds=0.0, tool_seconds=0.0, **budgets):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.web.limits import ConnectionLimits
+from coa_jax.serve.http.limits import ConnectionLimits
 from tests.serve.live import CONFIG, server
 from tests.web.attack import KINDS, is_slow
 

@@ -19,7 +19,7 @@ from coa_jax.model.encode import observation_text
 from coa_jax.model.tokenizer import decode_ids, encode_plain, eos_ids
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.constrain import constraint_for
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from tests import tiny_policy
 from tests.chats import chat_ids
 from tests.rollout.small_loop import requests, run
@@ -99,7 +99,7 @@ def test_a_client_that_calls_the_tools_itself_gets_to_the_answer(client):
             name = stop[2:-1]
             body = said[said.rindex(f"<{name}>") + len(name) + 2 : -len(stop)]
             tool = tiny_policy.tools()[name]
-            seen = asyncio.run(call(tool, body, ToolContext("test", 0, None, ())))
+            seen = asyncio.run(call_tool(tool, body, ToolContext("test", 0, None, ())))
             said += observation_text(PROTOCOL, seen.text)
         assert said.endswith(f"<answer>{task.gold[0]}</answer>")
 

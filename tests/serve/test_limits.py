@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import save_model
+from coa_jax.serve.http.errors import Refused
+from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.serve.run import open_listener, serve
 from coa_jax.serve.score import score
 from coa_jax.serve.service import Service
-from coa_jax.web.errors import Refused
-from coa_jax.web.refusals import RefusalLog
 from tests import tiny_policy
 from tests.serve.live import CONFIG, engine, meter, server, until
 
@@ -349,7 +349,7 @@ def test_a_thousand_drawn_requests_never_break_the_server(address):
 
 def command(model: Path, *arguments: str) -> list[str]:
     return [
-        sys.executable, "-m", "coa_jax.serve", f"--config.model={model}", "--config.name=tiny",
+        sys.executable, "-m", "coa_jax.cli.serve", f"--config.model={model}", "--config.name=tiny",
         "--config.engine.slots=2", *arguments,
     ]  # fmt: skip
 

@@ -18,19 +18,19 @@ import jax
 import numpy as np
 import pytest
 
+from coa_jax.demo.bpe import train_bpe
 from coa_jax.distill.smol import as_smolagents_tool
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
-from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import SFTLoss
-from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
 from coa_jax.model.tokenizer import conversation_ids, encode_plain, eos_ids
 from coa_jax.serve.schema import ChatRequest
-from coa_jax.small.bpe import train_bpe
+from coa_jax.train.batch import Example, pack, split_rows
+from coa_jax.train.losses import SFTLoss
+from coa_jax.train.step import OptimizerConfig, init_state, train_step
 from tests import tiny_policy
 from tests.serve.live import CONFIG, server
 from tests.tools import fault_server

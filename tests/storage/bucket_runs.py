@@ -10,14 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from coa_jax import jsonl, storage
+from coa_jax import storage
 from coa_jax.api import train_rl, train_sft
-from coa_jax.cli import run_main
-from coa_jax.learn.step import OptimizerConfig
+from coa_jax.files import jsonl
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
+from coa_jax.run.command import run_main
+from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config, sft_config
+from tests.train.tiny_runs import rl_config, sft_config
 
 STEPS = {"sft": 6, "rl": 3}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from coa_jax import check
+from coa_jax.cli import check
 from coa_jax.storage.places import opened
 
 PROGRAM = """

@@ -149,7 +149,7 @@ def test_what_the_hub_refuses_is_one_line(hub, files, tmp_path, place, env, said
 
 
 def test_a_command_that_the_hub_refuses_says_so_in_a_line(hub, tmp_path):
-    done = run(hub, tmp_path, "-m", "coa_jax.ask", "--model=Org/Nothing", "who?")
+    done = run(hub, tmp_path, "-m", "coa_jax.cli.ask", "--model=Org/Nothing", "who?")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: Org/Nothing: there is no such folder")
 
@@ -238,7 +238,9 @@ def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
 def test_a_push_without_a_token_or_a_name_is_refused_at_the_start(hub, tmp_path):
     with pytest.raises(UserError, match="give a Hub id, Org/Name"):
         check_push("model")
-    done = run(hub, tmp_path, "-m", "coa_jax.export", f"--workdir={tmp_path}", "--push=Org/Name")
+    done = run(
+        hub, tmp_path, "-m", "coa_jax.cli.export", f"--workdir={tmp_path}", "--push=Org/Name"
+    )
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "error: --push=Org/Name: no token for the Hub; run `hf auth login` or set HF_TOKEN"

@@ -14,13 +14,14 @@ import pytest
 from absl import flags
 from hypothesis import strategies as st
 
-from coa_jax import files, storage
+from coa_jax import storage
+from coa_jax.cli import report as report
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.tokenizer import MissingTokenizer
-from coa_jax.report import __main__ as report
-from coa_jax.run_dir import RunDir
+from coa_jax.run.run_dir import RunDir
 from coa_jax.storage import mirror as mirrors
 from coa_jax.storage.places import opened
 from tests.random_params import random_params
@@ -96,7 +97,7 @@ def test_what_was_written_is_what_a_reader_finds(memory):
     (mirror.path / ".lock").write_bytes(b"left out")
     mirror.sync()
     assert read() == {"a.json": b"1", "deep/b.bin": (mirror.path / "deep" / "b.bin").read_bytes()}
-    files.replace(mirror.path / "a.json", b"22")
+    durable.replace(mirror.path / "a.json", b"22")
     (mirror.path / "deep" / "b.bin").unlink()
     mirror.sync()
     assert read() == {"a.json": b"22"}
@@ -150,7 +151,7 @@ def test_a_growing_file_is_sent_in_parts_and_not_again_and_again(memory):
     mirror = storage.Mirror(URL)
     path, sent = mirror.path / "traces.jsonl", 0
     for number in range(100):
-        files.append(path, b"%06d\n" % number)
+        durable.append(path, b"%06d\n" % number)
         mirror.sync()
         sent += max(len(data) for data in _objects(memory).values())
     names = sorted(_objects(memory))
@@ -179,11 +180,11 @@ operations = st.lists(
 def apply(path: Path, operation: str, size: int, number: int) -> None:
     data = b"".join(b"%d-%d;" % (number, at) for at in range(size))[:size]
     if operation == "append":
-        files.append(path, data)
+        durable.append(path, data)
     elif operation == "cut" and path.exists() and path.stat().st_size > size:
         os.truncate(path, size)
     elif operation == "replace":
-        files.replace(path, data)
+        durable.replace(path, data)
     elif operation == "remove":
         path.unlink(missing_ok=True)
 
@@ -237,10 +238,10 @@ def test_a_kill_while_rows_are_taken_back_leaves_rows_of_one_moment(memory, writ
     path = mirror.path / "metrics.jsonl"
     rows = [b'{"step": %d}\n' % step for step in range(40)]
     for row in rows:
-        files.append(path, row)
+        durable.append(path, row)
         mirror.sync()
-    files.drop_last_rows(path, lambda row: True if row["step"] > 11 else None)
-    files.append(path, b'{"step": 12, "new": 1}\n')
+    durable.drop_last_rows(path, lambda row: True if row["step"] > 11 else None)
+    durable.append(path, b'{"step": 12, "new": 1}\n')
     memory.left = writes
     try:
         mirror.sync()

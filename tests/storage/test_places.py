@@ -14,20 +14,21 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from coa_jax import check, jsonl, storage
-from coa_jax.cli import load_config
+from coa_jax import storage
+from coa_jax.cli import check, load_config
+from coa_jax.cli.needs import needs_of
+from coa_jax.data.records import read_records
+from coa_jax.data.rows import find_files
 from coa_jax.distill.export import write_tfds
 from coa_jax.errors import Outage, UserError
-from coa_jax.learn.rejection import RFTConfig
+from coa_jax.files import jsonl
 from coa_jax.model.api import load_model, save_model
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Checkpoint, local_checkpoint
-from coa_jax.needs import needs_of
-from coa_jax.records import read_records
-from coa_jax.records.rows import find_files
 from coa_jax.report import watch
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.storage import arrays
 from coa_jax.storage.places import opened, telling
+from coa_jax.train.rejection import RFTConfig
 from tests import tiny_policy
 from tests.buckets import free_port
 
@@ -296,7 +297,7 @@ def test_a_check_looks_for_traces_in_buckets(bucket):
         (f"{bucket}/other/traces.jsonl", False),
         (f"{bucket.replace('bucket', 'nobucket', 1)}/traces.jsonl", False),
     ):
-        config = build(RFTConfig, load_config("configs/rft/factbook.py", {"traces": traces}))
+        config = build_config(RFTConfig, load_config("configs/rft/factbook.py", {"traces": traces}))
         lines = {name: (ok, text) for name, ok, text in check._run("rft", config)}
         assert lines["traces"][0] is found and traces in lines["traces"][1]
 

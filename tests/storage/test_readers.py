@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax import compare, storage
+from coa_jax import storage
 from coa_jax.api import evaluate_policy
-from coa_jax.trajectory import read_trajectories
+from coa_jax.cli import compare
+from coa_jax.data.trajectory import read_trajectories
 from tests import tiny_policy
 from tests.evaluate.tiny_evaluation import CONFIG
 from tests.killing import ROOT

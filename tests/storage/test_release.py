@@ -8,7 +8,7 @@ import pytest
 
 from coa_jax import storage
 from coa_jax.errors import UserError
-from coa_jax.release import release_to
+from coa_jax.paper.release import release_to
 from tests.released import unreleased
 
 

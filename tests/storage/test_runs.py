@@ -17,17 +17,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax import files, storage
+from coa_jax import storage
 from coa_jax.api import evaluate_policy, load_policy
-from coa_jax.export import export
+from coa_jax.cli.export import export
+from coa_jax.data.trajectory import read_trajectories
+from coa_jax.files import durable
 from coa_jax.storage.places import opened
-from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
 from tests.evaluate.tiny_evaluation import CONFIG
 from tests.killing import assert_same_run, copy_compiled, started
-from tests.learn.tiny_runs import rows
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
+from tests.train.tiny_runs import rows
 
 OWN = f"coa_jax-{os.getuid()}"
 """The folder in the temporary folder to which a run may write."""
@@ -71,7 +72,7 @@ def check_everything_is_in_the_bucket(root: str, kind: str, name: str, run: Path
     for path in written:
         assert (folder / path.relative_to(run)).read_bytes() == path.read_bytes(), path
     assert [row["step"] for row in rows(folder, kind)] == list(range(1, STEPS[kind] + 1))
-    assert files.read_json_object(folder / "config.json")["model"].startswith(root)
+    assert durable.read_json_object(folder / "config.json")["model"].startswith(root)
     assert not (folder / "lease.json").exists()
     if kind == "rl":
         there = read_trajectories(f"{root}/{name}/traces.jsonl")

@@ -161,7 +161,7 @@ def test_a_run_does_not_mirror_the_cache_in_its_work_directory(gs, tmp_path):
 
 COMMAND = """
 import sys
-from coa_jax.cli import run_main
+from coa_jax.run.command import run_main
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation
 from coa_jax.tools.net.store import Store

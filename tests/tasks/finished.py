@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
+from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
 def finished(answer: str | None, protocol="web", stop=StopReason.ANSWER, outcome=None, gold=("x",)):

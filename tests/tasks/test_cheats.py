@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.data.trajectory import Author, SegmentSpan
 from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
 from coa_jax.tasks.code_tests import CodeLimits, Outcome, read_tests, run_tests
-from coa_jax.trajectory import Author, SegmentSpan
 from tests.tasks.finished import finished
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
 from coa_jax.tasks.checks import warn_of_tools
 from tests.rollout.small_loop import Says

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig, load
-from coa_jax.settings import build
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.examples import write_examples
 from coa_jax.tasks.ready import check_ready, look
@@ -26,10 +26,10 @@ def test_every_benchmark_has_a_debug_form_that_needs_no_network(file, tmp_path, 
     write_examples(tmp_path / "runs/debug/benchmarks")
     for variant in VARIANTS[file]:
         values = load_config(f"configs/evaluate/{file}.py:{variant},debug").to_dict()
-        tools = build(ToolsConfig, values.pop("tools"))
+        tools = build_config(ToolsConfig, values.pop("tools"))
         assert values.pop("model") == "runs/debug/scratch/model"
         assert values.pop("stage") == variant
-        config = build(EvaluateConfig, values)
+        config = build_config(EvaluateConfig, values)
         large = load_config(f"configs/evaluate/{file}.py:{variant}")
         assert (config.protocol, config.top_p) == (large.protocol, large.top_p)
         tasks = load(config)

@@ -7,11 +7,8 @@ import re
 
 import pytest
 
-from coa_jax.errors import UserError
-from coa_jax.tasks import grade_answer, load_tasks, normalize_answer
-from coa_jax.tasks.factbook import items_of
-from coa_jax.tasks.factbook_facts import split_of
-from coa_jax.tasks.factbook_grammar import (
+from coa_jax.demo.factbook import items_of
+from coa_jax.demo.grammar import (
     TEMPLATES,
     Arithmetic,
     query_for,
@@ -20,7 +17,10 @@ from coa_jax.tasks.factbook_grammar import (
     source_for,
     understand,
 )
-from coa_jax.tools.factbook_pages import passages
+from coa_jax.demo.pages import passages
+from coa_jax.errors import UserError
+from coa_jax.tasks import grade_answer, load_tasks, normalize_answer
+from coa_jax.tasks.base import split_of
 from coa_jax.tools.wiki_search import WikiIndex
 
 

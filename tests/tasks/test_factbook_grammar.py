@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.tasks.factbook import items_of
-from coa_jax.tasks.factbook_grammar import (
+from coa_jax.demo.factbook import items_of
+from coa_jax.demo.grammar import (
     TEMPLATES,
     Arithmetic,
     Inverse,
@@ -24,8 +24,8 @@ from coa_jax.tasks.factbook_grammar import (
     source_for,
     understand,
 )
-from coa_jax.tools.factbook_pages import load_entities, passages
-from coa_jax.tools.factbook_relations import INVERTIBLE, RELATIONS
+from coa_jax.demo.pages import load_entities, passages
+from coa_jax.demo.relations import INVERTIBLE, RELATIONS
 
 NAMES = st.one_of(
     st.sampled_from([entity.name for entity in load_entities()]),

@@ -8,28 +8,17 @@ import re
 
 import pytest
 
+from coa_jax.demo import people_wording as wording
+from coa_jax.demo.facts import facts, solve, to_decimal
+from coa_jax.demo.grammar import Comparison, Count, Inverse, Lookup, Program, Ref, understand
+from coa_jax.demo.people import SOURCE, TOPICS
+from coa_jax.demo.people_grammar import render_people, understand_people, via_templates
+from coa_jax.demo.relations import FIELDS
 from coa_jax.distill import DistillConfig
 from coa_jax.distill.pipeline import run_teacher
 from coa_jax.errors import UserError
-from coa_jax.tasks import factbook_people_wording as wording
 from coa_jax.tasks import grade_answer, load_tasks
-from coa_jax.tasks.factbook_facts import facts, solve, split_of, to_decimal
-from coa_jax.tasks.factbook_grammar import (
-    Comparison,
-    Count,
-    Inverse,
-    Lookup,
-    Program,
-    Ref,
-    understand,
-)
-from coa_jax.tasks.factbook_people import SOURCE, TOPICS
-from coa_jax.tasks.factbook_people_grammar import (
-    render_people,
-    understand_people,
-    via_templates,
-)
-from coa_jax.tools.factbook_relations import FIELDS
+from coa_jax.tasks.base import split_of
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
+from coa_jax.data.trajectory import StopReason
 from coa_jax.errors import UserError
-from coa_jax.settings import build, complete
+from coa_jax.run.settings import build_config, complete_config
+from coa_jax.sandbox.run import SandboxError
 from coa_jax.tasks import Graders, GradersConfig, Task, graders, load_tasks, rewards
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tasks.maths import MathsUnsureError
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.tools.sandbox.run import SandboxError
-from coa_jax.trajectory import StopReason
 from tests.tasks.finished import finished
 from tests.tools import fault_server
 
@@ -152,8 +152,10 @@ def test_a_reward_that_waits_for_nothing_needs_no_event_loop(monkeypatch):
 
 
 def test_settings_come_from_a_config_and_mistakes_are_named():
-    config = complete(GradersConfig, {"answer": "f1", "judge": {"chat": {"temperature": 0.5}}})
-    assert build(GradersConfig, config).judge.chat.temperature == 0.5
+    config = complete_config(
+        GradersConfig, {"answer": "f1", "judge": {"chat": {"temperature": 0.5}}}
+    )
+    assert build_config(GradersConfig, config).judge.chat.temperature == 0.5
     with pytest.raises(UserError, match="mhqa_train"):
         GradersConfig(answer="bleu")
     with pytest.raises(UserError, match=r"judge\.chat\.url is empty, and judge_all is True"):

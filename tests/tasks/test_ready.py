@@ -90,10 +90,10 @@ def test_what_is_not_needed_is_not_asked(tmp_path):
     assert "judge" in wrong(tasks=[task("exact_match")], graders=everything)
     assert "judge" in wrong(graders=down)  # of tasks that are not known yet
     recorded = {"path": str(tmp_path / "s.sqlite"), "mode": "replay"}
-    from coa_jax.settings import build
+    from coa_jax.run.settings import build_config
 
     config = {"names": ("wiki_search",), "wiki_url": "http://127.0.0.1:9/x", "store": recorded}
-    ready(tasks=[task("math")], tools=build(ToolsConfig, config))
+    ready(tasks=[task("math")], tools=build_config(ToolsConfig, config))
 
 
 def test_a_model_that_only_thinks_in_its_first_tokens_is_there():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.protocol import format_code, get_protocol
 from coa_jax.tasks import Graders, GradersConfig, load_tasks
 from coa_jax.tasks.code_tests import read_tests

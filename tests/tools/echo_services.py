@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
-from coa_jax.settings import complete
+from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 from tests.tools.fault_server import FaultServer
 
@@ -83,7 +83,7 @@ def open_services(server: FaultServer, *ways: str) -> None:
 def configured(server, folder):
     """All tools that can have a key, each at a server that repeats it; answers are recorded."""
     chat = {"url": server.url("/llm"), "model": "m", "key_env": NAME, "attempts": 1}
-    return complete(ToolsConfig, {
+    return complete_config(ToolsConfig, {
         "names": ("web_search", "wiki_search", "code", "crawl_page", "visual_inspector", "far"),
         "wiki_url": server.url("/retrieve"), "code_url": server.url("/run_code"),
         "remote_key_env": NAME,

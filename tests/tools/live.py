@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from coa_jax.tools import tool_server
-from coa_jax.tools.sandbox.isolation import Isolation
+from coa_jax.sandbox.isolation import Isolation
+from coa_jax.serve import tool_server
+from coa_jax.serve.http.limits import ConnectionLimits
+from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.tools.wiki_search import Index
-from coa_jax.web.limits import ConnectionLimits
-from coa_jax.web.refusals import RefusalLog
 from tests.web.live import running
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from coa_jax.tools.base import Observation, ToolContext, call
+from coa_jax.tools.base import Observation, ToolContext, call_tool
 
 
 class Waits:
@@ -27,7 +27,7 @@ class Waits:
 
 async def begin():
     tool = Waits()
-    task = asyncio.create_task(call(tool, "", ToolContext()))
+    task = asyncio.create_task(call_tool(tool, "", ToolContext()))
     await tool.entered.wait()
     return tool, task
 
@@ -67,7 +67,7 @@ class Does:
 
 
 def called(act, deadline=30.0):
-    return asyncio.run(call(Does(act, deadline), "", ToolContext()))
+    return asyncio.run(call_tool(Does(act, deadline), "", ToolContext()))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_huge_result_is_cut_and_does_not_stop_the_event_loop(monkeypatch, plac
         return Observation("a" if detail else huge, True, "ok", 0.0, detail)
 
     async def timed():
-        task = asyncio.create_task(call(Does(act), "", ToolContext()))
+        task = asyncio.create_task(call_tool(Does(act), "", ToolContext()))
         longest = 0.0
         while not task.done():
             start = time.monotonic()
@@ -141,7 +141,7 @@ def test_a_tool_that_does_not_heed_its_cancellation_holds_up_nobody(monkeypatch)
 
     async def timed():
         began = time.monotonic()
-        seen = await call(Does(act, 0.05), "", ToolContext())
+        seen = await call_tool(Does(act, 0.05), "", ToolContext())
         return seen, time.monotonic() - began
 
     seen, seconds = asyncio.run(timed())

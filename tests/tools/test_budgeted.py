@@ -9,8 +9,8 @@ import time
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.settings import build
-from coa_jax.tools.base import Observation, ToolContext, call
+from coa_jax.run.settings import build_config
+from coa_jax.tools.base import Observation, ToolContext, call_tool
 from coa_jax.tools.budgeted import Budgeted
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.net.budget import Budget, BudgetSpentError, CallBudget, purse_of, spending
@@ -37,7 +37,7 @@ def calls_until_spent(budget):
 
     async def ask():
         for _ in range(1000):
-            await call(tool, "x", ToolContext())
+            await call_tool(tool, "x", ToolContext())
 
     with pytest.raises(BudgetSpentError):
         asyncio.run(ask())
@@ -122,7 +122,7 @@ def test_calls_wait_for_their_turn_and_not_within_the_deadline_of_the_tool(tmp_p
     tool = Budgeted(counting, CallBudget(max_per_second=20.0))
 
     async def ask():
-        return await asyncio.gather(*(call(tool, "x", ToolContext()) for _ in range(9)))
+        return await asyncio.gather(*(call_tool(tool, "x", ToolContext()) for _ in range(9)))
 
     with spending(tmp_path, 1, 2):  # this process has half of the rate
         start = time.monotonic()
@@ -133,7 +133,7 @@ def test_calls_wait_for_their_turn_and_not_within_the_deadline_of_the_tool(tmp_p
 
 
 def test_a_budget_is_a_setting_and_an_answer_from_the_store_costs_nothing(tmp_path):
-    config = build(
+    config = build_config(
         ToolsConfig,
         {
             "names": ("wiki_search",),
@@ -144,11 +144,11 @@ def test_a_budget_is_a_setting_and_an_answer_from_the_store_costs_nothing(tmp_pa
     (tool,) = make_tools(config)
     assert isinstance(tool, Recorded) and isinstance(tool.tool, Budgeted)
     with spending(tmp_path / "spent"):
-        first = asyncio.run(call(tool, "capital of Norway", ToolContext()))
-        again = asyncio.run(call(tool, "capital of Norway", ToolContext()))
+        first = asyncio.run(call_tool(tool, "capital of Norway", ToolContext()))
+        again = asyncio.run(call_tool(tool, "capital of Norway", ToolContext()))
         assert first.ok and again.text == first.text and again.detail["stored"]
         with pytest.raises(BudgetSpentError, match=r"tools\.budgets\.wiki_search\.max_calls=1 is"):
-            asyncio.run(call(tool, "capital of Chad", ToolContext()))
+            asyncio.run(call_tool(tool, "capital of Chad", ToolContext()))
 
 
 @pytest.mark.parametrize(

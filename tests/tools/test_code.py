@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.sandbox import isolation
+from coa_jax.sandbox.limits import Limits
+from coa_jax.sandbox.run import SERVER, Captured, ProgramResult
+from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool
 from coa_jax.tools.code import CodeTool, describe
-from coa_jax.tools.sandbox import isolation
-from coa_jax.tools.sandbox.limits import Limits
-from coa_jax.tools.sandbox.run import SERVER, Captured, ProgramResult
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def tool() -> CodeTool:
 
 
 def ask(tool: CodeTool, source: str, **context) -> Observation:
-    return asyncio.run(call(tool, f"```py\n{source}\n```", ToolContext(**context)))
+    return asyncio.run(call_tool(tool, f"```py\n{source}\n```", ToolContext(**context)))
 
 
 def captured(text: str, keep: int = 1 << 16) -> Captured:
@@ -56,7 +56,7 @@ def test_a_program_that_went_well_gives_its_output(tool):
 
 def test_python_fence_and_stdin(tool):
     body = "\n```python\nprint(input()[::-1])\n```\n```sh\nabc\n```\n"
-    observation = asyncio.run(call(tool, body, ToolContext()))
+    observation = asyncio.run(call_tool(tool, body, ToolContext()))
     assert observation.text == "[EXECUTED]\ncba"
 
 
@@ -66,7 +66,7 @@ def test_no_output_is_said_and_not_left_empty(tool):
 
 @pytest.mark.parametrize("body", ["print(1)", "", "```js\n1\n```", "```py\nprint(1)"])
 def test_a_call_without_a_program_is_a_bad_call_with_advice(tool, body):
-    observation = asyncio.run(call(tool, body, ToolContext()))
+    observation = asyncio.run(call_tool(tool, body, ToolContext()))
     assert (observation.ok, observation.outcome) == (False, "bad_call")
     assert "```py" in observation.text
 
@@ -125,7 +125,7 @@ def test_waiting_for_a_turn_too_long_is_a_fault_of_ours():
     body = "```py\nimport time; time.sleep(1.5)\nprint('slept')\n```"
 
     async def two() -> list[Observation]:
-        return await asyncio.gather(*(call(tool, body, ToolContext()) for _ in range(2)))
+        return await asyncio.gather(*(call_tool(tool, body, ToolContext()) for _ in range(2)))
 
     first, second = asyncio.run(two())
     assert first.text == "[EXECUTED]\nslept"
@@ -138,7 +138,7 @@ def test_no_more_programs_run_than_allowed():
     body = "```py\nimport time; a = time.time(); time.sleep(0.2); print(a, time.time())\n```"
 
     async def many() -> list[Observation]:
-        return await asyncio.gather(*(call(tool, body, ToolContext()) for _ in range(7)))
+        return await asyncio.gather(*(call_tool(tool, body, ToolContext()) for _ in range(7)))
 
     spans = [tuple(map(float, o.text.split()[1:])) for o in asyncio.run(many())]
     for moment, _ in spans:

@@ -16,13 +16,13 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
+from coa_jax.sandbox.isolation import find_interpreter, reachable
 from coa_jax.tasks import code_tests
 from coa_jax.tools import code_libraries, doctor
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_libraries import Libraries, Package, find_libraries
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.sandbox.isolation import find_interpreter, reachable
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def offline(shared, wheels, monkeypatch):
 
 
 def ask(tool: CodeTool, source: str):
-    return asyncio.run(call(tool, f"```py\n{source}\n```", ToolContext()))
+    return asyncio.run(call_tool(tool, f"```py\n{source}\n```", ToolContext()))
 
 
 def test_a_package_is_installed_once_and_told_to_the_policy(offline, shared, caplog, monkeypatch):

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.sandbox.isolation import find_isolation
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_session import FORGOTTEN
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.recorded import StoreConfig
 from coa_jax.tools.remote import RemoteCode
-from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools.live import serving
 from tests.tools.test_remote import PASSAGES
@@ -27,7 +27,7 @@ class Trajectory:
     def run(self, source, given="", tag="code"):
         body = f"```py\n{source}\n```" + (f"\n```sh\n{given}\n```" if given else "")
         context = ToolContext("t", len(self.calls), None, tuple(self.calls), tuple(self.outcomes))
-        seen = asyncio.run(call(self.tool, body, context))
+        seen = asyncio.run(call_tool(self.tool, body, context))
         self.calls.append((tag, body))
         self.outcomes.append(seen.outcome)
         self.seen.append((seen.outcome, seen.text))

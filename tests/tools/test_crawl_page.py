@@ -11,9 +11,9 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tools import page_text
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.base import Tool, ToolContext, call_tool
+from coa_jax.tools.corpus import Passage
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
-from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
@@ -92,7 +92,7 @@ def tool(index=None, **options):
 
 
 def ask(tool, arguments, **context):
-    return asyncio.run(call(tool, arguments, ToolContext(**context)))
+    return asyncio.run(call_tool(tool, arguments, ToolContext(**context)))
 
 
 def test_pages_come_back_in_the_form_of_the_release(server, reader):

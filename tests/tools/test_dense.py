@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from coa_jax.errors import UserError
-from coa_jax.tools import dense, tool_server
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.serve import tool_server
+from coa_jax.tools import dense
+from coa_jax.tools.base import ToolContext, call_tool
+from coa_jax.tools.corpus import Passage
 from coa_jax.tools.dense import DenseIndex, fuse, load_retriever, nearest
 from coa_jax.tools.encoder import EncoderConfig, TextEncoder
-from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.reach import findings
 from coa_jax.tools.recorded import StoreConfig
@@ -50,7 +51,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def ask(tool, query):
-    return asyncio.run(call(tool, query, ToolContext()))
+    return asyncio.run(call_tool(tool, query, ToolContext()))
 
 
 @given(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import coa_jax
+from coa_jax.sandbox import canaries, isolation
 from coa_jax.tools import doctor
-from coa_jax.tools.sandbox import canaries, isolation
 
 ROOT = Path(coa_jax.__file__).resolve().parent
 

@@ -11,14 +11,14 @@ import time
 import pytest
 
 from coa_jax.errors import UserError
+from coa_jax.sandbox import isolation
+from coa_jax.sandbox.isolation import find_isolation
+from coa_jax.sandbox.run import SERVER
+from coa_jax.sandbox.watch import descendants
 from coa_jax.tools import isolated
 from coa_jax.tools.code_libraries import Libraries
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.isolated import isolated_workers
-from coa_jax.tools.sandbox import isolation
-from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.sandbox.run import SERVER
-from coa_jax.tools.sandbox.watch import descendants
 from coa_jax.tools.worker import WorkerBusyError, WorkerError, WorkerTimeoutError
 from tests.tools.fault_server import stopwatch, wait_until
 

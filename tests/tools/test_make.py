@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tools import make
-from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
@@ -22,8 +22,8 @@ def test_the_default_tools_work_at_once():
 
     async def use():
         return (
-            await call(search, "capital of Norway", ToolContext()),
-            await call(code, "```py\nprint(6 * 7)\nprint('x' * 500)\n```", ToolContext()),
+            await call_tool(search, "capital of Norway", ToolContext()),
+            await call_tool(code, "```py\nprint(6 * 7)\nprint('x' * 500)\n```", ToolContext()),
         )
 
     found, ran = asyncio.run(use())
@@ -46,7 +46,7 @@ def test_only_the_named_tools_are_made_in_their_order():
 def test_limits_reach_the_programs():
     (code,) = make_tools(ToolsConfig(names=("code",), code_timeout_s=1.0))
     assert code.timeout_s == 1.0
-    seen = asyncio.run(call(code, "```py\nwhile True: pass\n```", ToolContext()))
+    seen = asyncio.run(call_tool(code, "```py\nwhile True: pass\n```", ToolContext()))
     assert seen.outcome == "timeout"
 
 
@@ -59,10 +59,10 @@ def test_the_web_tools_work_without_a_network_or_a_key(monkeypatch, tmp_path):
     assert isinstance(search, Recorded) and not isinstance(crawl, Recorded)
 
     async def use():
-        found = await call(search, "capital of Norway", ToolContext())
+        found = await call_tool(search, "capital of Norway", ToolContext())
         link = found.detail["links"][0]
-        again = await call(search, "capital of Norway", ToolContext())
-        return found, again, await call(crawl, link, ToolContext())
+        again = await call_tool(search, "capital of Norway", ToolContext())
+        return found, again, await call_tool(crawl, link, ToolContext())
 
     found, again, page = asyncio.run(use())
     assert found.text == again.text and again.detail["stored"]
@@ -109,7 +109,7 @@ def test_the_index_of_a_local_web_search_is_built_before_the_first_call(
     calls = []
     monkeypatch.setattr(make.WikiSearch, "warm_up", lambda search: calls.append(search))
     settings = {"names": ("web_search",), "web_search": {"provider": provider}}
-    make_tools(build(ToolsConfig, settings))
+    make_tools(build_config(ToolsConfig, settings))
     assert len(calls) == built
 
 
@@ -150,7 +150,7 @@ def test_a_cache_tells_apart_what_other_limits_and_addresses_answer(tmp_path, na
 
     def key(**settings):
         values = {"names": (name,), "store": store, **settings}
-        (made,) = make_tools(build(ToolsConfig, values, "config.tools"))
+        (made,) = make_tools(build_config(ToolsConfig, values, "config.tools"))
         return made.key("the same", ToolContext())
 
     assert key(**base) == key(**base) != key(**{**base, **change})
@@ -172,7 +172,7 @@ def test_a_cache_tells_apart_what_other_limits_and_addresses_answer(tmp_path, na
 )
 def test_mistakes_are_named(values, message):
     with pytest.raises(UserError, match=message):
-        make_tools(build(ToolsConfig, values, "config.tools"))
+        make_tools(build_config(ToolsConfig, values, "config.tools"))
 
 
 def test_programs_run_without_isolation_only_with_the_environments_consent(monkeypatch):

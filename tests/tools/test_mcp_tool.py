@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coa_jax.cli import load_config
-from coa_jax.environments.session import ToolLoop
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.protocol.arguments import schemas
-from coa_jax.settings import build
+from coa_jax.rollout.environments.session import ToolLoop
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tools import doctor, reach
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
 from coa_jax.tools.net.store import Store
@@ -47,7 +47,7 @@ def act():
 
 
 def ask(tool, body, deadline=None):
-    return asyncio.run(call(tool, body, ToolContext(deadline=deadline)))
+    return asyncio.run(call_tool(tool, body, ToolContext(deadline=deadline)))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_recording_tells_calls_of_a_server_with_state_apart_by_what_came_befor
 def test_calls_run_at_the_same_time(tide):
     async def many():
         bodies = [json.dumps({"port": "x" * i}) for i in range(1, 20)]
-        return await asyncio.gather(*(call(tide, body, ToolContext()) for body in bodies))
+        return await asyncio.gather(*(call_tool(tide, body, ToolContext()) for body in bodies))
 
     assert [seen.text.split()[-2] for seen in asyncio.run(many())] == [str(i) for i in range(1, 20)]
 
@@ -306,7 +306,7 @@ def test_the_example_of_the_documentation_works(seaside, capsys):
     printed = capsys.readouterr().out
     assert printed in (ROOT / "docs/tools.md").read_text()  # as the page shows it
     config = load_config("seaside.py")
-    _, tide = make_tools(build(ToolsConfig, config.tools))
+    _, tide = make_tools(build_config(ToolsConfig, config.tools))
     (task,) = load_tasks(config.tasks, "test")
     assert ask(tide, '{"port": "Brest"}').text == "The tide at Brest at 0 h is 5 m."
     assert task.protocol == "seaside" and "</tide>" in get_protocol("seaside").stops
@@ -314,11 +314,11 @@ def test_the_example_of_the_documentation_works(seaside, capsys):
 
 SHOW = """
 from absl import flags
-from coa_jax.cli import config_flag, run_main
-from coa_jax.settings import build
+from coa_jax.run.command import config_flag, run_main
+from coa_jax.run.settings import build_config
 from coa_jax.tools.make import ToolsConfig, make_tools
 def main(argv):
-    tools = build(ToolsConfig, flags.FLAGS.config.tools, "config.tools")
+    tools = build_config(ToolsConfig, flags.FLAGS.config.tools, "config.tools")
     print(tools.mcp, [tool.name for tool in make_tools(tools)])
 run_main(main, lambda: config_flag("configs/evaluate/factbook.py"))
 """

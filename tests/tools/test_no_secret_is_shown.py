@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tasks.judge import Judge, JudgeConfig
-from coa_jax.tools.base import Observation, ToolContext, call
+from coa_jax.tools.base import Observation, ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig
+from coa_jax.tools.web_search import SearchResult, WebSearch, WebSearchConfig
 from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
 from tests.tools.echo_services import CALLS, FURTHER, KEY, NAME, WAYS, configured, open_services
@@ -46,12 +46,12 @@ def test_a_key_that_a_service_sends_back_is_in_no_trace_log_or_recording(
     with fault_server.running() as server:
         open_services(server, way)
         values = configured(server, tmp_path)
-        config = build(ToolsConfig, values)
+        config = build_config(ToolsConfig, values)
         tools = make_tools(config)
         context = ToolContext(deadline=8.0, question="q", think="I want to know")
 
         async def use():
-            calls = [call(t, CALLS[t.name].format(port=server.port), context) for t in tools]
+            calls = [call_tool(t, CALLS[t.name].format(port=server.port), context) for t in tools]
             judge = Judge(JudgeConfig(
                 ChatConfig(server.url("/llm"), "m", NAME, attempts=1),
                 attempts=1, cache=str(tmp_path / "verdicts.sqlite"),
@@ -84,11 +84,11 @@ def test_a_key_that_a_program_was_given_and_says_is_hidden(monkeypatch, way, ind
     settings = {"command": SERVER, "tool": "leak", "env": (NAME, "TIDES"), "max_chars": 31}
     tool = McpTool("leak", McpConfig(**settings))
     body = json.dumps({"names": [NAME, "TIDES"], "way": way, "indent": indent})
-    seen = asyncio.run(call(tool, body, ToolContext()))
+    seen = asyncio.run(call_tool(tool, body, ToolContext()))
     assert seen.outcome == ("ok" if way == "result" else "error")
     assert "hush" not in seen.text and "[sec" in seen.text
     long = McpTool("leak", McpConfig(**{**settings, "max_chars": 300}))
-    assert "/var/lib/tides" in asyncio.run(call(long, body, ToolContext())).text
+    assert "/var/lib/tides" in asyncio.run(call_tool(long, body, ToolContext())).text
 
 
 class Careless:
@@ -106,18 +106,18 @@ class Careless:
 @pytest.mark.parametrize("way", ["raise", "say"])
 def test_the_key_of_somebody_elses_tool_is_in_no_observation(monkeypatch, way):
     monkeypatch.setenv("CARELESS_API_KEY", KEY)
-    seen = asyncio.run(call(Careless(), way, ToolContext()))
+    seen = asyncio.run(call_tool(Careless(), way, ToolContext()))
     assert "[secret]" in repr(seen) and KEY not in repr(seen)
 
 
 async def careless_search(query, count, limits):
-    return [Result(f"for {os.environ[NAME]}", "http://x.example/", "")]
+    return [SearchResult(f"for {os.environ[NAME]}", "http://x.example/", "")]
 
 
 def test_results_of_an_own_search_service_are_shown_without_its_key(monkeypatch):
     monkeypatch.setenv(NAME, KEY)
     config = WebSearchConfig(provider=f"{__name__}:careless_search", key_env=NAME)
-    seen = asyncio.run(call(WebSearch(config, lambda: None), "q", ToolContext()))
+    seen = asyncio.run(call_tool(WebSearch(config, lambda: None), "q", ToolContext()))
     assert "[for [secret]](http://x.example/)" in seen.text
 
 
@@ -132,14 +132,14 @@ def test_an_address_with_a_key_in_it_is_refused_before_it_is_written(url, where)
         "mcp": {"mcp": {"far": {"url": url}}},
     }.get(where, {where: url})
     with pytest.raises(UserError) as caught:
-        build(ToolsConfig, values)
+        build_config(ToolsConfig, values)
     assert KEY not in str(caught.value) and ".example/" in str(caught.value)
 
 
 def test_programs_and_parsers_do_not_have_the_environment(monkeypatch):
     monkeypatch.setenv(NAME, KEY)
     (code,) = make_tools(ToolsConfig(names=("code",)))
-    seen = asyncio.run(call(code, LOOK, ToolContext()))
+    seen = asyncio.run(call_tool(code, LOOK, ToolContext()))
     assert seen.ok and "PATH" in seen.text and KEY not in seen.text
     assert os.environ[NAME] == KEY
     assert Workers("os:getenv").ask(NAME, timeout=30.0) is None

@@ -8,9 +8,9 @@ import logging
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
-from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.corpus import Passage
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
@@ -38,7 +38,7 @@ def store(tmp_path):
 
 
 def ask(tool, arguments, history=()):
-    return asyncio.run(call(tool, arguments, ToolContext(history=history)))
+    return asyncio.run(call_tool(tool, arguments, ToolContext(history=history)))
 
 
 def test_a_cache_answers_again_what_went_well(store):

@@ -17,14 +17,13 @@ import httpx
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tools import tool_server
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.sandbox.isolation import find_isolation
+from coa_jax.serve import tool_server
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
-from coa_jax.tools.corpus import join_contents, read_corpus, split_contents
-from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.corpus import Passage, join_contents, read_corpus, split_contents
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
-from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
 from tests.tools import fault_server
 from tests.tools.live import serving
@@ -45,7 +44,7 @@ def url():
 
 
 def ask(tool, body, **context):
-    return asyncio.run(call(tool, body, ToolContext(**context)))
+    return asyncio.run(call_tool(tool, body, ToolContext(**context)))
 
 
 def test_a_remote_search_shows_what_the_index_shows(url):
@@ -201,7 +200,7 @@ def test_the_command_refuses_what_would_be_open_to_others(tmp_path, capsys):
 
 def test_the_command_serves_a_corpus(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"title": "Aland", "text": "Its capital is Mariehamn."}\n')
-    command = [sys.executable, "-m", "coa_jax.tools.tool_server", "--port", "0", "--no_code"]
+    command = [sys.executable, "-m", "coa_jax.serve.tool_server", "--port", "0", "--no_code"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command += ["--corpus", str(tmp_path / "c.jsonl")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

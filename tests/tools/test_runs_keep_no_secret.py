@@ -12,31 +12,31 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.data.trajectory import DistilledRecord, read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import save_model
 from coa_jax.model.encode import observation_text
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.settings import build
+from coa_jax.run.settings import build_config
 from coa_jax.tasks.graders import GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.trajectory import DistilledRecord, read_trajectories
+from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
-from tests.learn.tiny_runs import rl_config
 from tests.tools import fault_server
 from tests.tools.echo_services import CALLS, FURTHER, KEY, NAME, WAYS, configured, open_services
+from tests.train.tiny_runs import rl_config
 
 ROOT = Path(__file__).parents[2]
 PROTOCOL = "keyed"
 SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 BODIES = {"far": "{}", "leak": json.dumps({"names": [NAME], "way": "error"})}
 CONFIG = """
-from coa_jax.learn.rl_config import RLConfig
-from coa_jax.settings import complete
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.run.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
 def get_config(arg=None):
@@ -61,7 +61,7 @@ def episodes(tools, port):
 
     async def made(tool):
         body = BODIES.get(tool.name) or CALLS[tool.name].format(port=port)
-        seen = await call(tool, body, ToolContext(deadline=8.0))
+        seen = await call_tool(tool, body, ToolContext(deadline=8.0))
         head = (
             f"<think>a</think>\n<plan>b</plan>\n<think>c</think>\n<{tool.name}>{body}</{tool.name}>"
         )
@@ -84,7 +84,7 @@ def test_no_key_is_in_any_file_or_output_of_a_run(tmp_path, monkeypatch):
     with fault_server.running() as server:
         open_services(server, "content")
         values = keyed_tools(server, tmp_path)
-        tools = make_tools(build(ToolsConfig, {**values, "store": {}}))
+        tools = make_tools(build_config(ToolsConfig, {**values, "store": {}}))
         known = episodes(tools, server.port)
         save_model(tiny_policy.learn(known), tmp_path / "model")
         lines = [json.dumps({"question": r.question, "answer": "no such"}) for r in known]
@@ -103,7 +103,7 @@ def test_no_key_is_in_any_file_or_output_of_a_run(tmp_path, monkeypatch):
         values["store"]["path"] = str(tmp_path / "run" / "calls.sqlite")
         (tmp_path / "keyed.py").write_text(CONFIG.format(run=dataclasses.asdict(run), tools=values))
         open_services(server, *WAYS, *FURTHER)
-        command = [sys.executable, "-m", "coa_jax.rl", f"--config={tmp_path / 'keyed.py'}"]
+        command = [sys.executable, "-m", "coa_jax.cli.rl", f"--config={tmp_path / 'keyed.py'}"]
         command += [f"--workdir={tmp_path / 'run'}", "--verbosity=1"]
         places = {"env": {**os.environ, NAME: KEY, "SERPER_API_KEY": KEY}, "cwd": ROOT}
         refused = subprocess.run(command, **places, capture_output=True, timeout=500)

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.tools.sandbox import supervise, trial, watch
-from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
-from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.sandbox.limits import Job, Limits, Scratch
-from coa_jax.tools.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run
-from coa_jax.tools.sandbox.watch import descendants
+from coa_jax.sandbox import supervise, trial, watch
+from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
+from coa_jax.sandbox.isolation import find_isolation
+from coa_jax.sandbox.limits import Job, Limits, Scratch
+from coa_jax.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run
+from coa_jax.sandbox.watch import descendants
 from tests.tools.fault_server import wait_until
 
 WAYS = ("bubblewrap", "landlock", "landlock alone")
@@ -349,8 +349,8 @@ def test_programs_end_when_their_caller_is_killed(job, scene, tmp_path):
     program = tmp_path / "caller.py"
     program.write_text(
         "import asyncio\n"
-        "from coa_jax.tools.sandbox.limits import Job\n"
-        "from coa_jax.tools.sandbox.run import run\n"
+        "from coa_jax.sandbox.limits import Job\n"
+        "from coa_jax.sandbox.run import run\n"
         f"asyncio.run(run(Job.decode({patient.encode()!r}), {source!r}))\n"
     )
     root = Path(trial.__file__).resolve().parents[3]

@@ -7,10 +7,10 @@ import dataclasses
 
 import pytest
 
-from coa_jax.tools.sandbox import cgroup
-from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS
-from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.sandbox.run import run
+from coa_jax.sandbox import cgroup
+from coa_jax.sandbox.canaries import TRIAL_LIMITS
+from coa_jax.sandbox.isolation import find_isolation
+from coa_jax.sandbox.run import run
 
 MOUNTS = {
     1: "35 31 0:32 {root} {point}/memory rw - cgroup cgroup rw,memory\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.tools.sandbox import landlock, seccomp, supervise
-from coa_jax.tools.sandbox.limits import Job, Limits, Scratch
+from coa_jax.sandbox import landlock, seccomp, supervise
+from coa_jax.sandbox.limits import Job, Limits, Scratch
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 HEADERS = {

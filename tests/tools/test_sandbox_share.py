@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from coa_jax.tools.sandbox import isolation, pool, trial
-from coa_jax.tools.sandbox.run import run
+from coa_jax.sandbox import isolation, pool, trial
+from coa_jax.sandbox.run import run
 from tests.tools.fault_server import wait_until
 from tests.tools.test_sandbox import WAYS, job, job_for, library, outcome
 

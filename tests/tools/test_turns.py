@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from coa_jax.tools.turns import apart, run_blocking
+from coa_jax.tools.concurrency import apart, run_blocking
 
 
 async def answer(value: int) -> int:

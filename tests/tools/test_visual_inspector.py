@@ -10,7 +10,7 @@ import os
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector, image_type
 from tests.tools import fault_server
@@ -63,7 +63,7 @@ def key(monkeypatch):
 
 def ask(tool, path, question=None, deadline=None):
     body = path if path.startswith("{") else json.dumps({"file_path": path, "question": question})
-    return asyncio.run(call(tool, body, ToolContext(deadline=deadline)))
+    return asyncio.run(call_tool(tool, body, ToolContext(deadline=deadline)))
 
 
 def test_an_image_is_described_with_the_question_in_view(server, folder):
@@ -154,7 +154,7 @@ def test_without_a_model_every_call_says_so():
 
 @pytest.mark.parametrize("body", ["a.png", "{}", '{"file_path": 3}'])
 def test_calls_that_cannot_be_read(server, body):
-    seen = asyncio.run(call(tool(server), body, ToolContext()))
+    seen = asyncio.run(call_tool(tool(server), body, ToolContext()))
     assert seen.outcome == "bad_call" and "file_path" in seen.text
 
 

@@ -10,9 +10,9 @@ import types
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Tool, ToolContext, call
-from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig, format_results
+from coa_jax.tools.base import Tool, ToolContext, call_tool
+from coa_jax.tools.corpus import Passage
+from coa_jax.tools.web_search import SearchResult, WebSearch, WebSearchConfig, format_results
 from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools import fault_server
 
@@ -58,7 +58,7 @@ def tool(server, path="/search", **options):
 
 
 def ask(tool, query="lighthouse of Aland", history=(), deadline=None):
-    return asyncio.run(call(tool, query, ToolContext(history=history, deadline=deadline)))
+    return asyncio.run(call_tool(tool, query, ToolContext(history=history, deadline=deadline)))
 
 
 def test_observations_have_the_form_of_the_release(server):
@@ -111,7 +111,7 @@ def test_with_a_key_the_web_is_searched(server):
 
 def test_another_provider_is_a_function(monkeypatch):
     async def mine(query, count, limits):
-        return [Result(query, f"https://{count}.example", "s")]
+        return [SearchResult(query, f"https://{count}.example", "s")]
 
     module = types.ModuleType("my_search")
     module.mine = mine
@@ -209,7 +209,7 @@ def test_mistakes_are_explained(options, message):
 
 
 def test_titles_cannot_break_the_form():
-    text = format_results([Result("a\n\n2. [b", "https://a.example", "x" * 999)], "q", 10)
+    text = format_results([SearchResult("a\n\n2. [b", "https://a.example", "x" * 999)], "q", 10)
     assert text.split("\n")[3:] == [
         "1. [a 2. [b](https://a.example)",
         "https://a.example",
@@ -219,5 +219,5 @@ def test_titles_cannot_break_the_form():
 
 def test_no_field_of_a_result_fills_the_observation():
     long = "y" * 1_000_000
-    text = format_results([Result(*(long,) * 5)], "q", 600)
+    text = format_results([SearchResult(*(long,) * 5)], "q", 600)
     assert len(text) < 6000 and text.startswith("Found 1 results:")

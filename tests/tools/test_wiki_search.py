@@ -8,12 +8,13 @@ import time
 
 import pytest
 
+from coa_jax.demo.facts import inverse_keys
+from coa_jax.demo.grammar import Inverse, Lookup, Neighbour, query_for, read_value
+from coa_jax.demo.pages import clean, load_entities, passages, split_text
+from coa_jax.demo.relations import RELATIONS
 from coa_jax.errors import UserError
-from coa_jax.tasks.factbook_facts import inverse_keys
-from coa_jax.tasks.factbook_grammar import Inverse, Lookup, Neighbour, query_for, read_value
-from coa_jax.tools.base import Tool, ToolContext, call
-from coa_jax.tools.factbook_pages import Passage, clean, load_entities, passages, split_text
-from coa_jax.tools.factbook_relations import RELATIONS
+from coa_jax.tools.base import Tool, ToolContext, call_tool
+from coa_jax.tools.corpus import Passage
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.wiki_search import WikiIndex, WikiSearch, load_index, tokenize
 
@@ -41,7 +42,7 @@ def tool(tmp_path_factory):
 
 
 def run(tool, query, history=()):
-    return asyncio.run(call(tool, query, ToolContext(history=history)))
+    return asyncio.run(call_tool(tool, query, ToolContext(history=history)))
 
 
 def test_observations_have_the_form_of_the_release(tool):
@@ -150,7 +151,7 @@ def test_searches_leave_the_event_loop_free_and_agree(tool):
 
         clock = asyncio.create_task(tick())
         queries = [f"capital of {entity.name}" for entity in load_entities()]
-        results = await asyncio.gather(*(call(tool, q, ToolContext()) for q in queries))
+        results = await asyncio.gather(*(call_tool(tool, q, ToolContext()) for q in queries))
         clock.cancel()
         return ticks, [r.text for r in results]
 

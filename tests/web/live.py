@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from starlette.types import ASGIApp
 
-from coa_jax.web.limits import ConnectionLimits
-from coa_jax.web.refusals import RefusalLog
-from coa_jax.web.server import Server, address_of, listen
+from coa_jax.serve.http.limits import ConnectionLimits
+from coa_jax.serve.http.refusals import RefusalLog
+from coa_jax.serve.http.server import Server, address_of, listen
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
-from coa_jax.web.bodies import parse_json, validated
-from coa_jax.web.errors import Refused
+from coa_jax.serve.http.bodies import parse_json, validated
+from coa_jax.serve.http.errors import Refused
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text('ab",[{\\\n'),

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.web.guard import GuardRules, check_exposure
-from coa_jax.web.json_app import JsonRoute, make_app
-from coa_jax.web.limits import ConnectionLimits
-from coa_jax.web.refusals import RefusalLog
+from coa_jax.serve.http.guard import GuardRules, check_exposure
+from coa_jax.serve.http.json_app import JsonRoute, make_app
+from coa_jax.serve.http.limits import ConnectionLimits
+from coa_jax.serve.http.refusals import RefusalLog
 from tests.tools.fault_server import wait_until
 from tests.web.live import running
 

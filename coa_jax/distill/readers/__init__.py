@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coa_jax import reading
+from coa_jax.config.extensions import BoundFunction, ExtensionKind, bind, refuse_result
 from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
 from coa_jax.distill.readers.base import (
     Line,
@@ -27,7 +27,7 @@ from coa_jax.distill.readers.base import (
 )
 from coa_jax.distill.readers.smolagents import is_run
 from coa_jax.errors import UserError
-from coa_jax.extensions import BoundFunction, ExtensionKind, bind, refuse_result
+from coa_jax.files import untrusted
 from coa_jax.storage import local
 
 __all__ = ["READERS", "Malformed", "Trace", "read_traces"]
@@ -79,7 +79,7 @@ def read_traces(
     """
     read = bind(READERS, form, options or {}, "traces.format")
     single = each_line(lambda value: _one(form, read, value))
-    data = reading.read_bytes(local(str(path)))
+    data = untrusted.read_bytes(local(str(path)))
     if data.startswith(b"\x1f\x8b"):
         raise UserError(f"{path}: is compressed; unpack it with gunzip first")
     lines = _lines(str(path), data.removeprefix(codecs.BOM_UTF8), form)
@@ -123,7 +123,7 @@ def _one(form: str, read: BoundFunction, value: Any) -> Trace | None:
     except Malformed:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise Malformed(f"{type(error).__name__}: {reading.reason(error)}") from error
+        raise Malformed(f"{type(error).__name__}: {untrusted.reason(error)}") from error
     if trace is not None and not isinstance(trace, Trace):
         wanted = "a coa_jax.distill.readers.Trace, or None"
         raise refuse_result(READERS, form, trace, wanted, "traces.format")

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of, clean
+from coa_jax.files import untrusted
 
 
 class Malformed(ValueError):
@@ -106,7 +106,7 @@ def decode_line(data: bytes, number: int = 1) -> Line:
     try:
         return Line(number, parse_json(data))
     except (ValueError, RecursionError) as error:
-        return Line(number, Malformed(reading.reason(error)))
+        return Line(number, Malformed(untrusted.reason(error)))
 
 
 def decoded(line: Line) -> Any:
@@ -124,10 +124,10 @@ def parse_json(data: bytes | str) -> Any:
     """Parses a JSON value; replaces halves of surrogate pairs in its strings, see `clean`.
 
     Raises:
-        ValueError, RecursionError: `reading.parse_json` cannot parse the text, or an object has the
-            same key twice.
+        ValueError, RecursionError: `untrusted.parse_json` cannot parse the text, or an object has
+            the same key twice.
     """
-    value = reading.parse_json(data, object_pairs_hook=_object)
+    value = untrusted.parse_json(data, object_pairs_hook=_object)
     escape: Any = b"\\ud" if isinstance(data, bytes) else "\\ud"
     return _cleaned(value) if escape in data.lower() else value
 

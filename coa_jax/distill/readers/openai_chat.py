@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.distill.readers.answers import marked_answer
 from coa_jax.distill.readers.base import (
     Conversation,
@@ -34,6 +33,7 @@ from coa_jax.distill.readers.base import (
     total_usage,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
+from coa_jax.files import untrusted
 
 _FINAL = "final_answer"
 """Name of the tool that gives the answer of a run, as in smolagents."""
@@ -134,7 +134,7 @@ def _call(function: Field, identity: str) -> _Call:
     try:  # some servers write "" for no arguments
         return identity, name, parse_json(arguments.value or "{}")
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"the text of {arguments}: {reading.reason(error)}") from error
+        raise Malformed(f"the text of {arguments}: {untrusted.reason(error)}") from error
 
 
 def _results(following: Sequence[Field]) -> list[tuple[str, str]]:

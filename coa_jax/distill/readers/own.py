@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.distill.messages import Kind, from_json
 from coa_jax.distill.readers.base import Field, Malformed, Trace
+from coa_jax.files import untrusted
 
 
 def read_log(record: Any) -> Trace | None:
@@ -25,8 +25,8 @@ def read_log(record: Any) -> Trace | None:
         return None
     try:
         log = from_json(record)
-    except reading.MALFORMED as error:
-        raise Malformed(reading.reason(error)) from error
+    except untrusted.MALFORMED as error:
+        raise Malformed(untrusted.reason(error)) from error
     if log.messages[0].kind is not Kind.QUESTION:
         raise Malformed("the first message is not the question")
     return Trace(log, fields.get("gold").answers())

@@ -16,9 +16,10 @@ import functools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
-from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
+from coa_jax.config.fields import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
 from coa_jax.distill.llm import UnusableReplyError
 from coa_jax.distill.synthesis.drafts import (
+    Author,
     Document,
     Draft,
     Duplicates,
@@ -27,12 +28,9 @@ from coa_jax.distill.synthesis.drafts import (
     screen,
     told,
 )
-from coa_jax.distill.synthesis.facts import FactsAuthor
-from coa_jax.distill.synthesis.language import LanguageAuthor
 from coa_jax.distill.synthesis.solvers import Verdict
 from coa_jax.distill.together import gather
-from coa_jax.tasks.base import SPLITS, Task
-from coa_jax.tasks.factbook_facts import fraction
+from coa_jax.tasks.base import SPLITS, Task, fraction
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tools.wiki_search import WikiIndex
 
@@ -138,7 +136,7 @@ class Synthesis:
         self,
         config: SynthesisConfig,
         index: WikiIndex,
-        author: FactsAuthor | LanguageAuthor,
+        author: Author,
         with_tools: Solver,
         without_tools: Solver,
         source: str,

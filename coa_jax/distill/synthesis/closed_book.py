@@ -9,17 +9,16 @@ kind are usually answered.
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
-from coa_jax.bounds import Bounded, Count, Place, Seed, Share, Temperature, shown
+from coa_jax.config.extensions import ExtensionKind, bind
+from coa_jax.config.fields import Bounded, Count, Place, Seed, Share, Temperature, shown
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distill.llm import read_object
 from coa_jax.distill.synthesis.drafts import Document
-from coa_jax.distill.synthesis.facts import fact_of
 from coa_jax.distill.together import gather
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
@@ -32,15 +31,6 @@ from coa_jax.protocol.bodies import without_thought
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.factbook_facts import compute, to_decimal
-from coa_jax.tasks.factbook_grammar import (
-    Arithmetic,
-    Computed,
-    Inverse,
-    Neighbour,
-    Step,
-    understand,
-)
 from coa_jax.tasks.prompts import load_prompt
 
 _SYSTEM = (
@@ -91,51 +81,10 @@ ClosedBook = Callable[[Sequence[Task], int], Awaitable[list[list[str]]]]
 """A solver without tools, which returns the given number of answers for each task."""
 
 
-class Prior:
-    """A solver that guesses answers, knowing only which answers are usual for a relation.
-
-    A relation is the kind of a fact, such as the capital of a country. For a question about the
-    value of a relation, the guess is the value of this relation in a random document of the corpus.
-    For a question about an entity, the guess is the entity of a random document. The answer to a
-    question that the prior does not understand is "".
-    """
-
-    def __init__(self, documents: Iterable[Document], seed: int) -> None:
-        """Collects the values and entities of all documents."""
-        self._seed = seed
-        self._values: dict[str, list[str]] = collections.defaultdict(list)
-        self._entities: dict[str, list[str]] = collections.defaultdict(list)
-        for document in documents:
-            fact = fact_of(document)
-            if fact is not None and fact[2] != "0":
-                self._values[fact[0].key].append(fact[2].replace("; ", "|"))
-                self._entities[fact[0].key].append(fact[1])
-
-    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """Returns ``samples`` answers for each task."""
-        return [[self._guess(task, str(k)) for k in range(samples)] for task in tasks]
-
-    def _guess(self, task: Task, draw: str) -> str:
-        program = understand(task.question)
-        if program is None:
-            return ""
-        last = program.steps[-1]
-        if not isinstance(last, Arithmetic):
-            return self._pick(last, task.id, draw)
-        a, b = (
-            self._pick(program.steps[ref.step], task.id, f"{draw}/{side}")
-            for side, ref in (("a", last.a), ("b", last.b))
-        )
-        if not a or not b or to_decimal(b) == 0:
-            return ""
-        return compute(last.operation, a, b)
-
-    def _pick(self, step: Step, episode: str, draw: str) -> str:
-        if isinstance(step, Computed):
-            return ""
-        known = self._entities if isinstance(step, Inverse) else self._values
-        options = known["neighbour" if isinstance(step, Neighbour) else step.relation]
-        return options[int(uniform(self._seed, episode, draw) * len(options))] if options else ""
+GUESSERS = ExtensionKind(
+    "guesser", "coa_jax.guessers", {}, offers=("documents", "seed"), needs=("documents",)
+)
+"""Classes of solvers (`ClosedBook`) that guess, knowing only which answers are usual."""
 
 
 def remembers(endpoint: Endpoint, concurrency: int) -> ClosedBook:
@@ -241,7 +190,8 @@ def closed_book(
             be loaded.
     """
     if config.who == "prior":
-        return f"prior/{config.seed}", Prior(documents, config.seed)
+        prior = bind(GUESSERS, "facts", {}, "without_tools.who")
+        return f"prior/{config.seed}", prior(documents=documents, seed=config.seed)
     if config.who == "policy":
         sampling = f"{config.temperature:g}/{config.seed}/{config.rollout}"
         return f"policy/{config.policy}/{sampling}", PolicySolver(config)

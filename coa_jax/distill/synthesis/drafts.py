@@ -6,15 +6,15 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from coa_jax.bounds import Bounded, Count, Natural, Share
+from coa_jax.config.extensions import ExtensionKind, bind
+from coa_jax.config.fields import Bounded, Count, Natural, Share
 from coa_jax.distill.contamination import ngrams
 from coa_jax.distill.duplicates import similarity
-from coa_jax.tasks.base import Task
-from coa_jax.tasks.factbook_facts import split_of
+from coa_jax.tasks.base import Task, split_of
 from coa_jax.tasks.grading import normalize_answer
-from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.corpus import Passage
 
 Form = Literal["atomic", "depth", "width"]
 
@@ -104,6 +104,38 @@ class Draft:
             "steps": [{"question": q, "answer": a} for q, a in self.steps],
             "documents": [document.title for document in self.documents],
         }
+
+
+class Author(Protocol):
+    """Writes drafts about documents; a coroutine returns nothing if there is nothing to ask."""
+
+    def reads(self, document: Document) -> bool:
+        """Returns whether the author can write about a document."""
+
+    async def atomic(self, document: Document) -> list[Draft]:
+        """Returns questions that the document alone answers."""
+
+    async def deepen(self, draft: Draft, document: Document) -> Draft | None:
+        """Adds a hop to a question: asks about a fact of the answer, which the document states."""
+
+    async def widen(self, one: Draft, other: Draft) -> Draft | None:
+        """Joins two questions."""
+
+
+AUTHORS = ExtensionKind(
+    "author", "coa_jax.authors", {}, offers=("documents", "seed"), needs=("documents",)
+)
+"""Classes of authors without a language model, for documents of a known form."""
+
+
+def facts_author(documents: Iterable[Document], seed: int) -> Author:
+    """Returns the author ``facts``, which writes about plain sentences that state a fact.
+
+    Raises:
+        UserError: no installed package has this author.
+    """
+    author: Author = bind(AUTHORS, "facts", {}, "the author")(documents=documents, seed=seed)
+    return author
 
 
 def told(answers: Iterable[str], text: str) -> bool:

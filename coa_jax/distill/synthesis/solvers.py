@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import jsonl
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import MessageLog
 from coa_jax.distill.minds import Minds
 from coa_jax.distill.pipeline import DistillConfig, run_teacher
 from coa_jax.distill.synthesis.closed_book import ClosedBook, ClosedBookConfig
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.grading import grade_answer
 from coa_jax.tasks.judge import Judge

@@ -208,7 +208,7 @@ def _pallas_gpu(
 STAND_IN = "stand_in"
 """Name of a placeholder, which reads and returns arrays like a kernel but computes no attention.
 
-`auto` never selects the placeholder. `coa_jax.aot` compiles it where a kernel cannot run, to
+`auto` never selects the placeholder. `coa-jax aot` compiles it where a kernel cannot run, to
 measure the rest of a program.
 """
 

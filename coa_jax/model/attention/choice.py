@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from coa_jax.bounds import OneOf, check
+from coa_jax.config.fields import OneOf, check
 from coa_jax.errors import UserError
 from coa_jax.parallel.mesh import sharding_for
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files
-from coa_jax.bounds import Amount, Bounded, NotNegative, Place
+from coa_jax.config.fields import Amount, Bounded, NotNegative, Place
 from coa_jax.errors import UserError
+from coa_jax.files import durable
 
 
 class BudgetSpentError(UserError):
@@ -205,7 +205,7 @@ class _Run:
                 rows[each] = rows.get(each, Spent()) + mine
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{self.process}.json"
-            files.write_json(path, {each: total.to_json() for each, total in rows.items()})
+            durable.write_json(path, {each: total.to_json() for each, total in rows.items()})
 
 
 _run: _Run | None = None
@@ -231,7 +231,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
     global _run, _purses
     told: dict[int, dict[str, Spent]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        rows = files.read_json_object(path)
+        rows = durable.read_json_object(path)
         try:
             told[int(path.stem)] = {name: Spent(**row) for name, row in rows.items()}
         except (TypeError, ValueError):

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx2
 
-from coa_jax.bounds import (
+from coa_jax.config.fields import (
     Address,
     Count,
     Place,
@@ -27,8 +27,8 @@ from coa_jax.bounds import (
     Times,
     Variable,
 )
+from coa_jax.config.installed import missing
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
 from coa_jax.tools.net import budget
 from coa_jax.tools.net.address import AddressGuard, parse_url, port_of
 from coa_jax.tools.net.budget import Budget, Purse

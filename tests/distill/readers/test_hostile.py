@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill.arrange import Unconvertible, trajectory_of
 from coa_jax.distill.messages import to_json
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.errors import UserError
-from coa_jax.trajectory import part_violations
 from tests.distill.logs import INVENTING, log_of
 from tests.distill.readers.samples import file_of, product, tower
 from tests.distill.readers.test_formats import CHAT, SESSION, STEPS, step

@@ -3,10 +3,10 @@ import random
 
 import pytest
 
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.readers import read_traces
-from coa_jax.trajectory import part_violations
 from tests.distill.logs import INVENTING
 from tests.distill.readers.samples import (
     BORN,

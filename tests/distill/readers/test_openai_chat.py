@@ -3,9 +3,9 @@ import json
 
 import pytest
 
+from coa_jax.data.trajectory import part_violations
 from coa_jax.distill.arrange import trajectory_of
 from coa_jax.distill.readers import read_traces
-from coa_jax.trajectory import part_violations
 from tests.distill.logs import INVENTING
 from tests.distill.readers.samples import calls_of, file_of, reasons
 

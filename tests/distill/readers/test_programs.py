@@ -6,7 +6,7 @@ from smolagents.local_python_executor import BASE_PYTHON_TOOLS, LocalPythonExecu
 
 from coa_jax.distill.readers import read_traces
 from coa_jax.distill.readers.programs import examine, split_plan, thought_of
-from coa_jax.tools.base import ToolContext, call
+from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
 from tests.distill.readers.samples import calls_of, file_of, reasons, step
 
@@ -78,7 +78,7 @@ def test_functions_that_smolagents_has_without_an_import_are_imported_for_the_co
     assert first == f"```py\nfrom math import ceil, exp, log, sqrt{source}\n```"
     assert not any("import sqrt" in body or "import floor, sqrt" in body for body in others)
     context = ToolContext("e", 0, None, ())
-    assert asyncio.run(call(CodeTool(), first, context)).text == "[EXECUTED]\n4.0 2"
+    assert asyncio.run(call_tool(CodeTool(), first, context)).text == "[EXECUTED]\n4.0 2"
 
 
 def test_those_functions_are_the_ones_of_the_installed_smolagents():

@@ -13,7 +13,7 @@ from coa_jax.distill.synthesis.drafts import (
     screen,
     told,
 )
-from coa_jax.tasks.factbook_facts import split_of
+from coa_jax.tasks.base import split_of
 
 PERU = Document("Peru: Capital", "The capital of Peru is Lima.")
 GOOD = Draft(

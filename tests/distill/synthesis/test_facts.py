@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
+from coa_jax.demo.author import FactsAuthor, fact_of
+from coa_jax.demo.facts import solve
+from coa_jax.demo.grammar import understand
 from coa_jax.distill.synthesis.drafts import Document
-from coa_jax.distill.synthesis.facts import FactsAuthor, fact_of
-from coa_jax.tasks.factbook_facts import solve
-from coa_jax.tasks.factbook_grammar import understand
 
 DOCUMENTS = {
     "capital": Document("Botswana: Capital", "The capital of Botswana is Gaborone."),
@@ -90,8 +90,8 @@ def test_two_numbers_of_a_kind_are_joined_larger_first(author):
 
 def test_answers_are_those_of_the_structured_facts():
     """The author reads sentences; the facts behind the factbook tasks are read from the pages."""
+    from coa_jax.demo.pages import passages
     from coa_jax.distill.synthesis.drafts import document_of
-    from coa_jax.tools.factbook_pages import passages
 
     documents = [document_of(passage) for passage in passages()]
     author = FactsAuthor(documents, seed=0)

@@ -2,13 +2,13 @@ import asyncio
 
 import pytest
 
+from coa_jax.demo.author import Prior
+from coa_jax.demo.scripted import scripted_minds
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.pipeline import DistillConfig
-from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.synthesis.closed_book import (
     ClosedBookConfig,
     PolicySolver,
-    Prior,
     remembers,
 )
 from coa_jax.distill.synthesis.drafts import Document

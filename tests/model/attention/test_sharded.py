@@ -7,9 +7,9 @@ from tests.devices import on_devices
 PROGRAM = """
 import sys
 import jax, numpy as np
-from coa_jax.learn.batch import Batch, stack
-from coa_jax.learn.losses import Net, SFTLoss
-from coa_jax.learn.step import gradient_sums
+from coa_jax.train.batch import Batch, stack
+from coa_jax.train.losses import Net, SFTLoss
+from coa_jax.train.step import gradient_sums
 from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import shardings

@@ -21,15 +21,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.engine import programs
 from coa_jax.engine.layout import kernels_for
-from coa_jax.learn.batch import Batch
-from coa_jax.learn.losses import Net, SFTLoss
-from coa_jax.learn.step import gradient_sums
 from coa_jax.model import cache
 from coa_jax.model.attention.choice import Case, resolve
 from coa_jax.model.compute import Compute, training_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import abstract_params, init_params, unstack
 from coa_jax.parallel.mesh import AXES, sharding_for
+from coa_jax.train.batch import Batch
+from coa_jax.train.losses import Net, SFTLoss
+from coa_jax.train.step import gradient_sums
 
 MODEL = ModelConfig("llama", 2048, 512, 1024, 2, 8, 4, 128)
 CASE = Case("tpu", "bfloat16", num_kv_heads=4, num_groups=2, head_dim=128, page_size=32)

@@ -1,1 +1,0 @@
-"""Estimates memory and time on machines that are not available: ``python -m coa_jax.aot``."""

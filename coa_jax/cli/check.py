@@ -1,0 +1,390 @@
+"""Checks everything that a command needs, without running the command: the flag ``--check``.
+
+    coa-jax rl --config=configs/rl/web.py:7b --workdir=... --check
+
+Each host of the run checks the settings, installed packages, API keys, model, data, tools, judge,
+work directory, disk and memory. It prints one line for each check, and continues after a check that
+fails. ``--check=compile`` also compiles the programs of the run. The exit code is 2 if a check
+fails on any host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from coa_jax import storage
+from coa_jax.api import EvaluateRun, RLRun
+from coa_jax.cli import needs
+from coa_jax.config.installed import install_hint
+from coa_jax.data.records import iterate_records
+from coa_jax.engine.memory import free_memory
+from coa_jax.errors import UserError
+from coa_jax.evaluate.run import load
+from coa_jax.files.untrusted import made_by
+from coa_jax.model.api import describe_model, download_once
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.shapes import architecture_of
+from coa_jax.parallel import processes
+from coa_jax.parallel.chips import CHIPS, KINDS, Chip
+from coa_jax.parallel.slices import TPUS, Slice, devices_of, parse_slice
+from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
+from coa_jax.run.settings import build_config
+from coa_jax.tasks import Graders
+from coa_jax.tasks.ready import look
+from coa_jax.tools.make import make_tools
+from coa_jax.train import arrays
+from coa_jax.train.fit import FitConfig
+from coa_jax.train.preference import DPOConfig
+from coa_jax.train.questions import questions
+from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.sft import SFTConfig
+
+SETTINGS: dict[str, Any] = {
+    "sft": SFTConfig, "rl": RLRun, "rft": RFTConfig, "dpo": DPOConfig, "evaluate": EvaluateRun,
+}  # fmt: skip
+"""Maps the name of each command to the class of its settings."""
+
+_RECORDS = 1000
+"""Number of records that the check reads from each file of training data."""
+
+_RESERVE = 0.1
+"""Share of a chip's memory that must stay free, as in `coa-jax aot`."""
+
+_WAIT_S = 60.0
+
+Line = tuple[str, bool, str]
+"""(name of the check, whether the check passed, description of the result)."""
+
+
+def check(command: str) -> int:
+    """Checks whether everything that a command needs with the given flags is available.
+
+    Args:
+        command: name of the command, a key of `SETTINGS`.
+
+    Returns:
+        The exit code: 0 if every check passes on every host, otherwise 2.
+    """
+    values = flags.FLAGS
+    faults = 0
+    for name, ok, text in _lines(command, values.config.to_dict(), values.workdir):
+        faults += not ok
+        host = f"{socket.gethostname()} ({processes.index()}): " if processes.count() > 1 else ""
+        print(f"{host}{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
+    told = processes.exchange(faults, "the check of the other hosts", _WAIT_S)
+    if not any(told):
+        print("ready", flush=True)
+        return 0
+    where = [f"{count} on host {number}" for number, count in enumerate(told) if count]
+    listed = f": {', '.join(where)}" if processes.count() > 1 else ""
+    print(f"error: {sum(told)} checks failed{listed}; see the lines with FAIL", file=sys.stderr)
+    return 2
+
+
+def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterator[Line]:
+    """Yields a line for each check and continues after a failed check."""
+    config, line = _tried(
+        "settings", lambda: (build_config(SETTINGS[command], values), "can be read")
+    )
+    yield line
+    wandb = bool(getattr(flags.FLAGS, "wandb_project", ""))  # `evaluate` has no such flag
+    wanted = needs.needs_of(command, values, wandb, workdir or "")
+    yield from _here(wanted)
+    if config is None:  # a missing judge must hide no other fault
+        rest = {key: value for key, value in values.items() if key != "graders"}
+        config = _tried("", lambda: (build_config(SETTINGS[command], rest), ""))[0]
+    if config is not None:
+        yield from _run(command, config)
+    yield from _places(workdir or "", config)
+    yield "cost", True, needs.worst_case(values)
+
+
+def _tried(
+    name: str, look: Callable[[], tuple[Any, str]], together: bool = False
+) -> tuple[Any, Line]:
+    """Runs a check; returns the result of the check (None if it fails) and its line.
+
+    A check may fail on one host only. The process therefore acts alone unless ``together`` is True:
+    processes that loaded a data set together would wait for the failed one.
+    """
+    try:
+        with contextlib.nullcontext() if together else processes.apart():
+            found, text = look()
+        return found, (name, True, text)
+    except UserError as error:
+        return None, (name, False, str(error))
+    except Exception as error:  # a defect in one check must not hide the other checks
+        logging.getLogger(__name__).exception("the check of %s has failed", name)
+        return None, (name, False, f"{type(error).__name__}: {error}")
+
+
+def _here(wanted: needs.Needs) -> Iterator[Line]:
+    for extra in wanted.extras:
+        there = needs.has_extra(extra)
+        text = "installed" if there else f"not installed; run: {install_hint(extra)}"
+        yield f"packages of {extra}", there, text
+    for name in wanted.variables:
+        there = bool(os.environ.get(name, "").strip())
+        yield f"key {name}", there, "is set" if there else f"is not set: --secret-env {name}"
+    for setting, url in wanted.servers.items():
+        if processes.count() > 1 and urllib.parse.urlsplit(url).hostname in needs.LOCAL:
+            yield (
+                f"config.{setting}", False, f"{url} is a different server on each of the "
+                f"{processes.count()} hosts: name a server that all hosts can reach"
+            )  # fmt: skip
+
+
+# --- the run -------------------------------------------------------------------------------
+
+
+def _run(command: str, config: Any) -> Iterator[Line]:
+    """Checks the model, data, tools and judge by opening each of them as the run would."""
+    if not getattr(config, "endpoint", None):
+        yield _tried("model", lambda: (None, _model(config.model)), together=True)[1]
+    environment = getattr(config, "environment", EnvironmentConfig())
+    # SFT calls tools only in its evaluations, and an agent program has its own tools.
+    asks = config.evaluate_every > 0 if isinstance(config, SFTConfig) else hasattr(config, "tools")
+    tools = config.tools if asks and not getattr(config, "agent", None) else None
+    made: Line = "tools", True, ""
+    if tools is not None:
+        made = _tried("tools", lambda: (make_tools(tools, tags_of(environment)), ""))[1]
+    if isinstance(config, SFTConfig):
+        for name in ("data", "validation"):
+            for path in filter(None, getattr(config, name).split(",")):
+                yield _tried(name, functools.partial(_records, path, config.protocol))[1]
+    elif isinstance(config, RFTConfig | DPOConfig) and config.traces:
+        yield _tried("traces", lambda: (None, _traces(config.traces)))[1]
+    asked, line = _tried("tasks", lambda: _tasks(config))
+    if line[2]:
+        yield line
+    seconds = getattr(config, "probe_s", 0.0) or 10.0
+    graders = getattr(config, "graders", None) if line[2] else None
+
+    def servers() -> tuple[Any, str]:
+        answered = tags_of(environment)
+        told = look(seconds, tasks=asked or (), graders=graders, tools=tools, answered=answered)
+        return told, ""
+
+    found, line = _tried("servers", servers)
+    if not line[1]:
+        yield line
+    for each in found or ():
+        yield each.name, each.ok, each.text
+    if not made[1] and all(each.ok for each in found or ()):
+        yield made
+
+
+def _model(path: str) -> str:
+    download_once(path)
+    model = describe_model(path)
+    layers, width = model.config.num_layers, model.config.hidden_size
+    return f"{path}: {model.config.architecture}, {layers} layers of {width}"
+
+
+def _records(path: str, protocol: str) -> tuple[None, str]:
+    read = list(itertools.islice(iterate_records(path, protocol), _RECORDS))
+    fit = sum(hasattr(each, "record") for each in read)
+    if not fit:
+        raise UserError(f"{path}: none of the first {len(read)} records can be read")
+    return None, f"{path}: {fit} of the first {len(read)} records can be read"
+
+
+def _traces(place: str) -> str:
+    there = storage.exists(place) if storage.is_url(place) else Path(place).exists()
+    if not there:
+        raise UserError(f"{place} does not exist{made_by(place)}")
+    return place
+
+
+def _tasks(config: Any) -> tuple[Any, str]:
+    """Loads the tasks of the run, and checks that they can be graded on this host."""
+    if isinstance(config, RLRun):
+        parts, *_ = questions(config)
+        tasks = [task for each in parts.values() for task in each]
+    elif isinstance(config, EvaluateRun):
+        tasks = load(config)
+        Graders(config.graders).check(tasks)
+    else:
+        return None, ""
+    return tasks, f"{len(tasks)} can be read and graded"
+
+
+# --- the machines --------------------------------------------------------------------------
+
+
+def _places(workdir: str, config: Any) -> Iterator[Line]:
+    """Checks work directory, disk and memory."""
+    yield _tried("workdir", lambda: (None, _writable(workdir)), together=True)[1]
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    # JAX also writes to stores that this package does not open.
+    if cache and ("://" not in cache or cache.partition("://")[0] in storage.SCHEMES):
+        yield _tried("compiled programs", lambda: (None, _written(cache)))[1]
+    if not isinstance(config, FitConfig | RLRun):
+        return
+    setup, line = _tried("mesh", lambda: _setup(config))
+    yield line
+    if setup is None:
+        return
+    yield _tried("memory", lambda: (None, _memory(setup)))[1]
+    if not storage.is_url(workdir):
+        yield _tried("disk", lambda: (None, _disk(Path(workdir), setup)))[1]
+    if flags.FLAGS.check == "compile" and processes.index() == 0:
+        yield _tried("programs", lambda: (None, _compiled(setup)))[1]
+
+
+def _written(place: str) -> str:
+    """Checks that a folder or bucket can be written: writes and removes a file."""
+    if storage.is_url(place):
+        storage.check_writable(place)
+        return f"{place} can be written"
+    folder = Path(place)
+    probe = folder / f".check-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return f"{folder} can be written"
+
+
+def _writable(place: str) -> str:
+    """Checks that the work directory can be written, and that all hosts share it."""
+    if storage.is_url(place):
+        return _written(place)
+    text, fault, workdir = "", None, Path(place)
+    mine = workdir / f".check-of-{processes.index()}"
+    try:
+        text = _written(place)
+        mine.write_bytes(b"")
+    except (UserError, OSError) as error:
+        fault = error
+    processes.meet("the check of the work directory", _WAIT_S)
+    others = [n for n in range(processes.count()) if not (workdir / f".check-of-{n}").exists()]
+    processes.meet("the end of the check of the work directory", _WAIT_S)
+    with contextlib.suppress(OSError):
+        mine.unlink()
+    if fault is not None:
+        raise fault
+    if others:
+        raise UserError(
+            f"{workdir} is not shared: host {processes.index()} does not see what host {others[0]} "
+            "writes there; name a directory that all hosts mount"
+        )
+    return text
+
+
+def _slice_here() -> tuple[Slice, list[Any]]:
+    """Returns the devices of this run as a slice, with the memory that the run may allocate."""
+    devices, local = jax.devices(), jax.local_devices()
+    kind = KINDS.get(devices[0].device_kind, "")
+    known = CHIPS.get(kind, Chip(1.0, 0, 1.0, 1.0))
+    stats = None if local[0].platform == "cpu" else local[0].memory_stats()
+    memory = (stats or {}).get("bytes_limit") or known.hbm_bytes // known.devices
+    if local[0].platform == "cpu":  # all CPU devices share the memory of the host
+        every = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = (free_memory(local[0]) or every) // len(local)
+    chip = dataclasses.replace(
+        known, hbm_bytes=memory * known.devices, host=max(1, len(local) // known.devices)
+    )
+    shape: tuple[int, ...] = (len(devices) // known.devices,)
+    name = f"gpu:{shape[0]}x{kind}" if kind else devices[0].device_kind
+    if kind in TPUS:
+        places = [device.coords for device in devices]
+        shape = tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
+        shape = shape if kind in ("v4", "v5p", "v7x") else shape[:2]
+        name = f"{kind}:{'x'.join(map(str, shape))}"
+    return Slice(name, kind, shape, chip), devices
+
+
+def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
+    """Places the run on its devices or on those of ``--topology``; also describes them in words."""
+    if topology := flags.FLAGS.topology:
+        where = parse_slice(topology)
+        devices = devices_of(where)
+    else:
+        where, devices = _slice_here()
+    try:
+        model: ModelConfig = describe_model(config.model).config
+    except UserError:  # the check "model" reports the error; here an architecture suffices
+        _, model = architecture_of(config.model)
+    setup = arrays.set_up(config, model, where, devices)
+    shape = " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
+    return setup, f"{len(devices)} devices of {where.name}: {shape}"
+
+
+def _memory(setup: arrays.Setup) -> str:
+    """Checks that the persistent arrays and the gradients of an update fit into memory.
+
+    Running programs need additional memory, which only the compiler knows.
+    """
+    gradients = arrays.chip_bytes(arrays.policy(setup).params)
+    kept = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
+    most = setup.where.chip.hbm_bytes
+    text = f"at least {kept / 1e9:.1f} of {most / 1e9:.1f} GB per device"
+    if kept > (1 - _RESERVE) * most:
+        raise UserError(
+            f"{text}, of which {_RESERVE:.0%} must stay free: take more chips, raise mesh.fsdp or "
+            "mesh.tensor, or lower engine.slots"
+        )
+    return f"{text}; --check=compile shows what programs need in addition"
+
+
+def _disk(workdir: Path, setup: arrays.Setup) -> str:
+    """Checks that the disk of the work directory has space for the checkpoints and the model."""
+    state, config = arrays.policy(setup), setup.config
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    model = sum(math.prod(x.shape) * 2 for x in jax.tree.leaves(arrays.parameters(setup)))
+    count = config.keep_last + 1 + bool(config.keep_best)
+    needed = count * size + model
+    place = workdir.absolute()
+    folder = next(path for path in (place, *place.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"{needed / 1e9:.1f} GB for {count} checkpoints and the model, {free / 1e9:.1f} GB free"
+    if free < needed:
+        raise UserError(f"{text} in {folder}: free some space, or lower keep_last")
+    return text
+
+
+def _compiled(setup: arrays.Setup) -> str:
+    """Compiles the programs with `perf.aot` in a process without a chip; returns its result."""
+    where = setup.where
+    if not isinstance(setup.config, SFTConfig | RLRun):
+        return "not compiled: coa_jax.perf.aot compiles the programs of sft and rl only"
+    if not where.kind:
+        return f"not compiled: coa_jax.perf.aot does not know the device {where.name!r}"
+    given, words = [], iter(sys.argv[1:])
+    for word in words:
+        name = word.lstrip("-")
+        if name.startswith(("config", "noconfig.")):
+            whole = "=" in word or name.startswith("noconfig.")
+            given += [word] if whole else [word, next(words, "")]
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
+    }
+    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={where.name}", *given]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        raise UserError(last.removeprefix("error: "))
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    peak = result["peak_bytes_per_chip"] / 1e9
+    return f"compile for {where.name}; peak {peak:.1f} GB per chip, {result['free_share']:.0%} free"

@@ -1,0 +1,150 @@
+"""Compares the results, settings, curves and trajectories of two runs, or two evaluations.
+
+    coa-jax compare runs/a runs/b
+    coa-jax compare runs/a/evaluate/sft/results.json runs/a/evaluate/rl/results.json
+
+The arguments are two run directories or two result files. For every stage that both runs evaluated,
+the command prints the difference of pass@1 with a paired confidence interval and a paired test. If
+the runs have no stage in common, it compares the last stage of each run. For two run directories it
+also writes a page, by default to ``report/compare.html`` in the second directory. The page shows
+the settings that differ, the curves of both runs in the same charts, and trajectories of the same
+questions side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from coa_jax.errors import UserError
+from coa_jax.evaluate.compare import compare, differing, load, text
+from coa_jax.files import durable
+from coa_jax.report.page import save_page
+from coa_jax.report.pair import PairedEvaluation, pair_page
+from coa_jax.report.run import read_run
+from coa_jax.report.traces import stage_rank
+from coa_jax.run.command import run_main
+from coa_jax.storage import is_url, output, visited, with_urls
+
+Evaluation = Mapping[str, Any]
+
+
+def outcomes(run: Path) -> dict[str, Evaluation]:
+    """Reads the evaluations of a run by stage, in the order in which the stages run.
+
+    Raises:
+        UserError: a result file is damaged.
+    """
+    found = {p.parent.name: load(str(p)) for p in run.glob("evaluate/*/results.json")}
+    return {stage: found[stage] for stage in sorted(found, key=lambda s: (stage_rank(s), s))}
+
+
+def paired(
+    a: Mapping[str, Evaluation], b: Mapping[str, Evaluation]
+) -> list[tuple[Evaluation, Evaluation]]:
+    """Pairs the evaluations of two runs, by stage, for a comparison.
+
+    If the runs have no stage in common, the only pair is the last evaluation of each run.
+    """
+    same = [(a[stage], b[stage]) for stage in a if stage in b]
+    return same or list(zip([*a.values()][-1:], [*b.values()][-1:], strict=False))
+
+
+def compared(
+    a: Mapping[str, Evaluation], b: Mapping[str, Evaluation]
+) -> list[tuple[str, PairedEvaluation]]:
+    """Compares the evaluations of two runs; prints the reason if a pair cannot be compared.
+
+    Returns:
+        For each pair of evaluations that could be compared, the text of the comparison and its
+        result.
+    """
+    found = []
+    for first, second in paired(a, b):
+        try:
+            comparison = compare(first, second)
+        except UserError as error:  # for example, one evaluation has no grades
+            print(f"{first['stage']}: {error}")
+            continue
+        result = PairedEvaluation(
+            first, second, dataclasses.asdict(comparison), differing(first, second)
+        )
+        found.append((text(first, second, comparison), result))
+    return found
+
+
+def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
+    """Compares two run directories, prints the results, and writes the page.
+
+    Args:
+        a, b: the run directories.
+        page: file for the page; "" for ``report/compare.html`` in ``b``.
+
+    Returns:
+        The comparison of each stage, keyed by the name of the stage in ``a``.
+    """
+    # If the second directory is in a bucket, the page is uploaded at the end of the block.
+    with visited(a) as one, visited(b) as other:
+        first, second = read_run(one), read_run(other)
+        found = compared(outcomes(first.path), outcomes(second.path))
+        print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
+        with output(page or str(second.path / "report" / "compare.html")) as path:
+            save_page(path, pair_page(first, second, [result for _, result in found]))
+            print(f"report -> {page or with_urls(path)}")
+    return {result.a["stage"]: dict(result.comparison) for _, result in found}
+
+
+def define_flags() -> None:
+    """Defines the command-line flags of ``coa-jax compare``."""
+    flags.DEFINE_string("out", "", "file for the comparison as JSON")
+    flags.DEFINE_string("page", "", "file for the page that compares two runs")
+
+
+def run(places: Sequence[str], out: str = "", page: str = "") -> None:
+    """Compares two runs or two result files.
+
+    Args:
+        places: two run directories or two result files.
+        out: file to which the comparison is written as JSON; "" for no file.
+        page: file for the page that compares two runs; "" for ``report/compare.html`` in the second
+            run directory.
+
+    Raises:
+        UserError: an argument is wrong, or a file is malformed.
+    """
+    if len(places) != 2:
+        raise UserError("give two runs or two result files: coa-jax compare runs/a runs/b")
+    a, b = places
+    for name, given in (("out", out), ("page", page)):
+        path = Path(given)
+        if given and not is_url(given) and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"--{name}={given}: give a file in a directory that exists")
+    of_files = [place.endswith(".json") for place in (a, b)]
+    if any(of_files):
+        if not all(of_files):
+            raise UserError("give two runs or two result files, not one of each")
+        if page:
+            raise UserError("--page needs two run directories")
+        first, second = load(a), load(b)
+        found = compare(first, second)
+        print(text(first, second, found))
+        value: dict[str, Any] = dataclasses.asdict(found)
+    else:
+        value = {"stages": compare_runs(a, b, page)}
+    if out:
+        with output(out) as path:
+            durable.write_json(path, json.loads(json.dumps({"a": a, "b": b, **value})))
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``coa-jax compare``: compares two runs or result files."""
+    run(argv[1:], flags.FLAGS.out, flags.FLAGS.page)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags, positional=True)

@@ -1,0 +1,266 @@
+"""Creates a distilled data set from runs in which a teacher solves tasks with real tools.
+
+    coa-jax distill --config=configs/distill/factbook.py --workdir=runs/distill
+
+Filters select the runs that become training data. The command writes ``train.jsonl`` and
+``validation.jsonl``, which ``coa-jax sft`` reads, the message logs of the teacher
+(``journal/``), a few runs that each filter dropped (``dropped/``), ``config.json`` and
+``summary.json``. If the command is killed, give it again to continue.
+
+With configs/distill/endpoint.py a language model decides what the agents do, and ``calls/`` stores
+every call of the model. With configs/distill/smolagents.py the teacher consists of smolagents
+agents. With configs/distill/traces.py there is no teacher: the command reads logs of other systems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import flags
+
+from coa_jax.config.fields import Bounded, Place
+from coa_jax.distill.dataset import distill_split, statistics_of
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.filters import why_nothing
+from coa_jax.distill.pipeline import DistillConfig, teacher_block
+from coa_jax.distill.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
+from coa_jax.distill.tasks import Tasks
+from coa_jax.distill.token_savings import CountTokens, economy
+from coa_jax.distill.traces import TraceFilesConfig, distill_traces
+from coa_jax.errors import UserError
+from coa_jax.model.tokenizer import encode_plain, load_tokenizer
+from coa_jax.run.command import config_flag, run_main, workdir_flag
+from coa_jax.run.progress import progress
+from coa_jax.run.run_dir import RunDir
+from coa_jax.run.settings import build_config
+from coa_jax.storage import run_folder
+from coa_jax.tasks import Task
+from coa_jax.tools.make import ToolsConfig, make_tools
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Bounded):
+    """The settings of a distillation: its teacher, the tasks and the tools.
+
+    By default the teacher is a team of agents with scripted rules. The fields ``endpoint``,
+    ``smolagents`` and ``traces`` select another teacher, or logs in place of a teacher.
+
+    Attributes:
+        teacher: settings of the team of agents and of the filters.
+        tokenizer: folder of a tokenizer, with which tokens are counted; "" to count no tokens.
+        tasks, tools: tasks that the teacher solves, and the tools of its agents. Both are required
+            unless the teacher's runs are read from logs.
+        endpoint: language model that decides what the agents do; None if scripted rules decide.
+        smolagents: settings of two smolagents agents that solve the tasks in place of the team;
+            None if the team solves them. ``smolagents`` requires ``endpoint`` and ``traces``.
+        traces: logs of another system, which are read in place of runs of a teacher. With
+            ``smolagents``, these settings say how to read the logs of the smolagents agents.
+    """
+
+    teacher: DistillConfig
+    tokenizer: Place = ""
+    tasks: Tasks | None = None
+    tools: ToolsConfig | None = None
+    endpoint: EndpointConfig | None = None
+    smolagents: SmolConfig | None = None
+    traces: TraceFilesConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needed = ["tasks", "tools"] if self.smolagents or not self.traces else []
+        needed += ["endpoint", "traces"] if self.smolagents else []
+        for name in needed:
+            if getattr(self, name) is None:
+                raise UserError(f"{name} is missing; give it in the config file")
+
+
+SPLITS = ("train", "validation")
+
+
+def _others(folder: Path, name: str) -> list[Path]:
+    """Returns the call files of the other splits; their costs count against the same budget."""
+    return [folder / f"{other}.jsonl" for other in SPLITS if other != name]
+
+
+def _counter(path: str) -> CountTokens | None:
+    """Returns a function that counts the tokens of a text; None without a tokenizer."""
+    if not path:
+        return None
+    tokenizer = load_tokenizer(path)
+    return lambda text: len(encode_plain(tokenizer, text))
+
+
+def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Creates a data set from log files of another system; the config names the files.
+
+    Returns:
+        The content of ``summary.json``.
+    """
+    command = build_config(Command, config)
+    assert command.traces
+    with RunDir(workdir) as run:
+        summary = {"data": {"train": _converted(command, command.traces, workdir, "train")}}
+        run.write_config(config)
+        run.summary(summary)
+    return _with_records(summary)
+
+
+def _with_records(summary: dict[str, Any]) -> dict[str, Any]:
+    """Returns the summary of a distillation whose training data are not empty.
+
+    Raises:
+        UserError: there were runs, but none of them became training data.
+    """
+    data = summary["data"].get("train", {"records": 1})
+    if not data["records"]:
+        if any(data["filters"]["dropped"].values()):
+            raise UserError(why_nothing(data["filters"]["dropped"], "train"))
+        if refused := data.get("refused"):
+            reason, number = next(iter(refused.items()))
+            raise UserError(
+                f"train: no record became a trajectory; most often ({number} times): {reason}; "
+                "look at refused/train.jsonl in the work directory"
+            )
+        if unread := [file for file in data.get("reading", ()) if file["problems"]]:
+            path, problems = unread[0]["path"], unread[0]["problems"]
+            raise UserError(
+                f"train: no run was read; {path} has {problems} records that are malformed or of "
+                "another format than traces.format"
+            )
+    return summary
+
+
+def _converted(
+    command: Command,
+    traces: TraceFilesConfig,
+    workdir: Path,
+    name: str,
+    tasks: Mapping[str, Task] | None = None,
+) -> dict[str, Any]:
+    """Converts and writes one set of traces, prints what was dropped, and returns statistics."""
+    count = _counter(command.tokenizer)
+    records, told = distill_traces(traces, command.teacher, workdir, count, name, tasks)
+    for file in told["reading"]:
+        print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
+    for reason, number in told["refused"].items():
+        print(f"no trajectory for {number}: {reason}")
+    dropped = {why: count for why, count in told["filters"]["dropped"].items() if count}
+    print(f"dropped by filters: {dropped or 'nothing'}")
+    if dropped.get("no_accepted_answer"):
+        print(
+            f"{dropped['no_accepted_answer']} runs have no accepted answer and were not graded; "
+            "--config.teacher.keep_without_gold=True keeps such runs"
+        )
+    if told["invented"]["records"]:
+        print("{records} records contain {segments} invented segments".format(**told["invented"]))
+    return {**statistics_of(records), **told}
+
+
+def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Lets smolagents agents solve the tasks, and creates a data set from their logs.
+
+    Returns:
+        The content of ``summary.json``.
+    """
+    command = build_config(Command, config)
+    how, limits, traces = command.smolagents, command.endpoint, command.traces
+    assert how and limits and traces and command.tasks and command.tools
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    model, data = endpoint_model(limits), {}
+    fingerprint = {
+        **{k: getattr(limits, k) for k in ("model", "temperature", "max_tokens")},
+        **{k: getattr(how, k) for k in ("max_steps", "planning_interval")},
+        "tools": config.tools.to_dict(),
+    }
+    with RunDir(workdir) as run:
+        for name, tasks in command.tasks.load().items():
+            folder = workdir / "smolagents"
+            file, others = folder / f"{name}.jsonl", _others(folder, name)
+            with progress(f"run {name}", total=len(tasks)) as bar:
+                bind_settings(file, fingerprint)
+                spent = run_smolagents(
+                    *(tasks, tools, lambda *_: model, file, how, limits, bar.reach, others)
+                )
+            traces = dataclasses.replace(traces, files=(str(file),))
+            asked = {task.id: task for task in tasks}
+            data[name] = _converted(command, traces, workdir, name, asked)
+            data[name]["spent"] = spent.to_json()
+        run.write_config(config)
+        run.summary({"data": data})
+    return _with_records({"data": data})
+
+
+def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Lets the teacher solve the tasks, and creates a data set from its runs.
+
+    Returns:
+        The content of ``summary.json``.
+    """
+    command = build_config(Command, config)
+    teacher, settings = command.teacher, config.tools.to_dict()
+    assert command.tasks and command.tools
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    count, calls = _counter(command.tokenizer), workdir / "calls"
+    summary: dict[str, Any] = {"data": {}, "timings_s": {}}
+    with RunDir(workdir) as run:
+        for name, tasks in command.tasks.load().items():
+            start, endpoint = time.monotonic(), None
+            if command.endpoint:
+                file, others = calls / f"{name}.jsonl", _others(calls, name)
+                endpoint = Endpoint(command.endpoint, file, beside=others)
+            with progress(f"distil {name}", total=len(tasks)) as bar:
+                split = distill_split(
+                    *(name, tasks, tools, teacher, workdir, settings, bar.reach, count, endpoint)
+                )
+            seconds, report = time.monotonic() - start, split.report
+            dropped = ", ".join(
+                f"{why} {number}" for why, number in report.dropped.items() if number
+            )
+            print(
+                f"{name}: {report.total} runs in {seconds:.1f} s"
+                + (f", {split.resumed} of them from before" if split.resumed else "")
+                + f"; kept {report.kept}, dropped {report.total - report.kept}"
+                + (f" ({dropped})" if dropped else ""),
+                file=sys.stderr,
+            )
+            data = {**statistics_of(split.records), "filters": dataclasses.asdict(report)}
+            if endpoint is not None:
+                data["spent"] = endpoint.spent.to_json()
+            summary["timings_s"][name], summary["data"][name] = seconds, data
+            if name == "validation":
+                summary["teacher"] = teacher_block(split.runs, count)
+                if count is not None:
+                    summary["economy"] = economy(split.runs, list(tools), count)
+        run.write_config(config)
+        run.summary(summary)
+    return _with_records(summary)
+
+
+def define_flags() -> None:
+    """Defines the command-line flags of ``coa-jax distill``."""
+    config_flag("configs/distill/factbook.py")
+    workdir_flag("where the data set is written")
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``coa-jax distill``: creates a distilled data set."""
+    config, workdir = flags.FLAGS.config, run_folder(flags.FLAGS.workdir)
+    kinds = (("smolagents", run_and_read), ("traces", read))
+    summary = next((f for key, f in kinds if key in config), distill)(config, workdir)
+    if "teacher" in summary:
+        block = summary["teacher"]
+        low, high = block["ci95"]
+        share = "unknown" if block["pass_at_1"] is None else f"{block['pass_at_1']:.3f}"
+        print(f"teacher pass@1 {share} (95 % {low:.3f}-{high:.3f}, n {block['n']})")
+    for name, data in summary["data"].items():
+        print(f"{name}: {data['records']} records -> {flags.FLAGS.workdir}/{name}.jsonl")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

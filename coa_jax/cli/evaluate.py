@@ -1,0 +1,42 @@
+"""Evaluates a policy on held-out tasks or benchmarks with live tools.
+
+    coa-jax evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
+
+The command prints the results and writes them to the work directory:
+``evaluate/STAGE/results.json``, an HTML page next to it, ``summary.json`` and every trajectory. If
+a killed evaluation is started again, it continues, and its result file is the same as without the
+kill. ``coa-jax compare`` compares two result files.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+from coa_jax.api import evaluate_policy
+from coa_jax.cli.check import check
+from coa_jax.run.command import config_flag, run_main, workdir_flag
+from coa_jax.storage import with_urls
+from coa_jax.train.command import check_flags
+
+
+def define_flags() -> None:
+    """Defines the command-line flags of ``coa-jax evaluate``."""
+    config_flag("configs/evaluate/factbook.py")
+    workdir_flag("where the results are written")
+    flags.DEFINE_bool("fresh", False, "delete the existing samples of the stage")
+    check_flags()
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``coa-jax evaluate``: evaluates a policy; returns the exit code."""
+    values = flags.FLAGS
+    if values.check != "false":
+        return check("evaluate")
+    evaluation = evaluate_policy(values.config, values.workdir, fresh=values.fresh)
+    print(evaluation)
+    print(f"page -> {with_urls(evaluation.page)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

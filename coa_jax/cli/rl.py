@@ -1,0 +1,60 @@
+"""Trains a policy by reinforcement learning with live tools.
+
+    coa-jax rl --config=configs/rl/factbook.py --workdir=runs/rl
+
+The command writes metrics, every trajectory and checkpoints to the work directory, and the model to
+``WORKDIR/model``.
+
+    coa-jax rl --replay=runs/rl
+
+With ``--replay`` the command repeats the recorded steps of a run without tools or judges. It
+compares every trajectory, and the parameters after each step, with the recording. The exit code is
+0 if all bits are equal, and 1 if some differ or no trajectory was compared.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+
+from coa_jax.api import RLRun, train_rl
+from coa_jax.cli.check import check
+from coa_jax.files import durable
+from coa_jax.protocol import find_protocols
+from coa_jax.run.command import run_main
+from coa_jax.run.settings import build_config
+from coa_jax.storage import visited, with_urls
+from coa_jax.storage.mirror import NAMES_ONLY
+from coa_jax.train.command import define_flags
+from coa_jax.train.rl import repeat
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``coa-jax rl``: trains by RL, or replays a run; returns the exit code."""
+    values = flags.FLAGS
+    if values.check != "false":
+        return check("rl")
+    if values.replay:
+        with visited(values.replay, (*NAMES_ONLY, "traces.jsonl", "spool")) as run_path:
+            find_protocols(run_path)
+            config = durable.read_json_object(run_path / "config.json")
+            found = repeat(build_config(RLRun, config), run_path)
+        print(found)
+        return 0 if found.identical else 1
+    run = train_rl(values.config, values.workdir, wandb_project=values.wandb_project)
+    print(f"model -> {with_urls(run.model)}")
+    return 0
+
+
+def define() -> None:
+    """Defines the command-line flags of ``coa-jax rl``."""
+    define_flags("configs/rl/factbook.py", workdir_required=False)
+    flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
+    flags.register_multi_flags_validator(
+        ["workdir", "replay"],
+        lambda given: bool(given["workdir"] or given["replay"]),
+        "give --workdir, or --replay with the directory of a finished run",
+    )
+
+
+if __name__ == "__main__":
+    run_main(main, define)

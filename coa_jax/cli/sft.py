@@ -1,0 +1,33 @@
+"""Fine-tunes a policy on distilled trajectories.
+
+    coa-jax sft --config=configs/sft/factbook.py --workdir=runs/sft
+
+The command writes metrics and checkpoints to the work directory, and the model to
+``WORKDIR/model``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from absl import flags
+
+from coa_jax.api import train_sft
+from coa_jax.cli.check import check
+from coa_jax.run.command import run_main
+from coa_jax.storage import with_urls
+from coa_jax.train.command import define_flags
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``coa-jax sft``: fine-tunes a policy; returns the exit code."""
+    values = flags.FLAGS
+    if values.check != "false":
+        return check("sft")
+    run = train_sft(values.config, values.workdir, wandb_project=values.wandb_project)
+    print(f"model -> {with_urls(run.model)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, functools.partial(define_flags, "configs/sft/factbook.py"))

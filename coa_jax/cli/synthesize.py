@@ -1,0 +1,258 @@
+r"""Synthesises questions with verified answers from a corpus.
+
+    coa-jax synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
+    coa-jax distill --workdir=runs/distill \
+        --config.tasks.tasks=runs/questions/questions.jsonl
+
+The command writes ``questions.jsonl``, which is a task source, ``dropped.jsonl`` with every dropped
+draft and the reason, and ``summary.json`` with the counts of every stage. To check a draft, solvers
+try to answer it with and without tools. ``runs.jsonl`` stores the runs with tools,
+``closed_book.jsonl`` the answers without tools, and ``calls/`` every call of a model. After a kill,
+the same command reuses these files, so no call of a model is paid twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+from absl import flags
+
+from coa_jax.config.fields import Bounded, Count, Times
+from coa_jax.distill.endpoint import Endpoint, EndpointConfig
+from coa_jax.distill.llm import language_minds
+from coa_jax.distill.minds import scripted_minds
+from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.distill.synthesis.build import Item, Synthesis, SynthesisConfig
+from coa_jax.distill.synthesis.closed_book import ClosedBookConfig, closed_book
+from coa_jax.distill.synthesis.drafts import Author, document_of, facts_author
+from coa_jax.distill.synthesis.language import LanguageAuthor
+from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
+from coa_jax.errors import UserError
+from coa_jax.evaluate.policy import weights_name
+from coa_jax.files import jsonl
+from coa_jax.run.command import config_flag, run_main, workdir_flag
+from coa_jax.run.progress import progress
+from coa_jax.run.run_dir import RunDir
+from coa_jax.run.settings import build_config
+from coa_jax.storage import cache_folder, run_folder, with_urls
+from coa_jax.tasks.judge import Judge, JudgeConfig
+from coa_jax.tools.corpus import read_corpus
+from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
+from coa_jax.tools.wiki_search import WikiIndex, load_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Team(Bounded):
+    """The settings of the multi-agent team that answers drafts with tools.
+
+    Attributes:
+        attempts: maximum number of runs per question. The question counts as solvable if at least
+            one run is right.
+        concurrency: number of questions that are answered at the same time.
+        max_messages: number of messages after which a run is abandoned.
+    """
+
+    attempts: Times = 1
+    concurrency: Times = 16
+    max_messages: Count = 80
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Bounded):
+    """The settings of the synthesis.
+
+    Attributes:
+        tools: tools of the team, and the corpus that the questions are about.
+        synthesis: number and kinds of the questions to create.
+        with_tools, without_tools: settings of the two solvers. A question is kept only if the
+            solver with tools answers it right, and the solver without tools rarely does.
+        judge: model that decides whether an answer is right if it does not equal the accepted
+            answer.
+        endpoint: model that writes questions. If None, questions about facts of the Factbook are
+            written without a model.
+        solver: model that answers without tools; None to use ``endpoint`` for this, too.
+    """
+
+    tools: ToolsConfig
+    synthesis: SynthesisConfig
+    with_tools: Team
+    without_tools: ClosedBookConfig
+    judge: JudgeConfig
+    endpoint: EndpointConfig | None = None
+    solver: EndpointConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_protocol(self.synthesis.protocol, self.tools, "synthesis.protocol")
+
+
+def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Creates questions from a corpus, checks them, and writes the files of the command.
+
+    Args:
+        config: settings of the synthesis, see `Command`.
+        workdir: work directory.
+
+    Returns:
+        The content of ``summary.json``.
+    """
+    command = build_config(Command, config)
+    tools = command.tools
+    with RunDir(workdir) as run:
+        passages = read_corpus(tools.corpus) if tools.corpus else None
+        index = load_index(tools.passage_chars, passages, cache_folder("wiki", tools.corpus))
+        source = Path(tools.corpus).name if tools.corpus else "factbook"
+        summary = asyncio.run(_work(config, command, index, source, workdir))
+        run.write_config(config)
+        run.summary(summary, anew=True)
+    return summary
+
+
+async def _work(
+    config: ml_collections.ConfigDict,
+    command: Command,
+    index: WikiIndex,
+    source: str,
+    workdir: Path,
+) -> dict[str, Any]:
+    how, check = command.synthesis, command.without_tools
+    endpoints = {
+        name: Endpoint(settings, workdir / f"calls/{name}.jsonl", f"config.{name}")
+        for name, settings in endpoints_of(command).items()
+    }
+    model = endpoints.get("endpoint")
+    documents = [document_of(passage) for passage in index.passages]
+    author: Author = LanguageAuthor(model, how.text) if model else facts_author(documents, how.seed)
+    with_tools = _with_tools(config, command, model, workdir)
+    asked = endpoints.get("solver", model)
+    name, solver = closed_book(check, documents, asked, command.with_tools.concurrency)
+    if check.policy:  # the policy in this folder may have been retrained, so it answers again
+        name += f"/{weights_name(check.policy)}"
+    without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
+    wanted = how.atomic + sum(how.depth) + how.width
+    with progress("synthesize", total=wanted) as bar:
+
+        def show(stage: str, kept: int, of: int) -> None:
+            done = sum(funnel.kept for funnel in work.funnels.values())
+            bar.reach(done, stage=stage)
+
+        work = Synthesis(how, index, author, with_tools, without_tools, source, show)
+        try:
+            await work.run()
+        finally:
+            for endpoint in endpoints.values():
+                await endpoint.close()
+    jsonl.write_lines(workdir / "questions.jsonl", work.task_rows())
+    jsonl.write_lines(workdir / "dropped.jsonl", work.dropped_rows())
+    return {
+        "stages": {stage: funnel.to_json() for stage, funnel in work.funnels.items()},
+        "kept": figures_of(work.kept),
+        "resumed_runs": with_tools.resumed,
+        "spent": {name: endpoint.spent.to_json() for name, endpoint in endpoints.items()},
+    }
+
+
+def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
+    """Returns the settings of the language models, without those that the command does not have.
+
+    ``endpoint`` is the model that writes questions, and ``solver`` the model that answers them
+    without tools. A solver without its own address or model name takes those of ``endpoint``.
+    """
+    endpoint, solver = command.endpoint, command.solver
+    both = {"endpoint": endpoint, "solver": solver}
+    if not endpoint or not solver:
+        return {name: settings for name, settings in both.items() if settings}
+    # The endpoint's settings fill in a missing model or address of the solver. The API key of the
+    # endpoint is sent only to the address of the endpoint.
+    reached = EndpointConfig(solver.url) if solver.url else endpoint
+    solver = dataclasses.replace(
+        solver,
+        url=reached.url,
+        key_env=solver.key_env or reached.key_env,
+        model=solver.model or endpoint.model,
+        prices=(*solver.prices, *endpoint.prices),
+    )
+    return {"endpoint": endpoint, "solver": solver}
+
+
+def _with_tools(
+    config: ml_collections.ConfigDict, command: Command, model: Endpoint | None, workdir: Path
+) -> WithTools:
+    """Returns the team that solves with tools; without a model, scripted rules decide for it."""
+    team, judge = command.with_tools, command.judge
+    label = "scripted" if model is None else model.config.label
+    tools, most = config.tools.to_dict(), team.max_messages
+    return WithTools(
+        {tool.name: tool for tool in make_tools(command.tools)},
+        scripted_minds() if model is None else language_minds(model),
+        DistillConfig(concurrency=team.concurrency, max_messages=most),
+        team.attempts,
+        workdir / "runs.jsonl",
+        {"minds": label, "tools": tools, "max_messages": most},
+        Judge(judge) if judge else None,
+    )
+
+
+def figures_of(items: Sequence[Item]) -> dict[str, Any]:
+    """Returns statistics of the drafts that were kept, as a JSON object."""
+    rates = [item.figures["closed_book"] for item in items]
+    bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
+    names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")
+    splits = collections.Counter(item.draft.split for item in items)
+    calls = [item.figures["tool_calls"] for item in items]
+    return {
+        "tasks": len(items),
+        "by_split": dict(sorted(splits.items())),
+        "closed_book_rates": dict(zip(names, bins.tolist(), strict=True)),
+        "tool_calls_mean": float(np.mean(calls)) if calls else None,
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """Formats the counts of each stage as text for a terminal.
+
+    Args:
+        summary: result of `synthesize`.
+    """
+    lines = []
+    for stage, funnel in summary["stages"].items():
+        dropped = ", ".join(f"{why} {count}" for why, count in funnel["dropped"].items())
+        lines.append(
+            f"{stage}: {funnel['kept']} of {funnel['wanted']} wanted; asked {funnel['asked']}, "
+            f"nothing usable {funnel['failed']}, nothing to ask {funnel['empty']}, drafts "
+            f"{funnel['drafted']}" + (f" (dropped: {dropped})" if dropped else "")
+        )
+    return "\n".join(lines)
+
+
+def define_flags() -> None:
+    """Defines the command-line flags of ``coa-jax synthesize``."""
+    config_flag("configs/synthesize/factbook.py")
+    workdir_flag("where the questions are written")
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``coa-jax synthesize``: synthesises questions."""
+    workdir = run_folder(flags.FLAGS.workdir)
+    summary = synthesize(flags.FLAGS.config, workdir)
+    print(describe(summary))
+    if not summary["kept"]["tasks"]:
+        funnel = summary["stages"]["atomic"]
+        raise UserError(
+            f"no question was kept; {workdir}/dropped.jsonl says why"
+            if funnel["asked"]
+            else "the author cannot read any document of these splits: without a model it knows "
+            "sentences of the Factbook only; use configs/synthesize/endpoint.py"
+        )
+    print(f"{summary['kept']['tasks']} questions -> {with_urls(workdir)}/questions.jsonl")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,427 @@
+"""Finds the code that names in a config stand for, such as tools, task sources and rewards.
+
+A name is one of the following:
+
+- a built-in short name,
+- a short name that an installed package defines, by an entry point of the group of its kind, such
+  as ``coa_jax.tools``,
+- a path ``package.module:name``.
+
+`find` looks up a name of any of these forms. `BoundFunction` calls the function that was found, and
+passes arguments by the names of its parameters. A parameter is either an argument that the kind of
+code offers (`ExtensionKind.offers`), or an option, which is set in the config. The parameter gives
+the option its default and type.
+
+    def load(n: int, seed: int, level: int = 1) -> list[Task]: ...   # a task source
+
+    --config.tasks=my_tasks:load:level=3
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from ml_collections import ConfigDict
+
+from coa_jax.config.fields import Bounded, OneOf, Text, check, frozen, parts, present, shown
+from coa_jax.config.overrides import suggest
+from coa_jax.errors import UserError
+
+PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+"""Regular expression that matches ``package.module:name``."""
+
+_TOLD = "a known name, or package.module:name"
+_CHECKED = (int, float, bool, str, tuple)
+"""Types against which the values of options are checked; other types accept any value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtensionKind:
+    """A kind of code that configs can name, for example tools or rewards.
+
+    Attributes:
+        noun: singular noun of the kind, such as "tool".
+        group: group of the entry points by which packages define short names, such as
+            "coa_jax.tools".
+        built_in: maps each built-in short name to a function or class, or to its path
+            ``package.module:name``.
+        offers: names of the arguments that coa_jax offers to a function of the kind. The function
+            receives an argument if it has a parameter of the same name.
+        needs: names of offered arguments; a function must accept at least one of them. If empty, a
+            function need not accept any argument.
+        given: maps short names to functions or classes that exist only in this process and cannot
+            be imported, see `name_of`.
+    """
+
+    noun: str
+    group: str
+    built_in: Mapping[str, Any]
+    offers: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    given: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def one(self) -> str:
+        """The noun with its indefinite article, such as "a tool", for error messages."""
+        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the short names of this kind: built in, of packages, and of this process."""
+        installed = sorted(self._installed().names)
+        return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
+
+    def knows(self, name: str) -> bool:
+        """Returns whether a string is a short name of this kind."""
+        return name in self.built_in or name in self.given or name in self._installed().names
+
+    def name_of(self, found: Callable[..., Any], short: str) -> str:
+        """Returns the name by which a config can refer to a function or class of the caller.
+
+        Args:
+            found: the function or class.
+            short: short name that the caller proposes.
+
+        Returns:
+            ``package.module:name`` if this path can be imported and gives the function. For other
+            functions, such as a lambda or a nested function, the result is ``given.SHORT``, which
+            only this process can look up.
+        """
+        name = getattr(found, "__qualname__", type(found).__qualname__)
+        inside: Any = sys.modules.get(getattr(found, "__module__", None) or "")
+        for part in name.split("."):
+            inside = getattr(inside, part, None)
+        if inside is found:
+            return f"{found.__module__}:{name}"
+        self.given[f"given.{short}"] = found
+        return f"given.{short}"
+
+    def path_of(self, name: str) -> str:
+        """Returns the path ``package.module:name`` of a short name of an installed package.
+
+        The path is "" if no installed package defines the name.
+
+        Raises:
+            UserError: several installed packages define the name.
+        """
+        found = {entry.value for entry in self._installed().select(name=name)}
+        if len(found) > 1:
+            several = f"the {self.noun} {name!r} is in several installed packages"
+            raise UserError(f"{several}: {', '.join(sorted(found))}; name one of these")
+        return "".join(found)
+
+    def _installed(self) -> importlib.metadata.EntryPoints:
+        return importlib.metadata.entry_points(group=self.group)
+
+
+class Named(OneOf):
+    """A bound of a setting that names code of a kind, such as a reward.
+
+    It allows the short names of the kind, some further names, and paths ``package.module:name``.
+    """
+
+    def __init__(self, kind: ExtensionKind, *further: str):
+        """Takes the kind, and further names that the setting allows."""
+        super().__init__(lambda: (*kind.names(), *further))
+        object.__setattr__(self, "at_hand", (*further, *kind.built_in))
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether a value is one of the allowed names or has the form of a path."""
+        # Listing the names of installed packages reads from the disk, so this test comes last.
+        return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
+
+    def wanted(self, kind: type[Any]) -> str:
+        """Describes the allowed names, for error messages of the form "give DESCRIPTION"."""
+        return f"{super().wanted(kind)}, or package.module:name"
+
+
+@dataclasses.dataclass(frozen=True)
+class Extension(Bounded):
+    """A reference to code in a config, with the options of the code.
+
+    Attributes:
+        path: a path ``package.module:name`` or a short name. ``path`` may be "" if the key of the
+            config under which the reference stands is itself a short name.
+        options: values of the function's options, keyed by the name of the parameter.
+    """
+
+    path: Annotated[str, Text(500, rf"({PATH}|[\w.+-]*)", _TOLD)] = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundFunction:
+    """A user-defined or built-in function, together with the options that the config gives.
+
+    Attributes:
+        found: the function or class.
+        asks: names of the function's parameters to which the caller passes arguments. Each kind of
+            extension offers a fixed set of such arguments, see `ExtensionKind.offers`.
+        options: maps the names of the function's other parameters to values; parameters that keep
+            their defaults are left out.
+    """
+
+    found: Callable[..., Any]
+    asks: frozenset[str]
+    options: Mapping[str, Any]
+
+    def __call__(self, **offered: Any) -> Any:
+        """Calls the function with its options and with the offered arguments that it accepts."""
+        return self.found(**self.arguments(offered))
+
+    def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the function's options, and those of the offered arguments that it accepts."""
+        asked = {name: value for name, value in offered.items() if name in self.asks}
+        return {**asked, **self.options}
+
+
+def is_path(name: str) -> bool:
+    """Returns whether a string has the form ``package.module:name``."""
+    return len(name) <= 500 and re.fullmatch(PATH, name) is not None
+
+
+def importable(folder: Path) -> None:
+    """Makes the modules of a folder importable, unless installed modules have the same names."""
+    place = str(folder.resolve())
+    if place not in sys.path:
+        sys.path.append(place)
+
+
+def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
+    """Returns the function or class that a name stands for.
+
+    Args:
+        kind: kind of the code.
+        name: a short name, or a path ``package.module:name``.
+        where: name of the setting, used in error messages.
+
+    Raises:
+        UserError: the name is unknown, its module cannot be imported, or the object is not
+            callable.
+    """
+    found = kind.given.get(name, kind.built_in.get(name))
+    if found is None:
+        found = name if is_path(name) else kind.path_of(name)
+    if found == "":
+        fault = f"there is no {kind.noun} {name!r}{suggest(name, kind.names())}"
+        raise UserError(f"{where}: {fault}; name your own as package.module:name")
+    if isinstance(found, str):
+        found = _load(kind, found, where)
+    if not callable(found):
+        raise UserError(f"{where}: {name} is {shown(found)}; {kind.one} is a function or a class")
+    return typing.cast(Callable[..., Any], found)
+
+
+def parameters_of(
+    found: Callable[..., Any], name: str, where: str
+) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function or class from `find`, by name.
+
+    Args:
+        found: the function or class.
+        name: name of the function or class, used in error messages.
+        where: name of the setting, used in error messages.
+
+    Raises:
+        UserError: the parameters cannot be determined, as for some functions written in C.
+    """
+    try:
+        return inspect.signature(found).parameters
+    except (ValueError, TypeError):  # a function in C
+        raise UserError(f"{where}: the parameters of {name} cannot be determined") from None
+
+
+def _load(kind: ExtensionKind, path: str, where: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
+        absent = isinstance(error, ModuleNotFoundError) and error.name
+        if absent and f"{module}.".startswith(f"{absent}."):
+            raise UserError(
+                f"{where}: {path}: there is no module {absent!r} among the installed packages, in "
+                "the folder of the config file or in the working directory"
+                f"{_near(module, kind.names())}"
+            ) from None
+        raise UserError(f"{where}: {path} cannot be imported: {_reason(error)}") from error
+    file = getattr(found, "__file__", None) or module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [n for n in vars(found) if not n.startswith("_")]
+            raise UserError(f"{where}: {path}: {file} has no {part!r}{suggest(part, known)}")
+        found = getattr(found, part)
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    """Formats an exception that importing a module raised, with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if "importlib" not in frame.filename]
+    place = f" ({inside[-1].filename}:{inside[-1].lineno})" if len(inside) > 1 else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+@contextlib.contextmanager
+def blaming(call: BoundFunction, name: str, where: str, advice: str = "") -> Iterator[None]:
+    """Turns an exception of a user-defined function, called in the block, into a `UserError`.
+
+    Args:
+        call: the function with its options.
+        name, where: name of the function and name of the setting, used in error messages.
+        advice: requirements on functions of this kind, with which the error message ends; "" for no
+            advice.
+
+    Raises:
+        UserError: the function raised an exception. The message has the first line of the exception
+            and the line number in the function's file.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
+        file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [str(frame.lineno) for frame in frames if frame.filename == file]
+        place = f" ({file}:{lines[-1]})" if lines else ""
+        told = "; ".join(filter(None, (f"{first_line(error)}{place}", advice)))
+        raise UserError(f"{where}: {name} failed: {told}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type of an exception and the first line of its message, as one line of text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def bind(
+    kind: ExtensionKind,
+    name: str,
+    options: Mapping[str, Any] | ConfigDict,
+    where: str,
+    text: bool = False,
+) -> BoundFunction:
+    """Returns the function or class that a name stands for, together with its options.
+
+    Args:
+        kind, name, where: kind of the code, name of the code and name of the setting, as in `find`.
+        options: values of options, keyed by the name of the parameter.
+        text: whether the values are strings, which must be parsed according to the types of the
+            parameters.
+
+    Raises:
+        UserError: `find` fails; an option is unknown, missing or of a wrong type; or the function
+            has a required parameter that the kind does not offer and the options do not set.
+    """
+    found = find(kind, name, where)
+    parameters = parameters_of(found, name, where)
+    kinds = inspect.Parameter
+    named = {n: p for n, p in parameters.items() if p.kind in _BY_NAME}
+    only = [n for n, p in parameters.items() if p.kind is kinds.POSITIONAL_ONLY]
+    any_option = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    known = [n for n in named if n not in kind.offers]
+    if isinstance(options, ConfigDict):
+        options = options.to_dict()
+    for option in options:
+        if option not in known and not any_option:
+            listed = f"; there are {', '.join(known)}" if known else "; it has none"
+            has = suggest(str(option), known) or listed
+            raise UserError(f"{where}: {name} has no option {option!r}{has}")
+    given = {
+        option: _value(found, option, value, f"{where}: the option {option} of {name}", text)
+        for option, value in options.items()
+    }
+    for parameter in known:
+        if parameter not in given and named[parameter].default is kinds.empty:
+            offers = ", ".join(kind.offers) or "nothing"
+            needs = f"{name} needs {parameter!r}{_near(parameter, kind.offers)}"
+            gets = f"{kind.one} gets these arguments by name: {offers}; and its own options"
+            raise UserError(f"{where}: {needs}; {gets}")
+    asks = frozenset(named) & frozenset(kind.offers)
+    if only or (kind.needs and not asks & set(kind.needs)):
+        has = f"{kind.one} has a parameter {' or '.join(kind.needs or kind.offers)}, passed by name"
+        raise UserError(f"{where}: {name} takes {inspect.signature(found)}; {has}")
+    return BoundFunction(found, asks, types.MappingProxyType(given))
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _near(name: str, offers: Iterable[str]) -> str:
+    hint = suggest(name, offers)
+    return hint if "did you mean" in hint else ""
+
+
+def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: bool) -> Any:
+    """Checks an option against the type of its parameter."""
+    annotation = _types(found).get(name, Any)
+    simple = isinstance(annotation, type) or typing.get_origin(annotation) is not None
+    try:
+        kind, _ = parts(present(annotation)) if simple else (object, ())
+    except ValueError:  # a union of several types
+        kind = object
+    if text and kind is not str:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(value)
+    if kind is bool and value in (0, 1):
+        value = bool(value)
+    value = frozen(value)
+    return check(value, annotation, where) if kind in _CHECKED else value
+
+
+@functools.cache
+def _types(found: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the types of the parameters; parameters whose type is unknown are left out."""
+    function = found.__init__ if inspect.isclass(found) else found
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def read_options(text: str, where: str) -> dict[str, str]:
+    """Parses options that are written as ``name=value,name=value``.
+
+    Raises:
+        UserError: a part between commas does not have the form ``name=value``.
+    """
+    options = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"{where}: the option {part!r} is not understood; give NAME=VALUE")
+        options[name] = value
+    return options
+
+
+class MisfitError(UserError):
+    """Raised if a user-defined function, such as a reward or a filter, returns an invalid value."""
+
+
+def refuse_result(
+    kind: ExtensionKind, name: str, result: Any, wanted: str, where: str
+) -> MisfitError:
+    """Returns the error for a user-defined function whose result is invalid for its kind.
+
+    Args:
+        kind: kind of the function.
+        name: name of the function.
+        result: value that the function returned.
+        wanted: description of a valid result.
+        where: name of the setting that names the function.
+    """
+    return MisfitError(
+        f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {wanted}"
+    )

@@ -1,0 +1,6 @@
+"""Trajectories and training records: their classes, and readers of all data formats.
+
+A trajectory is the record of one episode (`trajectory`). `records` opens files, folders and data
+sets as training records; `forms` converts rows of other projects. `shards` stores the trajectories
+of a run.
+"""

@@ -1,0 +1,245 @@
+"""Reads trajectories for training from data sets in all common formats.
+
+A row may be a record of this project, an alpaca or ShareGPT row of LLaMA-Factory, a list of OpenAI
+``messages``, or anything that ``coa-jax export-data`` writes. The rows may come from JSON,
+JSONL, parquet and ArrayRecord files, from TFDS, or from the Hugging Face Hub. docs/data.md shows
+each format.
+
+A damaged file is refused. A row that is not safe to train on, such as a row with an observation
+that is never closed, is left out and counted.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from absl import logging
+
+from coa_jax.config.fields import OneOf
+from coa_jax.data.columns import columns_of, renamed
+from coa_jax.data.forms import from_tfds as from_tfds
+from coa_jax.data.forms import made_of
+from coa_jax.data.rows import Row, find_files, open_rows
+from coa_jax.data.split import Unusable
+from coa_jax.data.split import parts_of_turns as parts_of_turns
+from coa_jax.data.tables import stamp
+from coa_jax.data.trajectory import DistilledRecord
+from coa_jax.errors import UserError
+from coa_jax.files import untrusted
+from coa_jax.protocol import find_protocols, get_protocol, names_with_levels
+
+ProtocolName = Annotated[str, OneOf(lambda: ("", *names_with_levels()))]
+"""Type of a setting for the protocol of records that name no protocol.
+
+The value "" infers the protocol of such a record from its tags.
+"""
+
+
+class LeftOut(NamedTuple):
+    """A row that is left out because it is not safe to train on.
+
+    Attributes:
+        row: the row.
+        reason: why the row is left out.
+    """
+
+    row: Row
+    reason: str
+
+
+class Read(NamedTuple):
+    """A record (a trajectory to train on, as text), with the row from which it was read.
+
+    Attributes:
+        record: the record.
+        row: the row.
+        tags: tags from which the protocol was inferred; () if the row itself or the
+            caller names the protocol.
+        dropped: name of the filter that dropped the record, if the row comes from a ``dropped/``
+            file of ``coa_jax.distill``; else "".
+    """
+
+    record: DistilledRecord
+    row: Row
+    tags: tuple[str, ...] = ()
+    dropped: str = ""
+
+
+def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Iterator[Read | LeftOut]:
+    """Reads records one by one, so that only one row is in memory at a time.
+
+    Args:
+        source: files to read, see `rows.find_files`.
+        protocol: protocol of rows that name no protocol; "" infers the protocol from the tags of
+            each row.
+
+    Yields:
+        For each row a `Read` with the record, or a `LeftOut` with the reason.
+
+    Raises:
+        UserError: a file cannot be read, or a row is damaged. The message names the file and the
+            row.
+    """
+    for path in _find_files(source):
+        yield from iter(Records(path, protocol))
+
+
+def _find_files(source: str | os.PathLike[str]) -> list[Path]:
+    """Returns the files of a source, and registers the protocols in ``protocols.json`` nearby."""
+    paths = find_files(source)
+    for path in paths:
+        find_protocols(path)
+    return paths
+
+
+def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
+    """Converts a row to a record, see `iterate_records`."""
+    value, dropped = row.value, ""
+    if isinstance(value, dict) and value.keys() == {"filter", "record"}:
+        value, dropped = value["record"], str(value["filter"])
+    try:
+        made = made_of(renamed(value, info), f"{row.path.stem}:{row.number}", protocol)
+    except Unusable as why:
+        return LeftOut(row, str(why))
+    except (*untrusted.MALFORMED, UserError) as error:
+        raise UserError(f"{row.where}: {untrusted.reason(error)}") from error
+    return Read(made.record, row, made.tags, dropped)
+
+
+class Records:
+    """The rows of data files as a sequence of `Read` and `LeftOut`; a row is read when accessed.
+
+    Only the positions of the rows in the files are kept in memory, which takes 16 bytes per row.
+    Objects of this class can be pickled.
+    """
+
+    def __init__(self, source: str | os.PathLike[str], protocol: str = "") -> None:
+        """Opens the files and finds the positions of their rows.
+
+        Args:
+            source: files to read, see `rows.find_files`.
+            protocol: protocol of rows that name no protocol; "" infers the protocol from the tags
+                of each row.
+
+        Raises:
+            UserError: a file cannot be read, or is so damaged that its rows cannot be separated.
+        """
+        self.source, self.protocol = os.fspath(source), protocol
+        paths = _find_files(source)
+        if protocol:
+            get_protocol(protocol)
+        self._files = [open_rows(path) for path in paths]
+        self._columns = [columns_of(path) for path in paths]
+        self._ends = list(itertools.accumulate(map(len, self._files)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Read | LeftOut:
+        """Reads a row; returns a `Read` with the record, or a `LeftOut` with the reason.
+
+        Raises:
+            UserError: the row is damaged. The message names the file and the row.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = bisect.bisect_right(self._ends, index)
+        rows = self._files[file]
+        place = index - self._ends[file] + len(rows)
+        return _found(rows[place], self._columns[file], self.protocol)
+
+    def stamps(self) -> list[str]:
+        """Returns a text for each file, which changes when the file is rewritten.
+
+        A cache of results about the rows can use these texts as part of its key.
+        """
+        return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
+
+
+def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:
+    """Reads all records of some files.
+
+    The function logs how many rows are left out and why, and which protocols were inferred.
+
+    Args:
+        source: files to read, see `rows.find_files`.
+        protocol: protocol of rows that name no protocol; "" infers the protocol from the tags of
+            each row.
+
+    Raises:
+        UserError: a file cannot be read, a row is damaged, or all rows are left out.
+    """
+    counts, records = Counts(), list[DistilledRecord]()
+    for found in iterate_records(source, protocol):
+        counts.add(found)
+        if isinstance(found, Read):
+            records.append(found.record)
+    if not records:
+        counts.check_some()
+    for line in counts.lines():
+        logging.warning("%s: %s", source, line)
+    return records
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Counts rows that are left out and records whose protocol was inferred, for log messages.
+
+    Attributes:
+        left_out: reason -> (number of rows left out, file and row of the first two of these rows).
+        told: inferred protocol -> number of records for which this protocol was inferred.
+        tags: inferred protocol -> tags from which the protocol was inferred.
+    """
+
+    left_out: dict[str, tuple[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    told: Counter[str] = dataclasses.field(default_factory=Counter)
+    tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+
+    def add(self, found: Read | LeftOut) -> None:
+        """Counts a row, which was either converted to a record (`Read`) or left out (`LeftOut`)."""
+        if isinstance(found, LeftOut):
+            self._leave_out(found.reason, 1, (found.row.where,))
+        elif found.tags:
+            self.told[found.record.protocol] += 1
+            self.tags[found.record.protocol].update(found.tags)
+
+    def merge(self, later: Counts) -> None:
+        """Adds the counts of rows that follow the rows counted here."""
+        for reason, (number, where) in later.left_out.items():
+            self._leave_out(reason, number, where)
+        self.told.update(later.told)
+        for name, tags in later.tags.items():
+            self.tags[name].update(tags)
+
+    def _leave_out(self, reason: str, number: int, where: tuple[str, ...]) -> None:
+        before, first = self.left_out.get(reason, (0, ()))
+        self.left_out[reason] = before + number, (*first, *where)[:2]
+
+    def check_some(self) -> None:
+        """Reports why there is no record. Must be called only if no row has become a record.
+
+        Raises:
+            UserError: rows were left out. The message contains the first reason.
+        """
+        for reason, (_, where) in self.left_out.items():
+            number = sum(number for number, _ in self.left_out.values())
+            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be used")
+
+    def lines(self) -> list[str]:
+        """Returns the counts as log messages, one per inferred protocol and per reason."""
+        return [
+            f"records that name no protocol: {number}, by their tags {name} "
+            f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"
+            for name, number in self.told.items()
+        ] + [
+            f"rows left out: {number}, because {reason} "
+            f"({', '.join(where)}{', ...' if number > 2 else ''})"
+            for reason, (number, where) in self.left_out.items()
+        ]

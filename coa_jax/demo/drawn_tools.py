@@ -1,0 +1,276 @@
+"""Generates questions about tools that are new in each question and that only the prompt describes.
+
+Each task has a protocol of its own with two to four tools. The name of a tool, its description and
+the form of its arguments and results are drawn from ``drawn_tools.toml``. One tool answers the
+question and the others are distractors. In a small share of the tasks, the tool that could answer
+is left out, and the accepted answer is `UNKNOWN`. The splits ``validation`` and ``test`` have kinds
+of tools that the split ``train`` lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.demo.wording import load_templates
+from coa_jax.protocol import add_protocol, get_protocol, protocol_with_tools
+from coa_jax.tasks.base import Task
+from coa_jax.tools.base import Observation, Tool, ToolContext
+
+_FILE = load_templates(__file__)
+KINDS: Mapping[str, Any] = _FILE["tools"]
+"""Name of a kind of tool -> its names, purposes, slots, fields and questions."""
+
+UNKNOWN = "unknown"
+"""The answer of scripted minds if no tool can answer, or if they do not understand the question."""
+
+_LEFT_OUT = 0.08  # share of the tasks without the tool that could answer
+_SHAPE = re.compile(r"\b[A-Z]{2,}(?:[ ,;|/]+[A-Z]{2,})*\b")
+_SEPARATORS = (" ", " ", " ", ", ", " | ", "; ", " / ")
+
+
+def _rate(name: str, size: int) -> int:
+    """Returns an invented number below ``size``, which depends only on a name."""
+    return random.Random(f"rate of {name}").randrange(1, size)
+
+
+FUNCTIONS: Mapping[str, Callable[..., list[str]]] = {
+    "exchange": lambda n, a, b: [f"{int(n) * _rate(a, 40) / _rate(b, 40):.2f}"],
+    "zones": lambda hour, a, b: [str((int(hour) + _rate(b, 24) - _rate(a, 24)) % 24)],
+    "bases": lambda n, base: [np.base_repr(int(n), int(base))],
+    "letters": lambda word, letter: [str(word.count(letter)), str(len(word))],
+    "divisors": lambda a, b: [str(math.gcd(int(a), int(b))), str(math.lcm(int(a), int(b)))],
+    "backwards": lambda word: [word[::-1]],
+    "order": lambda *words: [min(words), max(words)],
+    "means": lambda *n: [f"{sum(map(int, n)) / len(n):.2f}", str(sum(map(int, n)))],
+    "remainders": lambda a, b: [str(int(a) % int(b)), str(int(a) // int(b))],
+    "interest": lambda n, rate, years: [f"{int(n) * int(rate) * int(years) / 100:.2f}"],
+}
+"""Name -> the function that computes the values of all fields from the values of all slots."""
+
+
+def _value(kind: str, draw: random.Random) -> str:
+    """Draws a value of a kind, see ``drawn_tools.toml``."""
+    form = _FILE["values"][kind]
+    if isinstance(form, tuple):
+        return str(draw.randrange(*form)) if isinstance(form[0], int) else draw.choice(form)
+    signs = {"#": "0123456789", "%": "123456789", "@": "ABCDEFGHKLMNPRSTUVWXYZ",
+             "&": "bdfgklmnprstvz", "~": "aeiou"}  # fmt: skip
+    return "".join(draw.choice(signs.get(sign, sign)) for sign in form)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What a question asks of a tool.
+
+    Attributes:
+        kind: kind of the tool, a key of `KINDS`.
+        field: index of the asked field of the tool's result.
+        values: value of each slot.
+    """
+
+    kind: str
+    field: int
+    values: tuple[str, ...]
+
+
+@functools.cache
+def _patterns() -> tuple[tuple[str, int, re.Pattern[str]], ...]:
+    slot = re.compile(r"\\{(\d)\\}")
+    return tuple(
+        (kind, field, re.compile(slot.sub(r"(?P<s\1>\\S+?)", re.escape(template))))
+        for kind, told in KINDS.items()
+        for field, templates in enumerate(told["questions"])
+        for template in templates
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def understand(question: str) -> Use | None:
+    """Parses a question; None if the question is of another source."""
+    for kind, field, pattern in _patterns():
+        if match := pattern.fullmatch(question):
+            values = (match[f"s{slot}"] for slot in range(len(KINDS[kind]["slots"])))
+            return Use(kind, field, tuple(values))
+    return None
+
+
+def kind_of(description: str) -> str:
+    """Returns the kind of the tool with a description."""
+    kinds = (k for k, told in KINDS.items() if description.startswith(told["purposes"]))
+    return next(kinds)
+
+
+def shape_of(description: str) -> tuple[str, tuple[int, ...]]:
+    """Finds the form of the arguments in a description.
+
+    Returns:
+        The form, such as ``AMOUNT COIN COIN``, and the slot of each placeholder in it. If several
+        slots have the same placeholder, they follow each other in the order of the slots.
+    """
+    slots = KINDS[kind_of(description)]["slots"]
+    shape = next(m[0] for m in _SHAPE.finditer(description))
+    left, order = list(range(len(slots))), []
+    for word in re.findall(r"[A-Z]+", shape):
+        order.append(next(slot for slot in left if word in slots[slot][1:]))
+        left.remove(order[-1])
+    return shape, tuple(order)
+
+
+def write_call(description: str, values: Sequence[str]) -> str:
+    """Writes the arguments of a call as a description demands.
+
+    Args:
+        description: description of the tool.
+        values: value of each slot.
+    """
+    shape, order = shape_of(description)
+    ordered = iter(order)
+    return re.sub(r"[A-Z]+", lambda _: values[next(ordered)], shape)
+
+
+class DrawnTool:
+    """A tool with a drawn name, a drawn form of its arguments, and a drawn form of its results.
+
+    Args:
+        name: tag of the tool.
+        description: description, which determines the kind of the tool and the form of a call. The
+            form of the results depends only on the name and the description.
+    """
+
+    deadline = 1.0
+
+    def __init__(self, name: str, description: str):
+        self.name, self.description = name, description
+        self.form = random.Random(f"{name}: {description}").choice(FORMS)
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Looks up or computes the values of the fields."""
+        shape, order = shape_of(self.description)
+        sign = re.sub(r"[A-Z ]", "", shape)[:1]
+        given = [part.strip() for part in arguments.split(sign or None)]
+        try:
+            values = [given[order.index(slot)] for slot in range(len(given))]
+            return Observation(self._result(values), True, "ok", 0.0)
+        except (ValueError, IndexError, TypeError):
+            return Observation(f"Not understood. Write {shape}.", False, "bad_call", 0.0)
+
+    def _result(self, values: Sequence[str]) -> str:
+        kind = kind_of(self.description)
+        nouns = [noun for _, noun in KINDS[kind]["fields"]]
+        return self.form(nouns, fields_of(kind, values))
+
+
+FORMS: tuple[Callable[[Sequence[str], Sequence[str]], str], ...] = (
+    lambda nouns, found: ", ".join(found),
+    lambda nouns, found: "; ".join(map("{}: {}".format, nouns, found)),
+    lambda nouns, found: ", ".join(map("{} {}".format, nouns, found)),
+    lambda nouns, found: " ".join([found[0], *(f"({value})" for value in found[1:])]),
+    lambda nouns, found: ", ".join([found[0], *map("the {} is {}".format, nouns[1:], found[1:])]),
+)
+"""Forms of a result, as functions of the nouns and the values of its fields."""
+
+
+def fields_of(kind: str, values: Sequence[str]) -> list[str]:
+    """Returns the value of each field of a result.
+
+    Args:
+        kind: kind of the tool.
+        values: value of each slot.
+
+    Raises:
+        ValueError: the number of values is wrong, or the tool does not know a value.
+    """
+    told = KINDS[kind]
+    for (of, *_), value in zip(told["slots"], values, strict=True):
+        if _closed(of) and value not in _FILE["values"][of]:
+            raise ValueError(f"{value} is unknown")
+    if "function" in told:
+        return FUNCTIONS[told["function"]](*values)
+    draw = random.Random(f"{kind} {' '.join(values)}")
+    return [_value(of, draw) for of, _ in told["fields"]]
+
+
+def tools_of(protocol: str) -> dict[str, Tool]:
+    """Returns the drawn tools of a protocol by tag."""
+    return {tag: DrawnTool(tag, text) for tag, text in get_protocol(protocol).described.items()}
+
+
+def _describe(kind: str, draw: random.Random) -> str:
+    """Draws the description of a tool: its purpose, and the form of its arguments."""
+    told, which = KINDS[kind], draw.choice((1, 2))
+    names = [slot[which] for slot in told["slots"]]
+    draw.shuffle(names)
+    shape = draw.choice(_SEPARATORS).join(names)
+    purpose, wording = draw.choice(told["purposes"]), draw.choice(_FILE["wording"])
+    values = [_value(of[0], draw) for of in told["slots"]]
+    text = f"{purpose} {wording.format(shape=shape, example='{example}')}"
+    text = text.replace("{example}", write_call(text, values))
+    few = [of[0] for of in told["slots"] if 0 < _closed(of[0]) < 9]
+    if few and draw.random() < 0.5:
+        listed = draw.choice((" ", ", ")).join(_FILE["values"][few[0]])
+        text += " " + draw.choice(_FILE["known"]).format(values=listed)
+    return text
+
+
+def _closed(kind: str) -> int:
+    """Returns the number of values of a kind with listed values; 0 for other kinds."""
+    form = _FILE["values"][kind]
+    return len(form) if isinstance(form, tuple) and isinstance(form[0], str) else 0
+
+
+def _tag(kind: str, taken: Container[str], draw: random.Random) -> str:
+    """Draws a name, which in a quarter of the cases does not tell the purpose of the tool."""
+    while True:
+        name: str = draw.choice(_FILE["neutral"] if draw.random() < 0.25 else KINDS[kind]["names"])
+        if draw.random() < 0.2:
+            name += draw.choice(_FILE["endings"])
+        if name not in taken:
+            return name
+
+
+def _task(identity: str, kinds: Sequence[str]) -> Task:
+    """Draws a task, and registers its protocol.
+
+    Args:
+        identity: id of the task, which is also the seed.
+        kinds: kinds of tools from which the asked tool is drawn.
+    """
+    draw = random.Random(identity)
+    kind = draw.choice(kinds)
+    told, others = KINDS[kind], [other for other in kinds if other != kind]
+    values = tuple(_value(of[0], draw) for of in told["slots"])
+    field = draw.randrange(len(told["fields"]))
+    question = draw.choice(told["questions"][field]).format(*values)
+    gold = fields_of(kind, values)[field]
+    members = [kind, *draw.sample(others, draw.choice((1, 1, 1, 2)))]
+    if draw.random() < _LEFT_OUT:
+        members, gold = members[1:], UNKNOWN
+    draw.shuffle(members)
+    described: dict[str, str] = {}
+    for member in members:
+        described[_tag(member, described, draw)] = _describe(member, draw)
+    protocol = protocol_with_tools(f"_{identity}", tuple(described), described)
+    add_protocol(protocol)
+    metadata = {"kind": kind, "hops": 0, "relation": "", "entities": []}
+    return Task(identity, question, protocol.name, (gold,), "drawn_tools", metadata)
+
+
+def load_source(split: str, n: int | None, seed: int) -> list[Task]:
+    """Generates tasks whose tools only the prompt describes.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        n: number of tasks; None for 1000.
+        seed: seed of the tasks.
+    """
+    held_out = split != "train"
+    kinds = [kind for kind, told in KINDS.items() if bool(told.get("held_out")) == held_out]
+    return [_task(f"{split}{seed}_{number}", kinds) for number in range(n or 1000)]

@@ -1,0 +1,404 @@
+"""Runs the whole pipeline on one machine: distil, SFT, evaluate, RL, evaluate, report.
+
+    coa-jax quickstart --workdir=runs/quickstart
+
+Each stage writes its result to the work directory. If the command is started again, it skips the
+complete stages. It continues a stage of SFT or RL from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import flags
+
+from coa_jax.config.fields import MAX_INT, Bounded, Name, Place
+from coa_jax.config.installed import warn_untested
+from coa_jax.data.records import read_records
+from coa_jax.demo.untrained import ScratchConfig, write_policy
+from coa_jax.distill import DistillConfig
+from coa_jax.distill.dataset import distill_split
+from coa_jax.distill.filters import TeacherRun
+from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
+from coa_jax.distill.tasks import Tasks
+from coa_jax.distill.token_savings import policy_economy
+from coa_jax.errors import UserError
+from coa_jax.evaluate.figures import shown_rate, table
+from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
+from coa_jax.model.api import describe_model, load_model
+from coa_jax.model.peft_io import copy_model
+from coa_jax.model.tokenizer import load_tokenizer
+from coa_jax.paper.economy import read_phase, token_counter
+from coa_jax.paper.release import release
+from coa_jax.protocol import TAGS, FormatName
+from coa_jax.report import build_report
+from coa_jax.run.command import config_flag, run_main, workdir_flag
+from coa_jax.run.progress import progress
+from coa_jax.run.run_dir import RunDir
+from coa_jax.run.settings import build_config, merged
+from coa_jax.storage import run_folder
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.prompts import load_prompt
+from coa_jax.tools.make import ToolsConfig, make_tools, with_names
+from coa_jax.train import rejection, rl, sft
+from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.renaming import renaming
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.sft import SFTConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class FurtherEvaluation(Bounded):
+    """The settings of an additional evaluation after the training stages.
+
+    Attributes:
+        policy: name of the evaluated policy's directory in ``models``, such as ``rl``.
+        evaluate: settings that override the shared settings ``evaluate`` in this evaluation only.
+        tools: settings that override the run's settings of the tools in this evaluation only.
+    """
+
+    policy: Name
+    evaluate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command(Bounded):
+    """The settings of the pipeline, by stage.
+
+    Attributes:
+        prompt_style: prompt style of the policy, see `load_prompt`.
+        format: conversation format of the policy, see `RolloutConfig.format`.
+        tools: tools of the teacher and of the policy.
+        distill: tasks that the teacher solves.
+        teacher: settings of the teacher and of the filters that select its trajectories.
+        policy: sizes of the untrained policy.
+        model: pretrained policy, a Hugging Face directory or a GGUF file; "" for an untrained one.
+        sft: settings of fine-tuning as in the command ``sft``, without the paths.
+        rl: settings of reinforcement learning as in the command ``rl``, except the path of the
+            model.
+        evaluate: settings of the evaluations.
+        base: settings that override those of ``evaluate`` for the base model.
+        sft_more: whether to train a policy for comparison with RL. SFT of this policy continues for
+            as long as RL took.
+        rft: settings of `train.rejection`, without the paths, for another policy that is compared
+            with RL. It is trained on the right trajectories of RL. {} trains no such policy.
+        economy: whether to count how many tokens the policy of RL saves compared with the teacher.
+        measures: maps names to additional evaluations, see `FurtherEvaluation`.
+        release: whether to write ``release/``, see `paper.release`; needs training with adapters.
+        minutes: expected minutes of each stage on 2 CPU cores, to estimate the remaining time.
+    """
+
+    prompt_style: Place
+    tools: ToolsConfig
+    distill: Tasks
+    teacher: DistillConfig
+    policy: ScratchConfig
+    sft: Mapping[str, Any]
+    rl: Mapping[str, Any]
+    evaluate: EvaluateConfig
+    format: FormatName = ""
+    model: Place = ""
+    base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sft_more: bool = False
+    rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    economy: bool = False
+    measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    release: bool = False
+    minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def sft_config(self, path: Path) -> SFTConfig:
+        """Returns the settings of SFT, with the paths of model and data in a work directory."""
+        values = {
+            **self.sft,
+            "model": str(path / "models" / "base"),
+            "data": str(path / "data" / "train.jsonl"),
+            "validation": str(path / "data" / "validation.jsonl"),
+            "prompt_style": self.prompt_style,
+            "format": self.format,
+        }
+        return build_config(SFTConfig, values, "config.sft")
+
+    def rl_config(self, path: Path) -> RLConfig:
+        """Returns the settings of RL, with the path of the SFT policy in a work directory."""
+        values = {**self.rl, "model": str(path / "models" / "sft")}
+        if self.format:
+            values["rollout"] = {**values["rollout"], "format": self.format}
+        return build_config(RLConfig, values, "config.rl")
+
+    def rft_config(self, path: Path) -> RFTConfig | None:
+        """Returns the settings of rejection-sampling fine-tuning (RFT); None to skip this stage.
+
+        The paths in the settings are those of a work directory.
+        """
+        if not self.rft:
+            return None
+        paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}
+        return build_config(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
+
+    def further(self) -> dict[str, FurtherEvaluation]:
+        """Returns the settings of the additional evaluations (``measures``), by name."""
+        return {
+            name: build_config(FurtherEvaluation, values, f"config.measures.{name}")
+            for name, values in self.measures.items()
+        }
+
+
+class Pipeline:
+    """The stages of the quickstart pipeline, one method per stage.
+
+    All stages write to the same work directory.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
+        """Checks the settings of all stages.
+
+        Raises:
+            UserError: a setting is wrong.
+        """
+        self.config, self.run = build_config(Command, config), run
+        self.sft_config = self.config.sft_config(run.path)
+        self.rl_config = self.config.rl_config(run.path)
+        self.rft_config = self.config.rft_config(run.path)
+        self.measures = self.config.further()
+        if self.config.model:
+            describe_model(self.config.model)  # raises now instead of after distillation
+        self.told_tools = config.tools.to_dict()
+        self.data, self.models = run.path / "data", run.path / "models"
+        self.tools = make_tools(self.config.tools)
+        self.named = {tool.name: tool for tool in self.tools}
+        self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
+        if form := self.config.format:
+            budgets = dataclasses.replace(self.evaluation.rollout, format=form)
+            self.evaluation = dataclasses.replace(self.evaluation, rollout=budgets)
+        rollout = self.evaluation.rollout
+        self.held_out = with_level(load(self.evaluation), rollout.level, rollout.format)
+        self.evaluations = {
+            name: self._changed(measure.evaluate, f"config.measures.{name}.evaluate")
+            for name, measure in self.measures.items()
+        }
+        self.evaluations["base"] = self._changed(self.config.base, "config.base")
+
+    def _changed(self, changes: Mapping[str, Any], where: str) -> EvaluateConfig:
+        """Returns the settings of the evaluations with changes."""
+        if not changes:
+            return self.evaluation
+        known = dataclasses.asdict(self.evaluation)
+        if "mixture" in changes:
+            known["mixture"] = {}
+        return build_config(EvaluateConfig, merged(known, changes), where)
+
+    def distill(self) -> None:
+        """Lets the teacher solve the training tasks and the validation tasks."""
+        for split, tasks in self.config.distill.load().items():
+            with progress(f"distil {split}", total=len(tasks)) as bar:
+                settings = self.teacher, self.data, self.told_tools
+                distill_split(split, tasks, self.named, *settings, bar.reach)
+
+    def base(self) -> None:
+        """Creates the untrained policy, or copies the pretrained policy."""
+        records = with_level(read_records(self.data / "train.jsonl"), "", self.config.format)
+        if self.config.model:
+            copy_model(self.config.model, self.models / "base")
+            return
+        prompt = load_prompt(self.config.prompt_style)
+        write_policy(self.config.policy, records, prompt, self.models / "base")
+
+    def evaluate_teacher(self) -> None:
+        """Evaluates the teacher on the held-out tasks, without filters on its runs."""
+        counter = token_counter(load_model(self.models / "base").tokenizer)
+        self.run.summary({"teacher": teacher_block(self._teacher_runs, counter)})
+
+    @functools.cached_property
+    def _teacher_runs(self) -> list[TeacherRun]:
+        """The teacher's graded runs of the held-out tasks, written in the format ``tags``."""
+        tasks = with_level(self.held_out, "", TAGS)
+        logs = asyncio.run(run_teacher(tasks, self.named, self.teacher))
+        return graded_runs(tasks, logs, self.teacher.judges)
+
+    def sft(self) -> None:
+        """Fine-tunes the base policy, untrained or pretrained, on the distilled trajectories."""
+        config = self.sft_config
+        output = self.models / "sft"
+        sft.train(config, self.run, output, renaming(config.rename_share), self.tools)
+
+    def rl(self) -> None:
+        """Trains the fine-tuned policy by reinforcement learning with live tools."""
+        rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
+
+    def sft_more(self) -> None:
+        """Continues SFT for as long as RL took; the result is compared with the policy of RL."""
+        config = self.sft_config
+        # The timing of a resumed stage lacks the time before the kill, so step times are summed.
+        took = {
+            phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
+        }
+        updates = max(1, round(config.optimizer.total_steps * took["rl"] / took["sft"]))
+        optimizer = dataclasses.replace(
+            config.optimizer, total_steps=updates, warmup_steps=min(5, updates - 1)
+        )
+        config = dataclasses.replace(
+            config, model=str(self.models / "sft"), seed=config.seed + 1, optimizer=optimizer
+        )
+        with RunDir(self.run.path / "controls" / "sft_more") as run:
+            output = self.models / "sft_more"
+            sft.train(config, run, output, renaming(config.rename_share), self.tools)
+
+    def rft(self) -> None:
+        """Fine-tunes the SFT policy on right trajectories of RL, for comparison with RL."""
+        assert self.rft_config is not None
+        with RunDir(self.run.path / "controls" / "rft") as run:
+            rejection.train(self.rft_config, run, self.models / "rft")
+
+    def evaluate(self, policy: str, stage: str = "") -> None:
+        """Evaluates a policy on the held-out tasks with live tools.
+
+        Args:
+            policy: name of the policy's directory in ``models``.
+            stage: name of an additional evaluation; "" for the evaluation of the pipeline.
+        """
+        stage = stage or policy
+        config = self.evaluations.get(stage, self.evaluation)
+        tasks, tools, told = self.held_out, self.tools, self.told_tools
+        if stage in self.measures and (changes := self.measures[stage].tools):
+            told = merged(told, changes)
+            found = build_config(ToolsConfig, told, f"config.measures.{stage}.tools")
+            # The settings of tools that only the other evaluations have are no mistake.
+            tools = make_tools(with_names(found, found.names))
+        if config is not self.evaluation:
+            tasks = with_level(load(config), config.rollout.level, config.rollout.format)
+        path = self.models / policy
+        outcome = evaluate_model(path, tasks, config, self.run, stage, tools, told)
+        print(table(outcome), flush=True)
+
+    def economy(self) -> None:
+        """Counts the tokens that the teacher and RL's policy need for the held-out tasks."""
+        tokenizer = load_tokenizer(self.models / "rl")
+        traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
+        by_task = {run.task.id: run for run in self._teacher_runs}
+        told = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
+        self.run.summary({"economy": told}, anew=True)
+
+    def release(self) -> None:
+        """Collects the adapter, data and trajectories in a directory that can be published."""
+        output = self.run.path / "release"
+        shutil.rmtree(output, ignore_errors=True)
+        release(self.run.path, output)
+
+
+def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
+    """Returns (name, function) for each stage, in the order of execution.
+
+    Raises:
+        UserError: an additional evaluation names an unknown policy, or has the name of a stage.
+    """
+    controls = {"sft_more": pipeline.config.sft_more, "rft": pipeline.config.rft}
+    names = ["base", "sft", "rl", *(name for name, wanted in controls.items() if wanted)]
+    stages: list[tuple[str, Callable[[], None]]] = [("distill", pipeline.distill)]
+    for name in names:
+        stages.append((name, getattr(pipeline, name)))
+        if name == "base":
+            stages.append(("evaluate_teacher", pipeline.evaluate_teacher))
+        stages.append((f"evaluate_{name}", functools.partial(pipeline.evaluate, name)))
+    if pipeline.config.economy:
+        stages.append(("economy", pipeline.economy))
+    for name, measure in pipeline.measures.items():
+        if measure.policy not in names or name in names:
+            raise UserError(
+                f"config.measures.{name}: policy {measure.policy!r} is none of {', '.join(names)}, "
+                "or the name of the measure is one of these"
+            )
+        measured = functools.partial(pipeline.evaluate, measure.policy, name)
+        stages.append((f"evaluate_{name}", measured))
+    if pipeline.config.release:
+        stages.append(("release", pipeline.release))
+    return stages
+
+
+def left_minutes(
+    expected: Mapping[str, Any], timings: Mapping[str, float], stages: Sequence[str]
+) -> float | None:
+    """Estimates the remaining minutes; None if no remaining stage has an expected time.
+
+    Args:
+        expected: maps the name of a stage to its expected minutes.
+        timings: seconds that each complete stage took, from which the speed of this machine is
+            estimated.
+        stages: names of all stages.
+    """
+    known = [name for name in timings if name in expected]
+    took, should = sum(timings[n] / 60 for n in known), sum(float(expected[n]) for n in known)
+    speed = took / should if should >= 1 else 1.0
+    left = [float(expected[name]) for name in stages if name not in timings and name in expected]
+    return speed * sum(left) if left else None
+
+
+def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs the stages of the pipeline that are not complete yet.
+
+    Args:
+        config: settings of the pipeline, see `Command`.
+        workdir: work directory.
+
+    Returns:
+        The content of ``summary.json``.
+    """
+    with RunDir(workdir) as run:
+        run.keep_config(config)
+        pipeline = Pipeline(config, run)
+        stages = stages_of(pipeline)
+        run.write_config(config)
+        names = [name for name, _ in stages]
+        timings = dict(run.blocks().get("timings_s", {}))
+        for number, (name, stage) in enumerate(stages, 1):
+            if name in timings:
+                print(f"{name}: done before", flush=True)
+                continue
+            minutes = left_minutes(pipeline.config.minutes, timings, names)
+            left = "" if minutes is None else f" (about {minutes:.0f} minutes left)"
+            print(f"{number}/{len(stages)} {name} ...{left}", flush=True)
+            start = time.monotonic()
+            stage()
+            timings[name] = round(time.monotonic() - start, 2)
+            run.summary({"timings_s": timings})
+        build_report(run.path)
+        return run.blocks()
+
+
+def define_flags() -> None:
+    """Defines the command-line flags of ``coa-jax quickstart``."""
+    config_flag("configs/quickstart/factbook.py")
+    workdir_flag("directory of the run", "runs/quickstart")
+    flags.DEFINE_string("model", "", "initial pretrained policy; short for --config.model")
+    flags.DEFINE_integer("seed", None, "sets all seeds of data, policy, SFT and RL", 0, MAX_INT)
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``coa-jax quickstart``: all stages of the pipeline."""
+    config, seed = flags.FLAGS.config, flags.FLAGS.seed
+    if model := flags.FLAGS.model:
+        with config.unlocked():
+            config.model = model
+    if seed is not None:
+        parts = ("distill", "teacher", "policy", "sft", "rl", "evaluate", "rft")
+        for part in (part for part in parts if config.get(part)):
+            config[part].seed = seed
+    warn_untested()
+    summary = run_pipeline(config, run_folder(flags.FLAGS.workdir))
+    for stage in ("teacher", "base", "sft", "rl", "sft_more", "rft"):
+        if block := summary.get(stage):
+            low, high = block["ci95"]
+            print(f"{stage:8} pass@1 {shown_rate(block['pass_at_1'])}  95 % {low:.3f}-{high:.3f}")
+    print(f"report -> {flags.FLAGS.workdir}/report/index.html")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

@@ -1,0 +1,168 @@
+"""TPU slices and groups of GPUs, and the names that they have on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from coa_jax.config.installed import install_hint
+from coa_jax.errors import UserError
+from coa_jax.parallel.chips import CHIPS, Chip
+
+TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
+GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A set of chips that run a program together: a TPU slice, or a group of GPUs.
+
+    Each v7x chip appears in JAX as two devices, each with half of the chip's memory. Chips of all
+    other kinds appear as one device.
+
+    Attributes:
+        name: name of the slice on the command line.
+        kind: name of the chip, a key of `CHIPS`.
+        shape: shape of the torus of a TPU slice, or (number of GPUs,) for GPUs.
+        peaks: measured peak rates of a chip; None takes the vendor's peak rates from `CHIPS`.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    peaks: Chip | None = None
+
+    @property
+    def whole(self) -> Chip:
+        """Peak rates and sizes of a whole chip, which may appear in JAX as several devices."""
+        return self.peaks or CHIPS[self.kind]
+
+    @property
+    def chip(self) -> Chip:
+        """Peak rates and sizes of one JAX device: a chip, or an equal part of a chip."""
+        chip = self.whole
+        parts = chip.devices
+        return dataclasses.replace(
+            chip,
+            flops=chip.flops / parts,
+            hbm_bytes=chip.hbm_bytes // parts,
+            hbm_bandwidth=chip.hbm_bandwidth / parts,
+            link_bandwidth=chip.link_bandwidth / parts,
+            host=chip.host * parts,
+            devices=1,
+        )
+
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """For each axis of a TPU slice, whether the last chip is linked to the first chip.
+
+        On v5e and v6e, only an axis of 16 chips (the length of a whole pod) is such a ring. Slices
+        of other TPUs are built of cubes of 4 x 4 x 4 chips; if a slice consists of whole cubes, all
+        of its axes are rings.
+        """
+        if len(self.shape) == 2:
+            return tuple(size == 16 for size in self.shape)
+        return tuple(all(size % 4 == 0 for size in self.shape) for _ in self.shape)
+
+    @property
+    def count(self) -> int:
+        """Number of JAX devices of the slice."""
+        return math.prod(self.shape) * self.whole.devices
+
+    @property
+    def tpu(self) -> bool:
+        """Whether the slice consists of TPUs, whose compiler can run without a TPU."""
+        return self.kind in TPUS
+
+
+def parse_slice(name: str) -> Slice:
+    """Parses the name of a slice, such as ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
+
+    Raises:
+        UserError: the name is not of such a form, or names an unknown kind of chip.
+    """
+    tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
+    if tpu and tpu[1] in TPUS:
+        shape = tuple(int(part) for part in tpu[2].split("x"))
+        dimensions = 3 if tpu[1] in ("v4", "v5p", "v7x") else 2
+        if len(shape) == dimensions and min(shape) > 0:
+            return Slice(name, tpu[1], shape)
+        form = "x".join("ABC"[:dimensions])
+        raise UserError(f"--topology={name}: {tpu[1]} slices have the form {form}, all positive")
+    gpu = re.fullmatch(r"gpu:(\d+)x(\w+)", name)
+    if gpu and gpu[2] in GPUS and int(gpu[1]) > 0:
+        return Slice(name, gpu[2], (int(gpu[1]),))
+    raise UserError(
+        f"--topology={name}: give a TPU slice such as v5p:4x4x8 ({', '.join(TPUS)}) or a number of "
+        f"GPUs such as gpu:8xh100 ({', '.join(GPUS)})"
+    )
+
+
+def default_fraction(where: Slice) -> float:
+    """Returns the share of a device's memory that JAX lets a run use by default.
+
+    Raises:
+        UserError: ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is not a number above 0 and at most 1.
+    """
+    if where.tpu:
+        return 1.0
+    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: give a share such as 0.92")
+    return share
+
+
+def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
+    """Returns, for each device of a slice, the index of the host that owns the device.
+
+    Simulated devices are assigned to hosts in order.
+    """
+    if where.tpu:
+        return [device.process_index for device in devices]
+    return [number // where.chip.host for number in range(len(devices))]
+
+
+def devices_of(where: Slice) -> list[Any]:
+    """Returns the devices of a slice, for which programs can be compiled.
+
+    Programs can be compiled for the devices of a TPU slice, but cannot run there. This function
+    must be called before any other use of JAX, because it sets the number of simulated devices.
+
+    Raises:
+        UserError: the TPU compiler is not installed, or no TPU slice has this shape.
+    """
+    if not where.tpu:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", where.count)
+        return jax.devices()
+    # Without this variable libtpu queries the metadata server of the cloud, and waits for an
+    # answer.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Without this variable only one process of a machine can load libtpu, as if the process used
+    # the chips.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    try:
+        # By default the compiler would have two devices per v4 chip; real machines have one.
+        cores = {"chip_config_name": "megacore"} if where.kind == "v4" else {}
+        name = where.name.replace("v7x", "tpu7x")
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **cores)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0][:200]
+        raise UserError(
+            f"--topology={where.name}: the TPU compiler refuses this slice ({first}); install the "
+            f"compiler with `{install_hint('tpu')}`, and give a shape that Cloud TPU offers"
+        ) from error
+    return list(found.devices)

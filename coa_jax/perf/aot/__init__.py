@@ -1,0 +1,1 @@
+"""Estimates memory and time on machines that are not available: ``coa-jax aot``."""

@@ -1,0 +1,216 @@
+"""Converts the mutable config of a command line to frozen dataclasses, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import json
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from ml_collections import ConfigDict
+
+from coa_jax.config.fields import frozen, has_default, present, shown
+from coa_jax.config.overrides import read_tuple
+from coa_jax.errors import UserError
+from coa_jax.storage import with_urls
+
+T = TypeVar("T")
+
+_LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
+    tuple[str, ...]: (str, "words with commas", "a,b"),
+    tuple[int, ...]: (int, "whole numbers with commas", "3,5"),
+    tuple[float, ...]: (float, "numbers with commas", "0.5,1"),
+}
+"""Maps types that a command line may give as one string to (parser, description, example)."""
+
+
+def build_config(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
+    """Builds a dataclass, and the dataclasses of its fields, from a config with the same keys.
+
+    Args:
+        cls: a dataclass whose fields define the keys.
+        values: a ConfigDict or a mapping. The value of a field that is a tuple of strings or
+            numbers may also be one string, with commas between the items.
+        where: name of the config, used in error messages.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value has a wrong type or is out of bounds.
+    """
+    types = _types(cast(Any, cls))
+    known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
+    if not isinstance(values, Mapping | ConfigDict):
+        inner = ", ".join(known)
+        raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
+    for name in values:
+        if name not in known:
+            plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
+            told = name if plain else shown(name)
+            raise UserError(f"{where}.{told} is not a setting; known are {', '.join(known)}")
+    arguments = {}
+    for name, field in known.items():
+        if name not in values:
+            if not has_default(field):
+                raise UserError(f"{where}.{name} is missing; give it in the config file")
+            continue
+        value = values[name]
+        if dataclasses.is_dataclass(types[name]):
+            value = build_config(types[name], value, f"{where}.{name}")
+        elif types[name] in _LISTS:
+            value = _parts(value, types[name], f"{where}.{name}")
+        elif isinstance(value, str) and typing.get_origin(types[name]) is tuple:
+            with contextlib.suppress(ValueError):  # the dataclass refuses the string
+                value = frozen(read_tuple(value))
+        else:
+            try:
+                value = frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
+            except RecursionError:
+                raise UserError(f"{where}.{name} is nested too deeply; give a flat value") from None
+        arguments[name] = value
+    try:
+        return cls(**arguments)
+    except UserError as error:
+        raise UserError(f"{where}.{error}") from None
+
+
+@functools.cache
+def _types(cls: type[Any]) -> dict[str, Any]:
+    """Returns the types of a dataclass's fields, without bounds and without ``| None``, by name."""
+    return {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
+
+
+def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
+    """Parses a tuple of strings or numbers; a config file may give it as one string."""
+    convert, number, example = _LISTS[kind]
+    refused = UserError(f"{where} is {shown(value)}; give {number}, such as {example}")
+    try:
+        value = read_tuple(value) if isinstance(value, str) else value
+        if not isinstance(value, tuple | list):
+            raise refused
+        parts = tuple(map(convert, value))
+    except (TypeError, ValueError, OverflowError):
+        raise refused from None
+    # If the conversion changes a value, the type of the value was wrong: 0.5 is not an integer, and
+    # 3 is not a word.
+    pairs = [(old, new) for old, new in zip(value, parts, strict=True) if not isinstance(old, str)]
+    if any(old != new or isinstance(old, bool) for old, new in pairs):
+        raise refused
+    return parts
+
+
+def complete_config(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
+    """Returns a config that contains every field of a dataclass, including unset fields.
+
+    All fields are necessary because a command line can override only settings that the config
+    contains.
+
+    Args:
+        cls: a dataclass.
+        values: settings as in `build_config`; a setting that is left out has its default value.
+
+    Raises:
+        UserError: a key is unknown, or a field without a default value is missing.
+    """
+    return ConfigDict(_overridable(dataclasses.asdict(build_config(cls, values))))
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of ``one``, overridden by ``other``; nested groups are merged."""
+    result = dict(one)
+    for name, value in other.items():
+        known = result.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            value = merged(known, value)
+        result[name] = value
+    return result
+
+
+def _overridable(value: Any) -> Any:
+    """Replaces empty tuples by "": ml_collections cannot infer the type of their items."""
+    if isinstance(value, dict):
+        return {key: _overridable(inner) for key, inner in value.items()}
+    return "" if value == () else value
+
+
+# --- comparison ---------------------------------------------------------------------------
+
+
+Change = tuple[str, Any, Any]
+"""A setting, its old value and its new value, as JSON values."""
+
+
+def plain(value: Any) -> Any:
+    """Converts configs, dataclasses, tuples, paths and array scalars to JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    elif hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, int | float | None):
+        return value
+    return with_urls(str(value))  # the local path of a mirror differs from process to process
+
+
+def changes_of(old: Any, new: Any, key: str = "") -> list[Change]:
+    """Returns the settings in which two nested JSON objects differ.
+
+    Args:
+        old: the earlier settings.
+        new: the present settings.
+        key: name of the settings, with which the names in the result begin.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            change
+            for name in sorted({*old, *new})
+            for change in changes_of(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    return [] if old == new else [(key, old, new)]
+
+
+def line_of(change: Change) -> str:
+    """Returns the line ``key: old -> new`` for a change; long values are shortened."""
+    name, *values = change
+    return f"{name}: " + " -> ".join(_shortened(json.dumps(value)) for value in values)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether a setting or its group matches one of the patterns of `fnmatch`."""
+    every = [part for pattern in patterns for part in (pattern, f"{pattern}.*")]
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in every)
+
+
+def config_at(
+    config: Mapping[str, Any], changes: Sequence[Mapping[str, Any]], step: int
+) -> dict[str, Any]:
+    """Returns the settings with which a step of a run was made.
+
+    Args:
+        config: the newest settings of the run.
+        changes: result of `run_dir.read_config_changes`.
+        step: number of the step.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(config))
+    for change in reversed(changes):
+        if change["step"] > step:
+            *groups, name = change["setting"].split(".")
+            inner = found
+            for group in groups:
+                inner = inner.setdefault(group, {})
+            inner[name] = change["old"]
+    return found
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"

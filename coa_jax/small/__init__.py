@@ -1,1 +1,0 @@
-"""Creates small policies that are trained from scratch, such as the policy of the quickstart."""

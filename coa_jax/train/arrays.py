@@ -1,0 +1,449 @@
+"""Describes the arrays that a run has on its chips, as shapes and shardings without data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from coa_jax.engine.constraint import ConstraintTables
+from coa_jax.engine.layout import (
+    abstract_pages,
+    decode_mesh,
+    groups_of,
+    kernels_for,
+    paged_case,
+    rollout_mesh,
+)
+from coa_jax.errors import UserError
+from coa_jax.model.attention.causal import Unfolded
+from coa_jax.model.attention.choice import resolve
+from coa_jax.model.cache import LayerPages
+from coa_jax.model.compute import Compute, backend_for
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.params import (
+    DecodeParams,
+    Params,
+    abstract_params,
+    decode_shardings,
+    unstack,
+    without_adapters,
+)
+from coa_jax.model.shapes import architecture_of
+from coa_jax.model.tokenizer import load_tokenizer
+from coa_jax.parallel.mesh import AXES, make_mesh, sharding_for
+from coa_jax.parallel.placement import split_devices
+from coa_jax.parallel.slices import Slice, owners_of
+from coa_jax.protocol import at_level, get_protocol
+from coa_jax.protocol.grammar import compile_protocol
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.tasks.mixture import load_parts
+from coa_jax.train.batch import Batch
+from coa_jax.train.experience import scores_old
+from coa_jax.train.fit import FitConfig
+from coa_jax.train.preference import DPOConfig
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.step import TrainState, run_state
+from coa_jax.train.update import critic_run_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A configuration of a run, placed on a slice (a set of connected chips).
+
+    Attributes:
+        config: settings of the run.
+        model: architecture of the model, including the adapters to train.
+        where: the slice on which the configuration is placed.
+        mesh: training mesh, which consists of the chips that train.
+        engine_chips: number of chips of one engine; 0 without engines.
+        aside: chips that are reserved for rollouts; () if the chips of the mesh also run the
+            rollouts.
+        rules: shapes of the tables of the constraint under which the run samples; None without a
+            constraint.
+        unknown: one line of text that says which sizes of these tables are unknown; "" if none is.
+        teacher: architecture of the local teacher of on-policy distillation; None without a local
+            teacher.
+        hosts: number of hosts of the slice.
+    """
+
+    config: FitConfig | RLConfig
+    model: ModelConfig
+    where: Slice
+    mesh: Mesh
+    engine_chips: int
+    aside: tuple[Any, ...] = ()
+    rules: ConstraintTables | None = None
+    unknown: str = ""
+    teacher: ModelConfig | None = None
+    hosts: int = 1
+
+    @property
+    def rl(self) -> RLConfig:
+        """The settings of the run, which must be a run of RL."""
+        assert isinstance(self.config, RLConfig)
+        return self.config
+
+    @property
+    def platform(self) -> str:
+        """Platform for which a real run compiles its programs: ``tpu`` or ``cuda``."""
+        return "tpu" if self.where.tpu else "cuda"
+
+    @property
+    def rollouts_go_on(self) -> bool:
+        """Whether rollouts continue during updates on the same chips that train."""
+        stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
+        return stale and not self.aside
+
+
+def set_up(
+    config: FitConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
+) -> Setup:
+    """Places a configuration on a slice.
+
+    If the slice is a single host, the mesh may have fewer chips than the slice, as in a run. All
+    results then refer to the chips of the mesh.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model, without adapters.
+        where: the slice on which the configuration is placed.
+        devices: devices of the slice, see `slices.devices_of`.
+
+    Raises:
+        UserError: the mesh does not fit the slice, an engine would span hosts, or the protocols of
+            the tasks are unknown although the run has a constraint.
+    """
+    sizes, owners = config.mesh, owners_of(where, devices)
+    training, aside = split_devices(devices, sizes.rollout_devices, owners)
+    hosts, host = len(set(owners)), owners.count(owners[0])
+    # DPO has no setting for adapters.
+    model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
+    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, training, hosts)
+    if not isinstance(config, RLConfig):
+        if aside:
+            raise UserError("mesh.rollout_devices is set, and SFT has no rollouts: give 0")
+        return Setup(config, model, where, mesh, 0, hosts=hosts)
+    chips = sizes.decode_tensor or mesh.shape["tensor"]
+    decode_mesh(mesh, chips)
+    if aside:
+        rollout_mesh(aside, chips, host - sizes.rollout_devices, sizes.rollout_devices)
+    # Simulated devices do not have a host of their own.
+    elif not where.tpu and hosts > 1 and host % chips:
+        raise UserError(
+            f"{chips} chips that decode together span hosts of --topology={where.name}: set "
+            f"mesh.decode_tensor to a divisor of the {host} chips of a host"
+        )
+    teacher = None
+    if config.chosen.opd_coef and not config.teacher.url:
+        _, teacher = architecture_of(config.teacher.model)
+    tables = abstract_tables(config, model)
+    return Setup(config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts)
+
+
+def micro_batches(config: FitConfig | RLConfig, whole: bool = True) -> int:
+    """Returns the number of micro-batches, if every sequence fills a row.
+
+    Args:
+        config: settings of the run.
+        whole: True to count the micro-batches of a whole step; False to count those of the largest
+            update in a step.
+    """
+    if not isinstance(config, RLConfig):
+        return -(-config.batch_size // config.rows)
+    groups = config.groups if whole else config.groups_per_update
+    return -(-groups * config.group_size // config.rows)
+
+
+def attended(config: FitConfig | RLConfig) -> int:
+    """Returns the number of positions of a row inside attention.
+
+    A row stores a shared prompt only once, but inside attention the row has one copy of the prompt
+    for each sequence.
+    """
+    unfolded = config.attention_length if isinstance(config, RLConfig) else 0
+    return unfolded or config.row_length
+
+
+def array(
+    mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: str | None
+) -> jax.ShapeDtypeStruct:
+    """Returns the shape and sharding of an array that is sharded by the rules for training.
+
+    Args:
+        mesh: training mesh.
+        shape: shape of the whole array.
+        dtype: dtype of the array.
+        *axes: logical axes of the array.
+    """
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(mesh, axes, shape=shape))
+
+
+def chip_bytes(tree: Any) -> int:
+    """Returns the number of bytes that the sharded arrays of a tree take on one chip."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+# --- training ------------------------------------------------------------------------------
+
+
+def parameters(setup: Setup) -> Params:
+    """Returns the shapes and shardings of the model's training parameters, without adapters."""
+    return abstract_params(without_adapters(setup.model), setup.mesh)
+
+
+def policy(setup: Setup) -> TrainState:
+    """Returns the shapes and shardings of the policy's parameters and optimiser state."""
+    return run_state(setup.model, setup.config.optimizer, setup.mesh)
+
+
+def critic(setup: Setup) -> TrainState | None:
+    """Returns the shapes and shardings of the critic's training state; None without a critic."""
+    if not isinstance(setup.config, RLConfig):
+        return None
+    return critic_run_state(setup.config, setup.model, setup.mesh)
+
+
+def teacher(setup: Setup) -> Params:
+    """Returns the shapes and shardings of the local teacher's parameters."""
+    assert setup.teacher is not None
+    params = abstract_params(setup.teacher, setup.mesh)
+    return jax.tree.map(lambda x: x.update(dtype=setup.config.dtype), params)
+
+
+def training_bytes(setup: Setup) -> int:
+    """Returns the number of bytes per chip of all arrays that training keeps between steps."""
+    config, kept = setup.config, chip_bytes((policy(setup), critic(setup)))
+    if setup.teacher is not None:
+        kept += chip_bytes(teacher(setup))
+    # The frozen parameters of adapters are the reference of a KL penalty.
+    penalty = isinstance(config, RLConfig) and config.chosen.needs_reference
+    if isinstance(config, DPOConfig) or (penalty and not setup.model.lora.rank):
+        kept += chip_bytes(parameters(setup))
+    return kept
+
+
+def resume_bytes(setup: Setup) -> int:
+    """Returns the number of bytes per chip that a run takes while it reads its checkpoint.
+
+    The result is `training_bytes` plus a copy of the largest array, because the run computes a
+    fingerprint of each array and copies one array at a time for this.
+    """
+    saved = policy(setup)._replace(frozen={})
+    return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(saved)))
+
+
+def export_bytes(setup: Setup) -> int:
+    """Returns the number of bytes per chip that a run takes while it exports its model at the end.
+
+    With several hosts, the result includes the largest tensor, because every chip gathers one whole
+    tensor at a time. The parameters of stacked layers are gathered layer by layer.
+    """
+    whole = 0
+    if setup.hosts > 1:
+        layers = setup.model.num_layers
+        for path, x in jax.tree_util.tree_leaves_with_path(parameters(setup)):
+            parts = layers if "layers" in jax.tree_util.keystr(path) else 1
+            whole = max(whole, x.size // parts * x.dtype.itemsize)
+    return kept_bytes(setup) + whole
+
+
+def sampled_batch(setup: Setup, *stack: int) -> Batch:
+    """Returns the shapes of the rows that `train.batch.pack` and `train.objectives.weigh` create.
+
+    Args:
+        setup: the configuration on a slice.
+        *stack: number of micro-batches in a stack; no argument for a single micro-batch.
+    """
+    config = setup.config
+
+    def of(kind: str, length: int = config.row_length) -> Any:
+        shape = (*stack, config.rows, length)
+        return array(setup.mesh, shape, kind, *(None for _ in stack), "batch", None)
+
+    ids, numbers = of("int32"), of("float32")
+    batch = Batch(ids, ids, ids, numbers, numbers, numbers)
+    if not isinstance(config, RLConfig):
+        return batch
+    if length := config.attention_length:
+        wide = of("int32", length)
+        batch = batch._replace(unfolded=Unfolded(wide, wide, ids))
+    return batch._replace(
+        rule=None if setup.rules is None else ids,
+        weight=numbers,
+        copies=numbers,
+        age=ids if config.max_staleness else None,
+    )
+
+
+def policy_batch(setup: Setup, number: int) -> Batch:
+    """Returns the shapes of the stacked micro-batches of the policy's update in `train.update`.
+
+    Args:
+        setup: the configuration on a slice.
+        number: number of micro-batches in the stack.
+    """
+    batch, config = sampled_batch(setup, number), setup.config
+    if not isinstance(config, RLConfig):
+        return batch
+    return batch._replace(
+        old_logp=batch.logp if scores_old(config.chosen, config.updates_per_step) else None,
+        ref_logp=batch.logp if config.chosen.needs_reference else None,
+    )
+
+
+def critic_batch(setup: Setup, number: int) -> Batch:
+    """Returns the shapes of ``number`` stacked micro-batches of the critic's update."""
+    batch = sampled_batch(setup, number)
+    return batch._replace(rule=None, weight=None, age=None, value=batch.logp, returns=batch.logp)
+
+
+# --- an engine -----------------------------------------------------------------------------
+
+
+def engine_mesh(setup: Setup) -> Mesh:
+    """Returns the mesh of the chips of one engine (the first); all engines have the same shapes."""
+    chips = setup.engine_chips
+    if setup.aside:
+        group = np.array(setup.aside[:chips], object)
+    else:
+        group = groups_of(decode_mesh(setup.mesh, chips), chips)[0]
+    return Mesh(group.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def engine_compute(setup: Setup) -> Compute:
+    """Returns the `Compute` settings with which an engine runs the model on its chips.
+
+    The settings are those of `engine.layout.engine_compute`, except that they always select the
+    reference implementation of attention (``xla``) for GPUs.
+    """
+    engine, tpu = setup.rl.engine, setup.where.tpu
+    case = paged_case(setup.model, engine, setup.engine_chips, "tpu" if tpu else "cpu")
+    wanted = engine.attention if tpu else "xla"
+    return Compute(
+        engine.dtype,
+        attention=resolve("paged", wanted, case, "engine.attention"),
+        backend=backend_for(setup.platform),
+        mesh=engine_mesh(setup),
+        collectives="none",
+        kernels=kernels_for("tpu" if tpu else "cuda"),
+    )
+
+
+def decoding_params(setup: Setup) -> DecodeParams:
+    """Returns the shapes and shardings of an engine's parameters, in the layout for decoding."""
+    model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
+    kernels = engine_compute(setup).kernels
+    places = decode_shardings(model, engine_mesh(setup), kernels)
+    shapes = jax.eval_shape(lambda params: unstack(params, model, kernels), parameters(setup))
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place), shapes, places
+    )
+
+
+def pages(setup: Setup) -> tuple[LayerPages, ...]:
+    """Returns the shapes and shardings of an engine's KV cache, see `engine.layout.new_pages`."""
+    return abstract_pages(setup.model, setup.rl.engine, engine_compute(setup))
+
+
+def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
+    """Returns the shapes of the constraint's tables; None without a constraint.
+
+    The tables are replicated on every chip of a mesh.
+    """
+    return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), setup.rules)
+
+
+def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTables | None, str]:
+    """Computes the shapes of the tables of a run's constraint.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model.
+
+    Returns:
+        The shapes (None without a constraint), and one line of text that says which sizes are
+        unknown because the tokenizer is missing ("" if all sizes are known).
+
+    Raises:
+        UserError: the protocols of the tasks are unknown.
+    """
+    if not config.rollout.constrain:
+        return None, ""
+    protocols = _protocols(config)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except UserError as error:
+        # All sizes follow from the protocols and the size of the vocabulary, except for the number
+        # of kinds of tokens, which depends on the tokenizer's vocabulary.
+        automata = (compile_protocol(get_protocol(name)) for name in sorted(protocols))
+        states = 1 + sum(len(automaton.transitions) for automaton in automata)
+        shapes: Any = (
+            jax.ShapeDtypeStruct((states, -(-model.vocab_size // 32)), "uint32"),
+            jax.ShapeDtypeStruct((states, 1), "int32"),
+            jax.ShapeDtypeStruct((model.vocab_size,), "int32"),
+            jax.ShapeDtypeStruct((states,), "bool"),
+        )
+        return ConstraintTables(*shapes), (
+            f"constraint: its tables need {4 * states} bytes for each kind of token, and are "
+            f"counted with one kind, because the tokenizer is missing ({error})"
+        )
+    made = constraint_for(config.rollout, tokenizer, model.vocab_size, protocols)
+    assert made is not None
+    return jax.eval_shape(lambda: made.tables), ""
+
+
+def _protocols(config: RLConfig) -> set[str]:
+    """Returns the protocols of the tasks.
+
+    If the tasks cannot be loaded, the result is the protocol that the setting ``tasks`` names.
+    """
+    try:
+        parts = load_parts(config, "train", config.num_tasks, config.seed)
+    except UserError as error:
+        name = config.tasks.partition(":protocol=")[2]
+        if not name:
+            raise UserError(
+                f"rollout.constrain is set, and the protocols of the tasks are not known: {error}; "
+                "name one in tasks, as in PATH:protocol=web"
+            ) from error
+        protocols = {name}
+    else:
+        protocols = {task.protocol for tasks in parts.values() for task in tasks}
+    return {at_level(name, config.rollout.level, config.rollout.format) for name in protocols}
+
+
+def engine_bytes(setup: Setup) -> int:
+    """Returns the number of bytes per chip of an engine's parameters, KV cache and tables."""
+    if not isinstance(setup.config, RLConfig):
+        return 0
+    rules = tables(setup, engine_mesh(setup))
+    return chip_bytes((decoding_params(setup), pages(setup), rules))
+
+
+def kept_bytes(setup: Setup) -> int:
+    """Returns the number of bytes per training chip of all arrays that a run keeps in an update.
+
+    The arguments of compiled programs are included. Engines on the training chips are included only
+    if rollouts continue during updates; otherwise the engines have freed their memory.
+    """
+    kept = training_bytes(setup)
+    return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
+
+
+def decoding_bytes(setup: Setup) -> int:
+    """Returns the number of bytes per chip of all arrays that a run keeps while it decodes.
+
+    If rollouts continue during updates, or have chips of their own, a second copy of the engine's
+    parameters is included, which exists while new parameters arrive.
+    """
+    kept = 0 if setup.aside else training_bytes(setup)
+    second = setup.aside or setup.rollouts_go_on
+    return kept + engine_bytes(setup) + (chip_bytes(decoding_params(setup)) if second else 0)

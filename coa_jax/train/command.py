@@ -1,0 +1,116 @@
+"""Defines the flags of the commands that train, and opens their run directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from absl import flags
+
+from coa_jax.config.installed import warn_untested
+from coa_jax.parallel import processes
+from coa_jax.run.command import config_flag, workdir_flag
+from coa_jax.run.run_dir import RunDir
+from coa_jax.run.settings import build_config
+from coa_jax.storage import run_folder, with_urls
+from coa_jax.tools.net.budget import spending
+
+# --help lists the flags that this module defines under the command that calls `define_flags`.
+flags.disclaim_key_flags()
+
+C = TypeVar("C")
+
+MAY_CHANGE = (
+    "optimizer.total_steps",  # but not below the number of finished steps
+    *("checkpoint_every", "checkpoint_seconds", "keep_last", "keep_best"),
+    *("export_dtype", "traces", "profile_steps", "probe_s"),
+    # Evaluations during training do not change the trained parameters.
+    *("evaluate_every", "held_out", "validate_every", "validation"),
+    # Devices, and the sizes and the dtype of computations that suit them.
+    *("mesh", "rows", "remat", "dtype", "attention", "data_workers", "*.concurrency"),
+    *("engine.slots", "engine.pages", "engine.page_size", "engine.chunk", "engine.engines"),
+    *("engine.extend_buckets", "engine.extend_block", "engine.decode_programs", "engine.attention"),
+    # Limits on cost, stored answers, and addresses of models.
+    *("tools.budgets", "tools.store", "*.max_calls", "*.max_total_tokens", "*.max_money"),
+    *("*.max_per_second", "*.prices", "*.cache", "graders.judge.chat.url", "teacher.url"),
+)
+"""Settings that may differ when a run continues, see docs/runs.md and `RunDir.keep_config`."""
+
+
+def define_flags(config: str, *, workdir_required: bool = True) -> None:
+    """Defines the command-line flags of a command that trains a model.
+
+    Args:
+        config: default value of ``--config``, a path.
+        workdir_required: whether the command always needs ``--workdir``.
+    """
+    config_flag(config)
+    workdir_flag("directory of the run", required=workdir_required)
+    flags.DEFINE_string("wandb_project", "", "W&B project to log the metrics to, too; '' for none")
+    check_flags()
+
+
+def check_flags() -> None:
+    """Defines the flags ``--check`` and ``--topology``, which `coa_jax.cli.check` reads.
+
+    With ``--check``, the command checks what the run needs, but does not start the run.
+    ``--topology`` names other chips for which to check, such as ``v5p:4x4x4``.
+    """
+    flags.DEFINE(
+        flags.EnumParser(["false", "true", "compile"]),
+        "check",
+        "false",
+        "check everything that the run needs, without running; --check=compile also compiles the "
+        "programs",
+    )
+    flags.FLAGS["check"].boolean = True
+    flags.DEFINE_string(
+        "topology", "", "chips to --check for instead of this machine's, such as v5p:4x4x4"
+    )
+
+
+@contextlib.contextmanager
+def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
+    """Opens the directory of a training run, and checks that its settings are those of the config.
+
+    If a run has several processes, only the first process writes.
+
+    Args:
+        workdir: the run directory.
+        config: settings of the run, a dataclass, which `RunDir.begin` writes.
+        wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
+
+    Yields:
+        The run directory, and the path at which to save the trained model.
+
+    Raises:
+        UserError: the directory holds a run in which a setting differs that is not in `MAY_CHANGE`.
+    """
+    active = processes.index() == 0
+    if active:
+        warn_untested()
+    with (
+        RunDir(workdir, active=active, wandb_project=wandb_project) as run,
+        spending(workdir / "spent", processes.index(), processes.count()),
+    ):
+        run.keep_config(config, MAY_CHANGE)
+        # Every process must have read how much the run has spent before any process spends more.
+        processes.meet("what the run has spent", 600.0)
+        yield run, run.path / "model"
+
+
+def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
+    """Trains with the config that the command-line flags name, and prints the model's path.
+
+    Args:
+        kind: class of the settings, such as `SFTConfig`.
+        train: function that trains; it is called with the settings, the run directory and the path
+            for the model.
+    """
+    values = flags.FLAGS
+    config = build_config(kind, values.config)
+    with run_at(run_folder(values.workdir), config, values.wandb_project) as (run, output):
+        train(config, run, output)
+    print(f"model -> {with_urls(output)}")

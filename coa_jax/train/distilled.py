@@ -1,0 +1,209 @@
+"""Finds the tasks of an RL run that training records of the policy ask, too.
+
+In the Chain-of-Agents paper, no task of the web agent's RL is a question of its SFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from absl import logging
+
+from coa_jax.config.fields import Bounded, Place
+from coa_jax.data.records import Read, iterate_records
+from coa_jax.data.trajectory import DistilledRecord
+from coa_jax.errors import UserError
+from coa_jax.files import durable
+from coa_jax.parallel import processes
+from coa_jax.run.run_dir import RunDir
+from coa_jax.storage import is_url, local
+from coa_jax.tasks import Task
+from coa_jax.tasks.grading import normalize_answer
+from coa_jax.tools.words import words
+from coa_jax.train.fingerprints import digest
+
+_FILE = "distilled.json"
+_LONGEST_ANSWER = 1000  # characters; longer ones are the tests of programs
+
+
+@dataclasses.dataclass(frozen=True)
+class DistilledConfig(Bounded):
+    """Settings for *distilled* tasks, which a training record of the policy asks, too.
+
+    A task is distilled in two cases:
+
+    - A record has the same question: the same words in the same order, in any case and with any
+      punctuation. If the record and the task have accepted answers, an answer must be the same, so
+      that 3 + 4 differs from 3 - 4.
+    - A record asks for the same fact in other words: the fields ``kind``, ``relation`` and
+      ``entities`` of its metadata (the entities in any order) and its accepted answers are those of
+      the task. Only generated tasks have entities; all others are compared by their questions.
+
+    Attributes:
+        tasks: treatment of distilled tasks. ``leave_out`` leaves them out before the tasks are
+            shuffled, so fewer than ``num_tasks`` may remain; ``count`` trains on them; ``refuse``
+            ends the run if there are any.
+        records: the records that the policy was trained on, see `SFTConfig.data`. "" finds them if
+            ``model`` is still in the work directory of its SFT or pipeline; see `trained_on`.
+    """
+
+    tasks: Literal["leave_out", "count", "refuse"] = "leave_out"
+    records: Place = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """The distilled tasks of a run; `str` describes them in one sentence.
+
+    Attributes:
+        tasks: number of tasks that the sources of the run have.
+        records: number of records that the tasks were compared with; 0 if none were found.
+        same_question: number of tasks whose question a record has.
+        same_fact: number of further tasks that ask for the fact of a record in other words.
+        left_out: ids of the tasks that are left out.
+    """
+
+    tasks: int
+    records: int = 0
+    same_question: int = 0
+    same_fact: int = 0
+    left_out: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        if not self.records:
+            return (
+                f"unknown how many of the {self.tasks} RL tasks are distilled: the records that "
+                "the model was trained on were not found; name them by config.distilled.records"
+            )
+        return (
+            f"of {self.tasks} RL tasks, {self.same_question} are distilled questions and "
+            f"{self.same_fact} more ask for a distilled fact; {len(self.left_out)} are left out"
+        )
+
+    def keep(self, run: RunDir) -> None:
+        """Writes the tasks, with which the run is resumed and replayed, and a line of results."""
+        run.keep_json(_FILE, dataclasses.asdict(self))
+        run.summary({"RL tasks": str(self)})
+
+
+def find_distilled(
+    config: DistilledConfig, model: str, parts: Mapping[str, Sequence[Task]], run: Path | None
+) -> Overlap:
+    """Finds the distilled tasks of a run, and prints their number.
+
+    A run that has begun leaves out the same tasks as at its start, whatever the records are now.
+
+    Args:
+        config: settings of the search.
+        model: the policy before RL: path or name of a model.
+        parts: name of a source -> its tasks.
+        run: directory of the run; None to search anew.
+
+    Raises:
+        UserError: the records that ``config`` names cannot be read, a task is distilled and
+            ``config.tasks`` is ``refuse``, or the processes of the run find different tasks.
+    """
+    if run is not None and (run / _FILE).exists():
+        found = Overlap(**durable.read_json_object(run / _FILE, None))
+    elif run is not None and (run / "steps.jsonl").exists():  # a version without this file began it
+        found = Overlap(sum(map(len, parts.values())))
+    else:
+        found = _search(config, model, [task for tasks in parts.values() for task in tasks])
+    if processes.index() == 0:
+        print(found, flush=True)
+    if len(set(processes.exchange(digest(found.left_out), "the distilled tasks", 600.0))) > 1:
+        raise UserError(
+            "the processes find different training records of the model; name them by "
+            "config.distilled.records, a place that all hosts can read"
+        )
+    return found
+
+
+def _search(config: DistilledConfig, model: str, tasks: Sequence[Task]) -> Overlap:
+    """Compares tasks with the records, see `DistilledConfig`."""
+    questions = defaultdict[tuple[str, ...], list[frozenset[str]]](list)
+    facts = set()
+    for record in _records(config, model):
+        questions[tuple(words(record.question))].append(_answers(record))
+        facts.add(_fact(record))
+    same_question, same_fact = [], []
+    for task in tasks:
+        own = _answers(task)
+        others = questions.get(tuple(words(task.question)), ())
+        if any(not answers or not own or answers & own for answers in others):
+            same_question.append(task.id)
+        elif (fact := _fact(task)) and fact in facts:
+            same_fact.append(task.id)
+    left_out = same_question + same_fact if config.tasks == "leave_out" else []
+    number = sum(map(len, questions.values()))
+    found = Overlap(len(tasks), number, len(same_question), len(same_fact), left_out)
+    if config.tasks == "refuse" and (same_question or same_fact):
+        raise UserError(f"distilled.tasks is refuse: {found}; give tasks of another seed or source")
+    return found
+
+
+def _answers(asked: Task | DistilledRecord) -> frozenset[str]:
+    short = (text for text in asked.gold if len(text) <= _LONGEST_ANSWER)
+    return frozenset(map(normalize_answer, short))
+
+
+def _fact(asked: Task | DistilledRecord) -> tuple[Any, ...] | None:
+    """Returns the fact that a generated question asks for; None for other questions."""
+    about = asked.metadata
+    entities = about.get("entities")
+    if not entities or not isinstance(entities, list):
+        return None
+    named = frozenset(map(str, entities))
+    return str(about.get("kind")), str(about.get("relation")), named, _answers(asked)
+
+
+def _records(config: DistilledConfig, model: str) -> Iterator[DistilledRecord]:
+    """Yields the records that ``config`` names, or else those that `trained_on` finds."""
+    for source, protocol in [(config.records, "")] if config.records else trained_on(model):
+        try:
+            found = iterate_records(source, protocol)
+            yield from (each.record for each in found if isinstance(each, Read))
+        except UserError as error:
+            if config.records:
+                raise
+            logging.warning("records that the model was trained on: %s", error)
+
+
+def trained_on(model: str) -> Iterator[tuple[str, str]]:
+    """Yields the records that a model was trained on, as far as its work directories name them.
+
+    The model is the result of a training run in its work directory (``WORKDIR/model``) or of a
+    pipeline (``WORKDIR/models/NAME`` with ``WORKDIR/data``). The records of the run's own initial
+    model follow.
+
+    Args:
+        model: path of the model.
+
+    Yields:
+        (records as in `SFTConfig.data`, protocol of the records that name none).
+    """
+    seen = set()
+    while model not in seen:
+        seen.add(model)
+        workdir, config = _run_of(model)
+        if "distill" in config and not model.rstrip("/").endswith("/base"):
+            yield f"{workdir}/data/train.*", ""
+        elif config.get("data") and "optimizer" in config:
+            yield str(config["data"]), str(config.get("protocol", ""))
+        model = str(config.get("model", ""))
+
+
+def _run_of(model: str) -> tuple[str, dict[str, Any]]:
+    """Returns the work directory in which a model lies, and its settings; ("", {}) if unknown."""
+    folder = model.rstrip("/") if is_url(model) else os.path.abspath(model)
+    for _ in range(2 if is_url(model) or os.path.isdir(model) else 0):
+        folder = folder.rpartition("/")[0]
+        with contextlib.suppress(UserError):
+            return folder, durable.read_json_object(Path(local(f"{folder}/config.json")))
+    return "", {}

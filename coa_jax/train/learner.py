@@ -1,0 +1,224 @@
+"""The state of a reinforcement-learning run: policy, engines, and position in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.data.trajectory import Trajectory
+from coa_jax.engine.group import apart, give_back, make_engines, new_copies, publish_all
+from coa_jax.engine.memory import engine_memory
+from coa_jax.model.api import describe_model, load_weights
+from coa_jax.model.params import (
+    DecodeParams,
+    Params,
+    merge_adapters,
+    split_trained,
+    without_adapters,
+)
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.parallel.placement import rollout_devices, training_mesh
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.train.advantages import advantages_of
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.checkpoint import Checkpoints
+from coa_jax.train.memory import check_rows
+from coa_jax.train.movement import norm_before
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.step import TrainState, init_state, run_state
+from coa_jax.train.teacher import load_teacher
+from coa_jax.train.update import critic_run_state, critic_state, reference_params
+
+_States = tuple[TrainState, TrainState | None, Params | None]
+"""The policy, the critic (None without a critic) and the reference (None without a reference)."""
+
+
+class Learner:
+    """Holds the trained parameters, the engines that sample from them, and the position in the run.
+
+    Attributes:
+        model: architecture (with the adapters to train) and tokenizer of the policy, without
+            parameters.
+        engines: decoding engines of this process.
+        state: policy and its optimiser state.
+        critic: critic and its optimiser state; None without a critic.
+        reference: parameters of the reference policy, see `train.update.reference_params`; None if
+            the algorithm needs no reference.
+        teacher: teacher model on the devices of this run, see `train.teacher.load_teacher`; None
+            without such a teacher.
+        compute: dtype, operations and sharding of the updates.
+        constraint: constraint under which the policy samples; None without a constraint.
+        step: number of steps completed so far.
+        ledger: `admission.Composition.state` after ``step`` steps.
+        pool: state of the task pool (`pool.Pool`) after ``step`` steps; {} without a pool.
+        unmeasured: whether a signal ended the evaluation after ``step``, so that the metrics of the
+            step lack its results.
+        total: number of steps of the run.
+        norm_before: norm of the adapters of the run before, see `movement.norm_before`.
+    """
+
+    def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):
+        """Loads the model or the newest checkpoint, and creates the engines.
+
+        Args:
+            config: settings of the run.
+            protocols: names of the protocols that the tasks use.
+            checkpoints: checkpoints of the run; the caller closes them.
+
+        Raises:
+            UserError: the model does not fit the settings, or the checkpoint does not fit the
+                settings.
+        """
+        self._config, self._checkpoints = config, checkpoints
+        self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
+        self.model = model = describe_model(config.model, config.lora)
+        self.compute = config.compute(model.config, self._mesh)
+        self.step, self.unmeasured = 0, False
+        self.ledger: dict[str, Any] = {}
+        self.pool: Mapping[str, Sequence[Any]] = {}
+        self.state, self.critic, self.reference = self._resumed() or self._begun()
+        check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
+        self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
+        self.total = config.rules.steps
+        self.norm_before = norm_before(config.model) if config.lora.rank else 0.0
+        print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
+        self.constraint = constraint_for(
+            config.rollout, model.tokenizer, model.config.vocab_size, protocols
+        )
+        if self.constraint is not None:
+            print(f"constraint: {self.constraint}", flush=True)
+        self.engines = make_engines(
+            self._merged(),
+            without_adapters(model.config),
+            config.engine,
+            eos_ids(model.tokenizer),
+            self.constraint,
+            config.mesh.decode_tensor,
+            rollout_devices(config.mesh),
+        )
+        for engine in self.engines if config.budgets.max_seconds else ():
+            engine.warm_up()  # so that compilation does not count against `max_seconds`
+
+    def _begun(self) -> _States:
+        """Creates the state of a new run."""
+        config, model = self._config, self.model.config
+        params = load_weights(config.model, self._mesh)
+        # Copy the parameters first, because updates of the state reuse their memory.
+        critic, reference = critic_state(config, params), reference_params(config, params)
+        trained, frozen = split_trained(params, model, config.seed, self._mesh)
+        return init_state(trained, config.optimizer, frozen), critic, reference
+
+    def _resumed(self) -> _States | None:
+        """Reads the newest checkpoint and sets the position in the run; returns None without one.
+
+        The model's files are read only for parameters that are not trained: the reference, and the
+        frozen parameters of a run that trains adapters.
+        """
+        if not self._checkpoints.steps():
+            return None
+        config, model = self._config, self.model.config
+        like, reference = run_state(model, config.optimizer, self._mesh), None
+        if model.lora.rank:
+            like = like._replace(frozen=load_weights(config.model, self._mesh))
+        elif config.chosen.needs_reference:
+            reference = load_weights(config.model, self._mesh)
+        critic = critic_run_state(config, model, self._mesh)
+        restored = self._checkpoints.newest(like, {} if critic is None else {"critic": critic})
+        assert restored is not None
+        self.step, self.ledger = restored.step, restored.extra["ledger"]
+        self.pool = restored.extra.get("pool", {})
+        self.unmeasured = restored.extra.get("unmeasured", False)
+        critic = restored.more.get("critic")
+        if critic is None and config.chosen.needs_critic:  # saved under another algorithm
+            critic = critic_state(config, load_weights(config.model, self._mesh))
+        return restored.state, critic, reference
+
+    def still_learnable(self, trajectory: Trajectory) -> bool:
+        """Returns whether a resumed run can train on a trajectory that was sampled before.
+
+        The trajectory must have been sampled under the constraint of this run, or without a
+        constraint if this run has none.
+        """
+        constrained = trajectory.metadata["rollout"].get("constrain", False)
+        if self.constraint is None:
+            return not constrained
+        return constrained and trajectory.protocol in self.constraint.start
+
+    @property
+    def update_arguments(self) -> dict[str, Any]:
+        """The arguments of `update.update` that the run holds, except the policy's state."""
+        return {
+            "model": self.model.config,
+            "compute": self.compute,
+            "constraint": self.constraint,
+            "critic": self.critic,
+            "reference": self.reference,
+            "teacher": self.teacher,
+            "version": self.step,
+            "norm_before": self.norm_before,
+        }
+
+    def publish(self) -> None:
+        """Copies the current policy to the engines; no slot of an engine may be in use."""
+        publish_all(self.engines, self._merged())
+
+    def give_back(self) -> None:
+        """Frees the engines' memory until the next `publish`; no slot of an engine may be in use.
+
+        Engines on separate devices keep their memory, because nothing else needs the memory of
+        those devices.
+        """
+        if not apart(self.engines, self.state.params):
+            give_back(self.engines)
+
+    def weights(self) -> list[DecodeParams]:
+        """Returns copies of the current policy in the layout of the engines.
+
+        The engines may decode while the copies are made.
+        """
+        return new_copies(self.engines, self._merged())
+
+    def _merged(self) -> Params:
+        """Returns the current policy without adapters, which `publish_program` takes.
+
+        Merged parameters have the dtype of the engines, because a bfloat16 copy takes half the
+        memory of a float32 copy.
+        """
+        return merge_adapters(self.model.config, self.state.model, self._config.engine.dtype)
+
+    def overdue(self) -> bool:
+        """Returns whether the setting ``checkpoint_seconds`` requires a new checkpoint now."""
+        return self._checkpoints.overdue(self._config.checkpoint_seconds)
+
+    def save(self, metrics: dict[str, float]) -> None:
+        """Writes a checkpoint.
+
+        Args:
+            metrics: metrics of the step. If the setting ``keep_best`` names one of them, its value
+                decides whether the checkpoint is the best checkpoint.
+        """
+        more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
+        extra = {"ledger": self.ledger, "unmeasured": self.unmeasured}
+        if self.pool:
+            extra["pool"] = {id: list(known) for id, known in self.pool.items()}
+        self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
+
+
+def group_rows(
+    algorithm: Algorithm, groups: Sequence[Sequence[Trajectory]]
+) -> list[dict[str, Any]]:
+    """Converts the trajectories of groups to JSON objects for the trace files.
+
+    If the algorithm computes one advantage per trajectory from the rewards of its group alone,
+    ``metadata.advantage`` of each graded trajectory holds the advantage.
+    """
+    rows = []
+    for group in groups:
+        graded = [] if algorithm.whitened else advantages_of(algorithm, group)
+        known = {id(trajectory): float(a) for trajectory, a in graded if not a.ndim}
+        for trajectory in group:
+            row = trajectory.to_json()
+            if id(trajectory) in known:
+                row["metadata"] = {**row["metadata"], "advantage": known[id(trajectory)]}
+            rows.append(row)
+    return rows

@@ -1,0 +1,55 @@
+"""Loads the training tasks of a reinforcement-learning run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import Prompt
+from coa_jax.rollout.environments.session import graded_by_environment
+from coa_jax.tasks import Graders, Task
+from coa_jax.tasks.base import with_level
+from coa_jax.tasks.mixture import load_parts
+from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
+from coa_jax.train.distilled import Overlap, find_distilled
+from coa_jax.train.pool import with_pass_rates
+from coa_jax.train.rl_config import RLConfig
+
+
+def questions(
+    config: RLConfig, run: Path | None = None
+) -> tuple[dict[str, list[Task]], Prompt, Graders, Overlap]:
+    """Loads the training tasks of a run, with their prompt style and graders.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, which may have begun; None to check its settings only.
+
+    Returns:
+        Four parts: a dictionary from the name of a source to its tasks, the prompt style, the
+        graders of the answers, and the distilled tasks.
+
+    Raises:
+        UserError: a source cannot be loaded, its tasks cannot be graded, all of them are left out,
+            or `find_distilled` refuses them.
+    """
+    parts = {}
+    graders = Graders(config.graders)
+    loaded = load_parts(config, "train", config.num_tasks, config.seed)
+    overlap = find_distilled(config.distilled, config.model, loaded, run)
+    left_out = set(overlap.left_out)
+    for name, tasks in loaded.items():
+        remaining = [task for task in tasks if task.id not in left_out]
+        if tasks and not remaining:
+            raise UserError(
+                f"all {len(tasks)} tasks of {name or config.tasks} are distilled: raise num_tasks, "
+                "give another seed or source, or distilled.tasks=count to train on them"
+            )
+        rated = with_pass_rates(config.pool, remaining, name or config.tasks)
+        parts[name] = graded_by_environment(config.environment, rated)
+    graders.check([task for tasks in parts.values() for task in tasks])
+    prompt = load_prompt(config.rollout.prompt_style, config.model)
+    for name, tasks in parts.items():
+        parts[name] = with_level(tasks, config.rollout.level, config.rollout.format)
+        warn_of_prompts(parts[name], prompt, "tasks", "config.rollout.prompt_style")
+    return parts, prompt, graders, overlap

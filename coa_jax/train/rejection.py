@@ -1,0 +1,210 @@
+"""Rejection-sampling fine-tuning: SFT on the policy's own trajectories with a high reward.
+
+This method serves as a baseline for reinforcement learning: rewards select the trajectories, and
+the policy imitates the selected trajectories (Yuan et al., arXiv 2308.01825; Dong et al., arXiv
+2304.06767). The policy is trained on the token ids that were sampled; observations are masked as in
+`train.sft`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from absl import logging
+
+from coa_jax.config.fields import Between, Count, Place, Prose
+from coa_jax.data.records import ProtocolName, Records, iterate_records
+from coa_jax.data.trajectory import Author, Trajectory, read_trajectories
+from coa_jax.errors import UserError
+from coa_jax.model.api import describe_model, download_once, load_weights
+from coa_jax.model.config import LoraConfig
+from coa_jax.parallel.placement import own_rows, training_mesh
+from coa_jax.run.run_dir import RunDir
+from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
+from coa_jax.train.data import RecordReader, Updates, examples_in_memory, join, shuffled
+from coa_jax.train.examples import trajectory_example
+from coa_jax.train.fit import FitConfig, fit
+from coa_jax.train.lengths import fitting, measure
+from coa_jax.train.losses import SFTLoss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RFTConfig(FitConfig):
+    """Settings of rejection-sampling fine-tuning, in addition to those of `FitConfig`.
+
+    Attributes:
+        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories; "" to
+            train only on the records of ``data``.
+        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
+            the trajectories of all phases, including evaluations.
+        min_reward: minimum reward of a trajectory that the policy is trained on.
+        per_task: maximum number of trajectories of one task. The limit keeps tasks that are solved
+            often from dominating the training data.
+        data: records to train on in addition to the trajectories, see `SFTConfig.data`; "" for no
+            records.
+        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
+            of such a record from its tags.
+        prompt_style: prompt style in which the policy sees the records' questions, see
+            `tasks.prompts`.
+        lora: LoRA adapters to train instead of the whole model.
+    """
+
+    traces: Place
+    phase: Prose
+    min_reward: Annotated[float, Between(-1e9, 1e9)]
+    per_task: Count
+    data: Place = ""
+    protocol: ProtocolName = ""
+    prompt_style: Place = "full"
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.traces and not self.data:
+            raise UserError("give traces, data or both")
+
+
+def train(config: RFTConfig, run: RunDir, output: Path) -> None:
+    """Fine-tunes on trajectories with enough reward, and writes the model to ``output``.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics and checkpoints.
+        output: directory for the trained model.
+
+    Raises:
+        UserError: no trajectory or record fits the settings.
+    """
+    mesh = training_mesh(config.mesh, config.rows)
+    chosen = _chosen(config) if config.traces else []
+    download_once(config.model)
+    model = describe_model(config.model, config.lora)
+    sequences = [one for trajectory in chosen for one in trajectory.sequences]
+    learned = [one for one in sequences if (one.author == Author.POLICY).any()]
+    parts = [examples_in_memory([trajectory_example(one, 0.0) for one in learned])]
+    if config.data:
+        prompt = load_prompt(config.prompt_style, config.model)
+        reader = RecordReader(Records(config.data, config.protocol), model.tokenizer, prompt)
+        measured = measure(reader, config.data_workers, config.mesh.wait_seconds)
+        warn_of_prompts(measured.wording, prompt, "records", "config.prompt_style")
+        parts.append(fitting(reader, measured, config.row_length))
+        print(f"{len(parts[-1])} records of {config.data}", flush=True)
+    examples = join(parts)
+
+    fit(
+        config,
+        run,
+        output,
+        model,
+        weights=functools.partial(load_weights, config.model, mesh),
+        loss=SFTLoss(),
+        compute=config.compute(model.config, mesh),
+        updates=functools.partial(
+            Updates,
+            examples=examples,
+            order=shuffled([len(examples)], (1.0,), config.seed),
+            own=own_rows(mesh, config.rows),
+        ),
+        epoch=len(examples),
+        longest=int(examples.sizes.max()),
+        phase="rft",
+    )
+
+
+def _chosen(config: RFTConfig) -> list[Trajectory]:
+    """Selects the trajectories to train on, and prints their number."""
+    graded = read_graded(config.traces, config.phase)
+    chosen = select(graded, config.min_reward, config.per_task, config.row_length)
+    if not chosen:
+        raise UserError(
+            f"{config.traces}: none of {len(graded)} graded trajectories has a reward of at least "
+            f"{config.min_reward} and at most {config.row_length} tokens: lower min_reward, raise "
+            "row_length, or sample more"
+        )
+    tasks = len({trajectory.task_id for trajectory in chosen})
+    print(f"{len(chosen)} of {len(graded)} graded trajectories, of {tasks} tasks", flush=True)
+    return chosen
+
+
+def read_graded(path: str, phase: str) -> list[Trajectory]:
+    """Reads the trajectories of a phase that have a reward and policy tokens.
+
+    Args:
+        path: file of trajectories, such as ``traces.jsonl``.
+        phase: phase of the run, such as ``rl``; "" reads the trajectories of all phases.
+
+    Raises:
+        UserError: the file is missing, or has no graded trajectory of this phase.
+    """
+    try:
+        every = read_trajectories(path)
+    except UserError as error:
+        if not _holds_records(path):
+            raise
+        raise UserError(
+            f"{path}: holds records, not graded trajectories; sft and rft read records as "
+            "config.data"
+        ) from error
+    found = [
+        t
+        for t in every
+        if (not phase or t.metadata.get("phase") == phase)
+        and t.reward is not None
+        and t.reward.value is not None
+        and t.num_policy_tokens
+    ]
+    if not found:
+        phases = Counter(str(t.metadata.get("phase")) for t in every)
+        raise UserError(
+            f"{path}: no graded trajectory of phase {phase!r}; the file has trajectories of these "
+            f"phases: {dict(phases) or 'none'}; set config.phase, or give another file"
+        )
+    return found
+
+
+def _holds_records(path: str) -> bool:
+    try:
+        return next(iterate_records(path), None) is not None
+    except UserError:
+        return False
+
+
+def value(trajectory: Trajectory) -> float:
+    """Returns the reward of a trajectory, which must have been graded."""
+    assert trajectory.reward is not None
+    assert trajectory.reward.value is not None
+    return trajectory.reward.value
+
+
+def select(
+    trajectories: Sequence[Trajectory], min_reward: float, per_task: int, length: int
+) -> list[Trajectory]:
+    """Selects, for each task, the first ``per_task`` distinct trajectories with enough reward.
+
+    Args:
+        trajectories: graded trajectories.
+        min_reward: minimum reward of a trajectory.
+        per_task: maximum number of trajectories of one task.
+        length: maximum number of tokens of a trajectory and of each of its branches. Longer
+            trajectories are left out, and a warning states how many.
+    """
+    kept: dict[str, dict[bytes, Trajectory]] = defaultdict(dict)
+    long = 0
+    for trajectory in trajectories:
+        if value(trajectory) < min_reward:
+            continue
+        if max(len(one.tokens) for one in trajectory.sequences) > length:
+            long += 1
+            continue
+        same_task = kept[trajectory.task_id]
+        if len(same_task) < per_task:
+            key = b"|".join(one.tokens.tobytes() for one in trajectory.sequences)
+            same_task.setdefault(key, trajectory)
+    if long:
+        logging.warning("%d trajectories have more than %d tokens and are left out", long, length)
+    return [trajectory for members in kept.values() for trajectory in members.values()]

@@ -1,0 +1,455 @@
+"""Agentic reinforcement learning with live tools (§3.2 of the Chain-of-Agents paper).
+
+A background thread samples and grades a stream of groups; a group is all samples of one task. A
+step of the main thread takes groups from the stream, and makes one or more policy-gradient updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import sharing
+from coa_jax.model.api import download_once
+from coa_jax.model.card import CARD
+from coa_jax.model.params import DecodeParams
+from coa_jax.model.peft_io import save_trained
+from coa_jax.parallel import processes
+from coa_jax.protocol import Prompt
+from coa_jax.rollout.agent_config import agent_programs
+from coa_jax.rollout.environments.session import Environments
+from coa_jax.rollout.request import Request
+from coa_jax.rollout.sampler import EngineSampler, Sampler
+from coa_jax.run.progress import progress
+from coa_jax.run.run_dir import RunDir
+from coa_jax.tasks import Graders, Task
+from coa_jax.tasks.checks import warn_of_tools
+from coa_jax.tasks.mixture import stream_of
+from coa_jax.tasks.prompts import make_card
+from coa_jax.tools.base import Tool
+from coa_jax.train import groups, metrics
+from coa_jax.train.admission import Composition, Ledger
+from coa_jax.train.checkpoint import Checkpoints
+from coa_jax.train.clock import Clock, Profile
+from coa_jax.train.fingerprints import digest, fingerprint
+from coa_jax.train.groups import Sampled
+from coa_jax.train.held_out import HeldOut
+from coa_jax.train.learner import Learner, group_rows
+from coa_jax.train.losses import check_loss
+from coa_jax.train.pool import Pool
+from coa_jax.train.questions import questions
+from coa_jax.train.record import Spool, StepLog, StepRecord, newest_of, recorded_groups
+from coa_jax.train.replay import ReplayResult, replay_run
+from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.step import check_updates
+from coa_jax.train.stop import end_run, stop_on_sigterm
+from coa_jax.train.stream import LocalShare, Stream
+from coa_jax.train.update import update
+from coa_jax.train.watch import Watch
+
+_PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
+
+
+def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
+    """Trains a policy by RL with live tools, and writes a Hugging Face directory to ``output``.
+
+    If the run directory contains an interrupted run, that run resumes from its newest checkpoint.
+    The resumed run first repeats the later steps that ``steps.jsonl`` records, with the
+    trajectories in ``spool/``, and then samples new groups. With ``max_staleness=0``, each sample
+    is a function of (seed, task index, sample index, parameters), so a seed determines the run.
+
+    On SIGTERM the process abandons the rollouts and the evaluation in flight, saves a checkpoint,
+    and exits with 0. The resumed run repeats the evaluation.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics, trajectories and checkpoints.
+        output: directory for the trained model.
+        tools: tools that the policy can call.
+    """
+    check_loss(config.chosen)
+    download_once(config.model)
+    parts, prompt, graders, overlap = questions(config, run.path)
+    tasks = [task for part in parts.values() for task in part]
+    warn_of_tools(tools, tasks)
+    environments = Environments(config.environment, prompt) if config.environment else None
+    if config.budgets != config.rollout:
+        logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
+    card = make_card(prompt, tasks)
+    run.keep_json(f"rl-{CARD}", card)
+    with contextlib.closing(
+        Checkpoints(
+            run.checkpoints / "rl",
+            config.keep_last,
+            config.keep_best,
+            wait_seconds=config.mesh.wait_seconds,
+            before_save=run.sync,
+        )
+    ) as checkpoints:
+        held_out = None
+        if config.evaluate_every:
+            held_out = HeldOut(
+                config.held_out,
+                config.evaluate_every,
+                config.rules.steps,
+                run,
+                "rl",
+                rollout=config.budgets,
+                graders=graders,
+                prompt=prompt,
+                tools=tools,
+                environments=environments,
+                wait_seconds=config.mesh.wait_seconds,
+                otherwise=config,
+                trained=tasks,
+            )
+        everything = [*tasks, *(held_out.tasks if held_out else ())]
+        learner = Learner(config, (task.protocol for task in everything), checkpoints)
+        run.begin("rl", learner.step, learner.total)
+        overlap.keep(run)
+        stream = stream_of(config, parts, config.seed)
+        pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
+        with contextlib.closing(
+            Source(config, learner, run, stream, pool, prompt, graders, tools, environments)
+        ) as source:
+            _loop(config, learner, run, source, held_out)
+        if learner.step == learner.total:
+            # Until the last checkpoint is complete, a resumed run needs the trajectories.
+            checkpoints.wait()
+            processes.meet("the last checkpoint", config.mesh.wait_seconds)
+            source.clear()
+    if learner.step < learner.total or learner.unmeasured:
+        end_run(learner.step, learner.total)
+    model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
+    settings = dataclasses.asdict(config)
+    save_trained(model, config.model, output, config.export_dtype, "rl", settings)
+
+
+def repeat(config: RLConfig, run: Path) -> ReplayResult:
+    """Repeats the recorded steps of a run, and compares the results; see `train.replay`.
+
+    Raises:
+        UserError: the run has no record of its steps.
+    """
+    parts, prompt, *_ = questions(config, run)
+    protocols = {task.protocol for tasks in parts.values() for task in tasks}
+    return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)
+
+
+class Source:
+    """Provides the groups of samples for each step of a run.
+
+    After an interruption, the groups of the steps that were recorded come first, and new groups
+    follow.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        learner: Learner,
+        run: RunDir,
+        tasks: Sequence[Task],
+        pool: Pool | None,
+        prompt: Prompt,
+        graders: Graders,
+        tools: Sequence[Tool],
+        environments: Environments | None = None,
+    ):
+        """Reads the records of the run; sampling begins when `step` first needs a new group."""
+        self._config, self._learner, self._tools = config, learner, tools
+        self._pool = pool  # as it was after the newest step trained on
+        self._spool = Spool(run.path / "spool")
+        self.log = StepLog(run.path / "steps.jsonl", run.active)
+        self._kept = {
+            key: learnable
+            for key, found in self._spool.read().items()
+            if (learnable := [t for t in found if learner.still_learnable(t)])
+        }
+        if environments is not None and environments.together:
+            there = Counter(index for index, _ in self._kept)
+            whole = {index for index, count in there.items() if count == config.group_size}
+            self._kept = {key: found for key, found in self._kept.items() if key[0] in whole}
+        self._records = self.log.read(learner.step)
+        self._ask: Callable[[int], Request] = lambda index: groups.request_of(
+            config, learner.model, tasks[index], prompt, index, environments
+        )
+        self._graders = graders
+        self._stream: Stream | None = None
+        # The newest weights of the engines, which `engines` shares for an evaluation.
+        self._weights: list[DecodeParams] = []
+        self._saved: dict[str, Any] | None = None  # state of the ledger at the last checkpoint
+        self._abandoned = False
+
+    def step(self) -> tuple[Sampled, dict[str, float]] | None:
+        """Returns the groups and the sampling metrics of the next step.
+
+        The result is None if the run was abandoned in any process, see `abandon`.
+        """
+        wait = self._config.mesh.wait_seconds
+        if self._records:
+            # Signals reach the processes at different times.
+            if not _all_say(not self._abandoned, "repeating of steps", wait):
+                return None
+            if (record := self._recorded()) is not None:
+                return record
+        if self._stream is None:
+            self._start()
+        assert self._stream is not None
+        share = self._stream.step()
+        if not _all_say(share is not None, "rollouts of a step", wait) or not share:
+            return None
+        sampled = self._assembled(share)
+        self.log.write(StepRecord.of(sampled.composition, sampled.everything))
+        return sampled, metrics.sampling_metrics(sampled, share.figures)
+
+    def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
+        """Returns the next recorded step; None if a trajectory of the step is missing."""
+        record = self._records.pop(0)
+        found = recorded_groups(record, self._kept)
+        wait = self._config.mesh.wait_seconds
+        if not _all_say(found is not None, "recorded groups", wait):
+            step = record.composition.step
+            logging.warning("step %d cannot be repeated and is sampled again", step)
+            self.log.forget(step - 1)
+            self._spool.forget(step - 1)
+            self._records = []
+            self._kept = {
+                key: known
+                for key, found in self._kept.items()
+                if (known := [t for t in found if newest_of(t) < step])
+            }
+            return None
+        assert found is not None
+        for index in found:
+            for sample in range(self._config.group_size):
+                self._kept.pop((index, sample), None)
+        return self._assembled(LocalShare(record.composition, found, [], {})), {}
+
+    def _assembled(self, share: LocalShare) -> Sampled:
+        if not self._config.max_staleness:  # no rollout is in flight: free memory for the update
+            self._learner.give_back()
+        return groups.assemble(share, self._config.mesh.wait_seconds)
+
+    def _start(self) -> None:
+        config, learner = self._config, self._learner
+        # The stream composes steps before the run trains on them, so it needs a pool of its own.
+        ahead = self._pool and self._pool.copy()
+        ledger = Ledger.restore(config.rules, learner.ledger, ahead)
+        if learner.step:
+            learner.publish()
+        model, engines, budgets = learner.model, learner.engines, config.budgets
+        version, recompute = ledger.version, config.in_flight_weights == "recompute"
+        sampler: Sampler
+        if config.agent:
+            agent = config.agent
+            sampler = agent_programs().agent_sampler(
+                model, engines, agent, budgets, version, recompute=recompute
+            )
+        else:
+            tokenizer, tools = model.tokenizer, self._tools
+            sampler = EngineSampler(
+                engines, tokenizer, tools, budgets, version, recompute=recompute
+            )
+
+        self._stream = Stream(
+            ledger,
+            sampler,
+            self._spool,
+            ask=self._ask,
+            grade=functools.partial(groups.graded, config, self._graders),
+            complete=functools.partial(groups.completed, config, self._graders),
+            has_signal=functools.partial(groups.is_learned, config),
+            wait_seconds=config.mesh.wait_seconds,
+            # Without staleness every group must be used by the next step, so this setting would
+            # make the groups depend on timing.
+            leave_out=config.late_samples == "leave_out" and config.max_staleness > 0,
+            score=functools.partial(groups.score_group, config),
+            kept=self._kept,
+        )
+        self._kept = {}
+        if self._abandoned:
+            self._stream.abandon()
+        self._stream.start()
+
+    def count(self, composition: Composition) -> dict[str, float]:
+        """Updates the task pool with the scores of a step, and returns the pool's metrics."""
+        if self._pool is None:
+            return {}
+        scores = dict(zip(composition.examined, composition.scores, strict=True))
+        self._pool.learn(composition.step, scores)
+        self._learner.pool = self._pool.known
+        return self._pool.figures(composition.step)
+
+    def publish(self) -> None:
+        """Gives the parameters of the newest step to the engines that sample."""
+        if self._stream is None:
+            return  # the engines get the policy when the stream starts
+        if self._config.max_staleness:
+            self._weights = self._learner.weights()
+            self._stream.publish(self._weights, self._learner.step)
+        else:
+            self._learner.publish()
+
+    def go_on(self) -> None:
+        """Resumes the rollouts that wait for the parameters of the newest step.
+
+        Rollouts wait only if ``max_staleness`` is 0.
+        """
+        if self._stream is not None and not self._config.max_staleness:
+            self._stream.publish(None, self._learner.step)
+
+    def engines(self, slots: int) -> Sequence[Engine]:
+        """Returns engines that have the published parameters and free slots.
+
+        If rollouts are in flight, the engines are new; otherwise they are those of the run.
+
+        Args:
+            slots: number of slots of a new engine, which shares the weights of the run's engines; 0
+                for the same number as in the run's engines.
+        """
+        learner = self._learner
+        if self._stream is None:
+            learner.publish()
+        if self._stream is None or not self._config.max_staleness:
+            return learner.engines
+        engines = sharing(learner.engines, self._weights, slots)
+        for engine in engines if self._config.budgets.max_seconds else ():
+            engine.warm_up()
+        return engines
+
+    def saved(self) -> None:
+        """Deletes stored trajectories that are no longer needed, after a checkpoint was begun.
+
+        A trajectory is needed until the steps that may use it are in a complete checkpoint.
+        """
+        # The newest checkpoint is still being written; the checkpoint before it is complete.
+        saved, self._saved = self._saved, self._learner.ledger
+        if self._stream is not None and saved is not None:
+            self._stream.prune(saved)
+
+    def abandon(self) -> None:
+        """Asks the rollouts to end, and returns at once; signal handlers may call this method."""
+        self._abandoned = True
+        if self._stream is not None:
+            self._stream.abandon()
+
+    def close(self) -> None:
+        """Ends the rollouts, and waits until they have ended."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def clear(self) -> None:
+        """Deletes all stored trajectories of this process; the rollouts must have ended."""
+        self._spool.clear()
+
+
+def _loop(
+    config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
+) -> None:
+    """Runs steps until the run is complete or is asked to stop."""
+    watch, saved, stopping = Watch(run.rows("rl")), learner.step, False
+    clock, row = Clock(*_PARTS), dict[str, float]()
+
+    def abandon() -> None:
+        source.abandon()
+        if held_out is not None:
+            held_out.abandon()
+
+    def measure() -> dict[str, float]:
+        processes.doing(f"evaluation after step {learner.step}")
+        figures = held_out and held_out.measure(
+            learner.step,
+            digest(fingerprint(learner.state.model)),
+            learner.model.tokenizer,
+            functools.partial(source.engines, config.held_out.slots),
+        )
+        learner.unmeasured = held_out is not None and figures is None
+        return figures or {}
+
+    with (
+        contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
+        stop_on_sigterm(abandon) as stop,
+        progress("RL", total=learner.total, initial=learner.step) as bar,
+    ):
+        if learner.unmeasured:
+            run.add_metrics(learner.step, "rl", **measure())
+            stopping = learner.unmeasured
+        while learner.step < learner.total and not stopping:
+            profile.before(learner.step + 1)
+            processes.doing(f"rollouts of step {learner.step + 1}")
+            with clock("rollout_wait"):
+                step = source.step()
+            if step is None:
+                break
+            sampled, figures = step
+            processes.doing(f"update of step {learner.step + 1}")
+            with clock("update"):
+                learner.state, learner.critic, stats = update(
+                    config, learner.state, groups=sampled.used, **learner.update_arguments
+                )
+            learner.step, learner.ledger = learner.step + 1, sampled.composition.state
+            figures |= source.count(sampled.composition)
+            error = check_updates(stats, config.optimizer)
+            due = held_out is not None and held_out.due(learner.step) and not error
+            with clock("traces"):
+                parameters = digest(fingerprint(learner.state.model))
+            if (learner.step < learner.total or due) and not error:
+                with clock("publish"):
+                    source.publish()
+            if due:
+                with clock("evaluation"):
+                    figures |= measure()
+            if learner.step < learner.total and not error:
+                with clock("publish"):
+                    source.go_on()
+            processes.doing(f"rows of step {learner.step}")
+            # Write the rows before the checkpoint: a resumed run removes rows after its checkpoint.
+            with clock("traces"):
+                source.log.learned(learner.step, parameters)
+                rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
+                run.traces(learner.step, "rl", rows, config.traces.format)
+            of_rollouts = metrics.rollout_metrics(sampled)
+            row = {
+                **stats,
+                **of_rollouts,
+                **metrics.train_speed(
+                    learner.model.config,
+                    groups.learned_lengths(sampled.used) * config.epochs,
+                    stats.get("tokens", 0.0) * of_rollouts["group/distinct_tokens"],
+                    clock.seconds["update"],
+                ),
+                **metrics.peak_memory(),
+                **clock.report(),
+                **figures,
+                **metrics.describe_sources(config, sampled),
+            }
+            run.metrics(learner.step, "rl", **row)
+            profile.after(learner.step)
+            for text in watch.see(row):
+                logging.warning("RL, step %d: %s", learner.step, text)
+            clock, overdue = Clock(*_PARTS), learner.overdue()
+            stopping, due = stop.agreed(config.mesh.wait_seconds, overdue)
+            due |= learner.step % config.checkpoint_every == 0 or learner.step == learner.total
+            if due or stopping or error:
+                with clock("checkpoint"):
+                    learner.save(row)
+                    source.saved()
+                saved = learner.step
+            if error:
+                raise error
+            bar.update(reward=row["reward/mean"])
+        if saved < learner.step:
+            learner.save(row)
+
+
+def _all_say(answer: bool, what: str, seconds: float) -> bool:
+    """Returns whether ``answer`` is True in every process; see `processes.exchange`."""
+    return all(processes.exchange(answer, what, seconds))

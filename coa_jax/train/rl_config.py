@@ -1,0 +1,242 @@
+"""Settings of a reinforcement-learning run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from coa_jax.config.fields import Between, Count, Natural, OneOf, Place, Size, Times
+from coa_jax.engine.config import EngineConfig
+from coa_jax.errors import UserError
+from coa_jax.model.config import LoraConfig
+from coa_jax.rollout.agent_config import AgentConfig
+from coa_jax.rollout.environments import EnvironmentConfig
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.tasks import GradersConfig
+from coa_jax.tasks.mixture import parts_of
+from coa_jax.train.admission import AdmissionRules
+from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.distilled import DistilledConfig
+from coa_jax.train.held_out import METRICS, HeldOutConfig, check_best
+from coa_jax.train.pool import PoolConfig
+from coa_jax.train.shaping import StopRewards
+from coa_jax.train.teacher import TeacherConfig
+from coa_jax.train.traces import TracesConfig
+from coa_jax.train.training import TrainingConfig
+
+BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass", *METRICS)
+"""Metrics by which ``keep_best`` can select a checkpoint; the highest value is best."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLConfig(TrainingConfig):
+    """Settings of a reinforcement-learning run, in addition to those of `TrainingConfig`.
+
+    ``row_length`` must be at least the maximum length of a trajectory, ``rollout.max_tokens``.
+
+    Attributes:
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
+        task_options: options of the task source.
+        mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
+            and ``split``, see `tasks.mixture.Part`.
+        num_tasks: number of tasks to take from the training split of each source.
+        distilled: treatment of tasks that a training record of the policy asks, too; by default
+            they are left out.
+        pool: selection of the tasks that are sampled; by default no task is skipped.
+        groups: number of groups that a step trains on; a group is the set of samples of one task.
+        group_size: number of samples per group.
+        max_sampled: maximum number of groups that a step examines, as a multiple of ``groups``. A
+            group has a signal if its rewards differ. A step that has examined the maximum number of
+            groups trains on those of them that have a signal, even if their number is below
+            ``groups``.
+        groups_in_flight: number of groups that are sampled at the same time; 0 derives the number
+            from the share of groups with a signal.
+        max_staleness: maximum age, in steps, of a group that a step trains on. The age is the
+            number of steps between the oldest policy version that sampled one of the group's tokens
+            and the version that the step updates. With 0, the newest policy samples all groups of a
+            step, steps take groups in task order, and the time limits ``rollout.max_seconds`` and
+            ``rollout.max_tool_seconds`` are ignored; so the same seed reproduces the run. Above 0,
+            rollouts continue during updates; a group that is too old is dropped, and its task is
+            sampled again.
+        admission: order in which steps take groups if ``max_staleness`` is above 0. ``completion``
+            takes the groups that finish first, which favours short trajectories; ``task_order``
+            waits for the oldest task.
+        late_samples: treatment of a group that still has unfinished samples when the next step is
+            the last one for which the group is not too old (see ``max_staleness``).
+            ``drop_group`` continues sampling, and drops the group when its age exceeds
+            ``max_staleness``. ``leave_out`` trains on the finished samples if there are two or
+            more, which favours short trajectories. With ``max_staleness=0``, the step waits for all
+            samples.
+        in_flight_weights: treatment of the KV cache of unfinished samples when the weights change.
+            ``keep`` keeps the entries that the earlier weights computed; ``recompute`` computes
+            these entries again with the new weights.
+        mini_batch: number of groups per optimiser update; 0 for all groups of a step. Only the last
+            update of an epoch may have fewer groups.
+        epochs: number of passes over the groups of a step, as in PPO. Passes after the first one
+            shuffle the groups.
+        format_reward: True if a correct answer gets a reward only if its trajectory obeys the
+            protocol, as in eq 11 of the Chain-of-Agents paper; False if the answer alone decides,
+            as in eq 10.
+        stops: changes to the rewards of trajectories without an answer, see `StopRewards`.
+        temperature: sampling temperature. Training divides the logits by the same temperature.
+        attention_length: number of positions per row inside attention. Above 0, samples of the same
+            task are packed into a row that stores their prompt once. Attention alone needs the
+            prompt once per sample, so there the row is expanded to this number of positions (see
+            `batch.pack`). With 0, every sample has its own copy of the prompt.
+        algorithm: preset of the algorithm, and settings that override those of the preset.
+        teacher: model that scores the policy's tokens; used if ``algorithm.opd_coef`` is above 0.
+        engine: settings of the decoding engine, such as the number of slots.
+        rollout: limits of a trajectory (such as ``max_tokens``), and settings of the prompt.
+        agent: a program of your own that solves the tasks, instead of the tool loop.
+        graders: settings of the graders of answers, see docs/grading.md.
+        environment: environment in which the policy acts, in addition to the tools; see
+            docs/environments.md.
+        lora: LoRA adapters to train instead of the whole model.
+        keep_best: metric that selects the best checkpoint, such as ``reward/mean``. This checkpoint
+            is kept in addition to the newest checkpoints; "" keeps no best checkpoint. Metrics of a
+            step's rollouts describe the policy before the step's updates; the step's checkpoint and
+            evaluation use the parameters after the updates.
+        evaluate_every: number of steps between two evaluations on ``held_out``; 0 for no
+            evaluations.
+        held_out: settings of the evaluations. If ``held_out`` names no task source, the policy is
+            evaluated on the validation split of the training sources.
+        traces: settings that say which trajectories are written to disk, and in which file format.
+        probe_s: time limit, in seconds, of a check before the first step, in which each server that
+            the run needs (judge, tools) must respond; 0 skips this check.
+    """
+
+    tasks: Place
+    num_tasks: Count
+    groups: Size
+    group_size: Size
+    format_reward: bool
+    temperature: Annotated[float, Between(0, 100, above=True)]
+    algorithm: Algorithm
+    engine: EngineConfig
+    rollout: RolloutConfig
+    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
+    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    stops: StopRewards = dataclasses.field(default_factory=StopRewards)
+    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    distilled: DistilledConfig = dataclasses.field(default_factory=DistilledConfig)
+    pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
+    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
+    mini_batch: Natural = 0
+    epochs: Times = 1
+    attention_length: Natural = 0
+    teacher: TeacherConfig = dataclasses.field(default_factory=TeacherConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    max_sampled: Annotated[float, Between(1, 1000)] = 2.0
+    groups_in_flight: Natural = 0
+    max_staleness: Annotated[int, Between(0, 100)] = 0
+    admission: Literal["completion", "task_order"] = "completion"
+    late_samples: Literal["drop_group", "leave_out"] = "drop_group"
+    in_flight_weights: Literal["keep", "recompute"] = "keep"
+    keep_best: Annotated[str, OneOf("", *BEST)] = ""
+    evaluate_every: Natural = 0
+    held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
+    traces: TracesConfig = dataclasses.field(default_factory=TracesConfig)
+    probe_s: Annotated[float, Between(0, 600)] = 10.0
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens of a trajectory.
+
+        This is the smaller of ``rollout.max_tokens`` and ``engine.max_length``.
+        """
+        return min(self.rollout.max_tokens, self.engine.max_length)
+
+    @property
+    def budgets(self) -> RolloutConfig:
+        """Limits of a trajectory; without time limits if ``max_staleness`` is 0.
+
+        With 0, the same seed must reproduce the run, and time limits would make the run depend on
+        the speed of the machine.
+        """
+        if self.max_staleness:
+            return self.rollout
+        return dataclasses.replace(self.rollout, max_seconds=0.0, max_tool_seconds=0.0)
+
+    @property
+    def rules(self) -> AdmissionRules:
+        """Rules by which the run chooses the groups of each step."""
+        return AdmissionRules(
+            groups=self.groups,
+            most=int(self.max_sampled * self.groups),
+            max_staleness=self.max_staleness,
+            in_order=self.admission == "task_order",
+            in_flight=self.groups_in_flight,
+            steps=self.optimizer.total_steps // self.updates_per_step,
+        )
+
+    @property
+    def groups_per_update(self) -> int:
+        """Number of groups in a full optimiser update."""
+        return self.mini_batch or self.groups
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimiser updates in a step with ``groups`` groups, over all epochs."""
+        return self.epochs * -(-self.groups // self.groups_per_update)
+
+    @functools.cached_property
+    def chosen(self) -> Algorithm:
+        """The algorithm of the run, in which every unset setting has the preset's value."""
+        return self.algorithm.resolve(self.longest)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts_of(self)
+        check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
+        if self.rollout.cut_context:
+            raise UserError(
+                "rollout.cut_context is True: tokens that were sampled from a cut context cannot "
+                "be trained on; leave it False"
+            )
+        if self.agent and self.evaluate_every:
+            raise UserError(
+                f"evaluate_every is {self.evaluate_every}: evaluations use the tool loop, and "
+                "agent names a program; give 0, and measure with coa-jax evaluate"
+            )
+        if self.agent and (self.rollout.constrain or self.format_reward):
+            setting = "rollout.constrain" if self.rollout.constrain else "format_reward"
+            raise UserError(
+                f"{setting} is True: it applies to the protocols of the tool loop, and agent "
+                "names a program; leave it False"
+            )
+        if self.agent and self.environment:
+            raise UserError("agent and environment are both set; give one of the two")
+        longest = self.longest
+        if self.row_length < longest:
+            raise UserError(
+                f"row_length is {self.row_length}, and trajectories have up to {longest} "
+                "tokens; raise row_length or lower rollout.max_tokens"
+            )
+        if self.attention_length and self.attention_length < self.row_length:
+            raise UserError(
+                f"attention_length is {self.attention_length}, and rows have "
+                f"{self.row_length} tokens; give 0, or at least row_length"
+            )
+        algorithm = self.chosen
+        alone = algorithm.alone and algorithm.learn_from == "all"
+        if self.group_size == 1 and not alone:
+            raise UserError(
+                "group_size is 1, and the algorithm compares samples of one task: "
+                "give at least 2, or algorithm.name=ppo, reinforce++ or opd"
+            )
+        self.teacher.check(algorithm.opd_coef, self.temperature, self.rollout.constrain)
+        if self.optimizer.total_steps < self.updates_per_step:
+            raise UserError(
+                f"optimizer.total_steps is {self.optimizer.total_steps}, and a step makes "
+                f"{self.updates_per_step} updates; give at least as many"
+            )
+        if self.mini_batch > self.groups:
+            raise UserError(
+                f"mini_batch is {self.mini_batch}, and a step has {self.groups} groups: give at "
+                "most as many, or 0 for all"
+            )
+        if self.max_staleness:
+            algorithm.check_stale(f"max_staleness is {self.max_staleness}")

@@ -1,0 +1,306 @@
+"""Observation-masked supervised fine-tuning on distilled trajectories.
+
+The method is that of §3.1 of the Chain-of-Agents paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.config.fields import Natural, OneOf, Place, Positive, Share
+from coa_jax.data.records import ProtocolName, Records
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
+from coa_jax.errors import UserError
+from coa_jax.model.api import Model, describe_model, download_once, load_weights
+from coa_jax.model.card import CARD
+from coa_jax.model.compute import Compute
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import Params, merge_adapters, without_adapters
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.parallel.placement import own_rows, put_batch, training_mesh
+from coa_jax.protocol import FormatName, Level, Prompt
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.run.run_dir import RunDir
+from coa_jax.tasks import Graders, GradersConfig
+from coa_jax.tasks.prompts import Wording, load_prompt, make_card, warn_of_prompts
+from coa_jax.tools.base import Tool
+from coa_jax.tools.make import ToolsConfig
+from coa_jax.train import data
+from coa_jax.train.batch import Batch, first_fit
+from coa_jax.train.fingerprints import digest, fingerprint
+from coa_jax.train.fit import FitConfig, fit
+from coa_jax.train.held_out import METRICS, HeldOut, HeldOutConfig, check_best
+from coa_jax.train.lengths import TokenCounts, fitting, measure
+from coa_jax.train.losses import Net, SFTLoss
+from coa_jax.train.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTConfig(FitConfig):
+    """Settings of supervised fine-tuning, in addition to those of `FitConfig`.
+
+    Each example is one record. The Chain-of-Agents paper uses 256 examples per update (§3.1).
+
+    Attributes:
+        data: records to train on: a path, several paths separated by commas, a pattern, a folder,
+            or a data set (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); see docs/data.md.
+        weights: relative frequencies with which records are drawn from the paths in ``data``, one
+            number per path; () draws all records equally often.
+        validation: records on which the validation loss is measured; "" for no validation.
+        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
+            of such a record from its tags.
+        prompt_style: prompt style in which the policy sees the questions, see `tasks.prompts`.
+        level: level of the protocol rules, ``lenient`` or ``paper``; the instructions in the prompt
+            explain the rules of this level. "" takes the level of each record.
+        format: conversation format in which the policy is trained on the records, see
+            `RolloutConfig.format`. Records in the format ``tags`` are rewritten in this format,
+            with their thoughts, calls and answers. "" keeps the format of each record.
+        rename_share: share of the records in which names and numbers are replaced by random ones,
+            see `train.renaming`. Leave it 0 unless the policy is trained from random weights.
+        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
+            checkpoints; "" keeps no best checkpoint. Metrics of the evaluations on ``held_out``
+            have names that begin with ``eval/``.
+        lora: LoRA adapters to train instead of the whole model.
+        evaluate_every: number of updates between two evaluations on ``held_out``, which use live
+            tools; 0 for no evaluations.
+        held_out: tasks and sampling settings of the evaluations.
+        engine: settings of the decoding engine in evaluations, such as the number of slots.
+        rollout: limits of a trajectory in evaluations. The fields ``prompt_style``, ``level`` and
+            ``format`` of ``rollout`` are ignored; the settings of the same names above apply
+            instead.
+        graders: settings of the graders of answers in evaluations.
+        tools: tools that the policy can call in evaluations.
+    """
+
+    data: Place
+    validation: Place
+    prompt_style: Place
+    rename_share: Share
+    keep_best: Annotated[str, OneOf("", "loss", "validation/loss", *METRICS)] = ""
+    weights: tuple[Positive, ...] = ()
+    protocol: ProtocolName = ""
+    level: Level = ""
+    format: FormatName = ""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    evaluate_every: Natural = 0
+    held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
+    tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
+
+    @property
+    def parts(self) -> list[str]:
+        """The paths in ``data``, one for each number in ``weights``.
+
+        If ``weights`` is (), the whole text of ``data`` is the only part.
+        """
+        return self.data.split(",") if self.weights else [self.data]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights and len(self.weights) != len(self.parts):
+            raise UserError(
+                f"weights has {len(self.weights)} numbers, and data {len(self.parts)} paths; give "
+                "one number for each path, or no weights"
+            )
+        check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
+        if self.evaluate_every and not (self.held_out.tasks or self.held_out.mixture):
+            raise UserError(
+                f"evaluate_every is {self.evaluate_every}, and held_out.tasks is empty; name a "
+                "source of tasks"
+            )
+        if self.keep_best.startswith("validation/") and (
+            not self.validation or self.checkpoint_every % self.validate_every
+        ):
+            raise UserError(
+                f"keep_best is {self.keep_best}, which is not known at every "
+                "checkpoint; give validation, and make checkpoint_every a multiple of "
+                "validate_every"
+            )
+
+
+def train(
+    config: SFTConfig,
+    run: RunDir,
+    output: Path,
+    augmentation: data.Augmentation | None = None,
+    tools: Sequence[Tool] = (),
+) -> None:
+    """Fine-tunes a model, and writes the result as a Hugging Face directory to ``output``.
+
+    If the run directory contains an interrupted run, the run resumes from its newest checkpoint.
+    The resumed run ends with the same parameters as a run without the interruption.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics and checkpoints.
+        output: directory for the trained model.
+        augmentation: creates the function that changes records at random. If
+            ``config.rename_share`` is above 0, pass `train.renaming.renaming`. With None, the
+            records stay unchanged.
+        tools: live tools that the policy can call in evaluations.
+
+    Raises:
+        UserError: the records, the model and the settings do not fit together.
+        ValueError: ``rename_share`` is set without an augmentation.
+    """
+    if config.rename_share and augmentation is None:
+        raise ValueError("rename_share needs an augmentation that renames")
+    mesh = training_mesh(config.mesh, config.rows)
+    download_once(config.model)
+    prompt = load_prompt(config.prompt_style, config.model)
+    model = describe_model(config.model, config.lora)
+
+    def reader(source: str) -> data.RecordReader:
+        records = Records(source, config.protocol)
+        return data.RecordReader(records, model.tokenizer, prompt, config.level, config.format)
+
+    def measured(reader: data.RecordReader) -> TokenCounts:
+        return measure(reader, config.data_workers, config.mesh.wait_seconds)
+
+    readers = [reader(path) for path in config.parts]
+    found = [measured(part) for part in readers]
+    wording = sum((part.wording for part in found), Wording())
+    warn_of_prompts(wording, prompt, "records", "config.prompt_style")
+    parts = [
+        fitting(part, its, config.row_length) for part, its in zip(readers, found, strict=True)
+    ]
+    examples, longest = data.join(parts), max(int(part.sizes.max()) for part in parts)
+    validation: data.Examples | None = None
+    if config.validation:
+        held_out = reader(config.validation)
+        validation = fitting(held_out, measured(held_out), config.row_length)
+        longest = max(longest, int(validation.sizes.max()))
+    card = make_card(prompt, wording)
+    run.keep_json(f"sft-{CARD}", card)
+    model = dataclasses.replace(model, card=card)
+    compute = config.compute(model.config, mesh)
+    change = None
+    if augmentation is not None:
+        pairs = zip(readers, parts, strict=True)
+        records = [part.record(row) for part, its in pairs for row in its.place.tolist()]
+        change = augmentation(model.tokenizer, records, prompt)
+
+    def validate(state: TrainState) -> float:
+        assert validation is not None
+        return mean_loss(state, validation, config, model.config, compute)
+
+    evaluation = _held_out(config, run, prompt, tools) if config.evaluate_every else None
+
+    def evaluate(state: TrainState, step: int) -> dict[str, float] | None:
+        if evaluation is None or not evaluation.due(step):
+            return {}
+        return evaluation.measure(
+            step,
+            digest(fingerprint(state.model)),
+            model.tokenizer,
+            lambda: _engines(config, model, state, [task.protocol for task in evaluation.tasks]),
+        )
+
+    fit(
+        config,
+        run,
+        output,
+        model,
+        weights=functools.partial(load_weights, config.model, mesh),
+        loss=SFTLoss(),
+        compute=compute,
+        updates=functools.partial(
+            data.Updates,
+            examples=examples,
+            order=data.shuffled(
+                [len(part) for part in parts], config.weights or (1.0,), config.seed
+            ),
+            own=own_rows(mesh, config.rows),
+            change=change,
+        ),
+        epoch=len(examples),
+        longest=longest,
+        validate=validate if validation else None,
+        evaluate=evaluate if evaluation else None,
+        hurry=evaluation.abandon if evaluation else lambda: None,
+    )
+
+
+def _held_out(config: SFTConfig, run: RunDir, prompt: Prompt, tools: Sequence[Tool]) -> HeldOut:
+    graders = Graders(config.graders)
+    held_out = HeldOut(
+        config.held_out,
+        config.evaluate_every,
+        config.optimizer.total_steps,
+        run,
+        "sft",
+        rollout=dataclasses.replace(
+            config.rollout,
+            prompt_style=config.prompt_style,
+            level=config.level,
+            format=config.format,
+        ),
+        graders=graders,
+        prompt=prompt,
+        tools=tools,
+        wait_seconds=config.mesh.wait_seconds,
+    )
+    warn_of_prompts(held_out.tasks, prompt, "tasks", "config.prompt_style")
+    return held_out
+
+
+def _engines(
+    config: SFTConfig, model: Model, state: TrainState, protocols: Sequence[str]
+) -> list[Engine]:
+    """Creates engines with the current parameters, for a single evaluation."""
+    tokenizer = model.tokenizer
+    engines: list[Engine] = make_engines(
+        merge_adapters(model.config, state.model, config.engine.dtype),
+        without_adapters(model.config),
+        config.engine,
+        eos_ids(tokenizer),
+        constraint_for(config.rollout, tokenizer, model.config.vocab_size, protocols),
+        config.mesh.decode_tensor,
+    )
+    for engine in engines if config.rollout.max_seconds else ():
+        engine.warm_up()  # so that compilation does not count against `max_seconds`
+    return engines
+
+
+def mean_loss(
+    state: TrainState,
+    examples: data.Examples,
+    config: SFTConfig,
+    model: ModelConfig,
+    compute: Compute,
+) -> float:
+    """Computes the mean loss over the policy's tokens of all examples.
+
+    Args:
+        state: state of the run, whose model is measured.
+        examples: examples of at most ``config.row_length`` tokens.
+        config: settings of the run.
+        model: architecture of the model.
+        compute: dtype, operations and sharding of the computation.
+    """
+    rows, length = config.rows, config.row_length
+    own, layout = own_rows(compute.mesh, rows), first_fit(examples.sizes, length)
+    batches = data.MicroBatches(layout, examples.__getitem__, rows, length, own)
+    total = jnp.zeros(())
+    with data.read_ahead(batches, workers=0) as ahead:
+        for batch in ahead:
+            placed = put_batch(batch, compute.mesh, rows)
+            total += _loss(state.model, placed, model=model, compute=compute)
+    return float(total) / max(float(examples.losses.sum()), 1.0)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "compute"))
+def _loss(params: Params, batch: Batch, *, model: ModelConfig, compute: Compute) -> jax.Array:
+    return SFTLoss()(params, batch, Net({}, model, compute))[0]

@@ -1,0 +1,186 @@
+"""Rows by their number: any file, in any order, in any process, without the others in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from coa_jax.data import rows as rows_module
+from coa_jax.data.records import LeftOut, Read, Records, iterate_records, read_records
+from coa_jax.data.rows import open_rows
+from coa_jax.data.trajectory import write_records
+from coa_jax.distill.export import write_tfds
+from coa_jax.errors import UserError
+from tests import tiny_policy
+
+ROWS = [{"instruction": f"Grüße {i} 東京 🙂", "output": "[]{},\\ " * (i % 5)} for i in range(40)]
+
+
+def lines(rows):
+    return "".join(json.dumps(row, ensure_ascii=bool(i % 2)) + "\n" for i, row in enumerate(rows))
+
+
+def write(path, form):
+    """Writes the rows in a form."""
+    if form == "parquet":
+        table = pyarrow.Table.from_pylist(ROWS)
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    elif form == "array_record":
+        writer = ArrayRecordWriter(str(path), "group_size:1")
+        for row in ROWS:
+            writer.write(json.dumps(row).encode())
+        writer.close()
+    else:
+        text = {
+            "lines": lines(ROWS),
+            "blank lines": "\n" + lines(ROWS).replace("\n", "\n \n"),
+            "no last line end": lines(ROWS).rstrip("\n"),
+            "bom": "\ufeff" + lines(ROWS),
+            "list": json.dumps(ROWS, ensure_ascii=False, indent=1),
+            "list with bom": "\ufeff " + json.dumps(ROWS, ensure_ascii=False),
+            "wrapped": json.dumps({"rows": ROWS}),
+            "wrapped lines": json.dumps({"data": ROWS}, indent=1),
+        }[form]
+        path.write_text(text, encoding="utf-8")
+
+
+FORMS = ("lines", "blank lines", "no last line end", "bom", "list", "list with bom", "wrapped",
+         "wrapped lines", "parquet", "array_record")  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_the_same_in_any_order_and_in_another_process(tmp_path, form):
+    # Only the content, and not the name, determines the format.
+    path = tmp_path / ("data.array_record" if form == "array_record" else "data.bin")
+    write(path, form)
+    rows = pickle.loads(pickle.dumps(open_rows(path)))
+    assert len(rows) == 40
+    order = list(range(40))
+    random.Random(0).shuffle(order)
+    for index in order:
+        assert rows[index].value == ROWS[index]
+    assert [row.value for row in open_rows(path)] == ROWS
+    numbers = [row.number for row in open_rows(path)]
+    assert numbers == ([2 * i + 2 for i in range(40)] if form == "blank lines" else [*range(1, 41)])
+    with pytest.raises(IndexError):
+        rows[40]
+
+
+def test_a_long_list_is_indexed_over_many_chunks(tmp_path):
+    rows = [{"n": i, "text": "é🙂x" * (i % 7) * 100} for i in range(5000)]
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    assert path.stat().st_size > 4 << 20
+    opened = open_rows(path)
+    assert [opened[i].value for i in (4999, 0, 2500, 1234)] == [
+        rows[i] for i in (4999, 0, 2500, 1234)
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_rows_of_a_list_do_not_depend_on_where_the_blocks_end(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(rows_module, "_BLOCK", block)
+    path = tmp_path / "data.json"
+    values = ['a "quoted\\" \\\\ text\\', [], {"]": '}"'}, 1, "", "\\\\" * 5, None, ROWS[3]]
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
+    assert [row.value for row in open_rows(path)] == values
+    path.write_text(" [ \n] \n")
+    assert not open_rows(path)
+    for text, fault in (
+        ("[1] 2", "text follows"),
+        ('["a\\', "has no end"),
+        ("[1}", "expected ']'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=fault):
+            open_rows(path)
+
+
+def test_a_list_that_another_process_truncates_during_the_scan_is_an_error(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(["x" * 1000] * 5000))
+    with open(path, "rb") as file:
+        spans = rows_module._list_spans(path, file)
+        next(spans)
+        os.truncate(path, 4096)  # a file that is mapped into memory would end this process here
+        with pytest.raises(UserError, match="the list of rows has no end"):
+            list(spans)
+
+
+@pytest.mark.parametrize("form", ["parquet", "array_record"])
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path, form):
+    path = tmp_path / f"data.{form}"
+    write(path, form)
+    assert open_rows(path)[0].value == ROWS[0]
+    ROWS.reverse()
+    try:
+        write(path, form)
+        assert open_rows(path)[0].value == ROWS[0]
+    finally:
+        ROWS.reverse()
+
+
+def test_a_damaged_row_is_named_when_it_is_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n{"a": 4')
+    rows = open_rows(path)
+    assert rows[2].value == {"a": 3}
+    with pytest.raises(UserError, match=r"data.jsonl:2: not JSON"):
+        rows[1]
+    with pytest.raises(UserError, match=r"data.jsonl:4: not JSON.* \(the last line is cut off\)"):
+        rows[3]
+
+
+def test_an_array_record_without_its_end_is_refused(tmp_path):
+    path = tmp_path / "data.array_record"
+    write(path, "array_record")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="not an ArrayRecord file, or its end is missing"):
+        open_rows(path)
+
+
+def test_records_of_several_files_have_one_numbering(tmp_path):
+    records = tiny_policy.records()
+    write_records(tmp_path / "a.jsonl", records[:2])
+    broken = {"instruction": "q", "output": "<web_search>a</web_search>\n<observation>b"}
+    (tmp_path / "b.json").write_text(json.dumps([broken, records[2].to_json()]))
+    source = f"{tmp_path}/a.jsonl,{tmp_path}/b.json"
+    found = pickle.loads(pickle.dumps(Records(source)))
+    assert len(found) == 4
+    by_number = [found[i] for i in (3, 1, 2, 0)]
+    kinds = [type(one) for one in by_number]
+    assert kinds == [Read, Read, LeftOut, Read]
+    assert [one.record for one in by_number if isinstance(one, Read)] == [
+        *(records[2], records[1], records[0]),
+    ]
+    assert by_number[2].row.where == f"{tmp_path}/b.json: row 1"
+    assert [found[i] for i in range(4)] == list(iterate_records(source))
+
+
+def test_no_file_is_opened_before_the_rows_of_earlier_files_are_read(tmp_path):
+    record = tiny_policy.records()[0]
+    write_records(tmp_path / "a.jsonl", [record])
+    (tmp_path / "b.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
+    rows = iterate_records(f"{tmp_path}/*.jsonl")
+    assert next(rows).record == record
+    with pytest.raises(UserError, match=r"b\.jsonl: is compressed"):
+        next(rows)
+
+
+@pytest.mark.parametrize("source", ["{}/train", "tfds:{}:train"])
+def test_a_slice_of_a_tfds_split_is_read(tmp_path, source):
+    records = tiny_policy.records()
+    named = source.format(write_tfds(records, tmp_path, "train"))
+    assert len(records) == 3
+    for part, found in (("", records), ("[:2]", records[:2]), ("[1:]", records[1:])):
+        assert read_records(named + part) == list(found)
+    assert read_records(f"{named}[-1:],{named}[:34%]") == [records[2], records[0]]
+    with pytest.raises(UserError, match=r"there is no split 'dev\[:2\]'; there are train"):
+        read_records(named.replace("train", "dev") + "[:2]")
