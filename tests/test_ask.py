@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from coa_jax.cli.ask import define_flags, limits_of, questions, tools_of
 from coa_jax.data.trajectory import Author, trajectory_violations, write_records
 from coa_jax.demo.untrained import ScratchConfig, write_policy
-from coa_jax.distill import DistillConfig
+from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.protocol import Prompt, get_protocol, parse

@@ -6,5 +6,3 @@ decides the agent's next message; it is a language model or a set of scripted ru
 `scripted`). Runs are converted to trajectories (`convert`), filtered (`filters`) and stored
 (`dataset`).
 """
-
-from coa_jax.distill.pipeline import DistillConfig as DistillConfig

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from coa_jax.data.intervals import wilson_interval
 
@@ -46,6 +45,8 @@ def student_t(n: int) -> float:
 
     This is the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of freedom.
     """
+    from scipy import special  # here, because loading it takes half a second
+
     return float(special.stdtrit(n - 1, 0.975))
 
 

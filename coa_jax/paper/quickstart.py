@@ -24,10 +24,9 @@ from coa_jax.config.fields import MAX_INT, Bounded, Name, Place
 from coa_jax.config.installed import warn_untested
 from coa_jax.data.records import read_records
 from coa_jax.demo.untrained import ScratchConfig, write_policy
-from coa_jax.distill import DistillConfig
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.filters import TeacherRun
-from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
+from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
 from coa_jax.distill.tasks import Tasks
 from coa_jax.distill.token_savings import policy_economy
 from coa_jax.errors import UserError

@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
-import grain
-
 from coa_jax.config.fields import Between, Bounded, Name, Natural, OneOf, Place, check
 from coa_jax.errors import UserError
 from coa_jax.run.settings import build_config
@@ -182,5 +180,7 @@ def alternate(parts: Sequence[Sequence[Any]], weights: Sequence[float], seed: in
     Returns:
         The sequence, a ``grain.MapDataset``.
     """
+    import grain  # here, because commands that draw no tasks would load it for a second
+
     orders = [grain.MapDataset.source(part).seed(seed).shuffle().repeat() for part in parts]
     return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights).seed(seed)

@@ -19,9 +19,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import parent_process
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import grain
 import jax
 import numpy as np
 from absl import flags
@@ -34,6 +33,9 @@ from coa_jax.tasks.base import one_with_level
 from coa_jax.tasks.mixture import alternate
 from coa_jax.train.batch import Batch, Example, empty_batch, first_fit, pack
 from coa_jax.train.examples import record_example
+
+if TYPE_CHECKING:
+    import grain
 
 T = TypeVar("T")
 
@@ -352,6 +354,8 @@ def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[I
         workers: number of worker processes that create items; 0 for a thread of this process.
         buffer: maximum number of finished items that the thread, or each worker, holds.
     """
+    import grain
+
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffer)
     ahead = grain.MapDataset.source(source).to_iter_dataset(options)
     if workers:

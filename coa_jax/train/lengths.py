@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 from absl import logging
 
@@ -98,6 +97,8 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))
     count = functools.partial(_measured, reader)
+    import grain
+
     mine = grain.MapDataset.source(processes.share(chunks)).map(count)
     workers = workers if len(mine) > _FEW else 0
     shown = len(chunks) > _FEW and processes.index() == 0

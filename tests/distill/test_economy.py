@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from coa_jax.data.trajectory import Author, Reward, StopReason, Trajectory
-from coa_jax.distill import DistillConfig
 from coa_jax.distill.export import prompt_of
-from coa_jax.distill.pipeline import as_run, run_teacher
+from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.distill.token_savings import economy, policy_economy, resent_tokens, team_tokens
 from coa_jax.tasks.base import Task
 from tests.distill.logs import log_of

@@ -8,12 +8,11 @@ import time
 import pytest
 
 from coa_jax.cli.distill import distill
-from coa_jax.distill import DistillConfig
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig, RequestRefusedError
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.messages import Ending
-from coa_jax.distill.pipeline import run_teacher
+from coa_jax.distill.pipeline import DistillConfig, run_teacher
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config

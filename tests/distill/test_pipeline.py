@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from coa_jax.distill import DistillConfig
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import AGENTS
-from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
+from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
 from coa_jax.errors import UserError
 from tests.distill.logs import distill_tasks
 

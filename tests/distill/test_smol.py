@@ -6,10 +6,9 @@ import pytest
 import smolagents
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distill import DistillConfig
 from coa_jax.distill.arrange import trajectory_of
 from coa_jax.distill.endpoint import EndpointConfig
-from coa_jax.distill.pipeline import as_run, run_teacher
+from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.distill.readers import read_traces
 from coa_jax.distill.smol import solve_with_smolagents
 from coa_jax.distill.smol_runs import SmolConfig, bind_settings, run_smolagents
