@@ -28,9 +28,10 @@ from coa_jax.model.params import init_params
 from coa_jax.protocol import Prompt, get_protocol, render_prompt
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext, call_tool
+from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.corpus import Passage
-from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
+from coa_jax.tools.wiki_search import WikiSearch
 from coa_jax.train.batch import pack, split_rows
 from coa_jax.train.examples import record_example
 from coa_jax.train.losses import SFTLoss

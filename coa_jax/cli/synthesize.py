@@ -43,9 +43,9 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import cache_folder, run_folder, with_urls
 from coa_jax.tasks.judge import Judge, JudgeConfig
+from coa_jax.tools.bm25 import WikiIndex, load_index
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
-from coa_jax.tools.wiki_search import WikiIndex, load_index
 
 
 @dataclasses.dataclass(frozen=True)

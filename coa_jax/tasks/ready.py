@@ -15,8 +15,8 @@ from coa_jax.tasks.base import Task
 from coa_jax.tasks.graders import GradersConfig
 from coa_jax.tasks.private_tests import find_private_tests, load_private_tests
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.tools.reach import Finding, chat_answers, finding, findings
+from coa_jax.tools.net.chat import ChatConfig, chat_answers
+from coa_jax.tools.preflight import Finding, finding, findings
 
 _NAMED = 3
 """Maximum number of questions without tests that a message lists."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 from coa_jax.files import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.net.errors import Blame, FetchError
-from coa_jax.tools.net.secrets import redact_all
+from coa_jax.tools.net.secrets import Secret, redact_all, with_key
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
 """How a tool call ended.
@@ -97,6 +97,9 @@ def observe(
 @runtime_checkable
 class Tool(Protocol):
     """The interface of a tool, an asynchronous function from text to an observation.
+
+    A tool may define ``async probe(seconds)``, which checks before a run whether the tool can be
+    called. It returns (whether it can, one line of text), or raises UserError with that line.
 
     A tool whose state differs between trajectories may define ``begin()``, which returns a tool for
     one trajectory. At the end of the trajectory, ``async close()`` of the returned tool is called.
@@ -328,3 +331,26 @@ def _forget(task: asyncio.Task[Observation]) -> None:
 def unavailable(name: str) -> Observation:
     """Returns the observation that tells the policy that the run has no tool ``name``."""
     return Observation(f"The {name} tool is not available.", False, "bad_call", 0.0)
+
+
+async def server_answers(
+    tool: Tool, url: str, arguments: str, key_env: str, seconds: float
+) -> tuple[bool, str]:
+    """Checks whether the server of a tool answers a harmless call.
+
+    Args:
+        tool: tool that calls the server.
+        url: URL of the server.
+        arguments: arguments of the call.
+        key_env: environment variable with the API key; "" for no key.
+        seconds: time limit for the answer.
+
+    Returns:
+        (whether the server answers, text for the finding).
+    """
+    if key_env and not Secret(key_env):
+        return with_key(False, url, key_env)
+    seen = await call_tool(tool, arguments, ToolContext(deadline=seconds))
+    if seen.outcome not in ("fault", "timeout"):
+        return with_key(True, f"{url} answers", key_env)
+    return False, f"{url}: {next(iter(seen.detail.values()), seen.text)}"

@@ -9,16 +9,30 @@ import logging
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coa_jax.protocol import parse_code
 from coa_jax.sandbox import isolation
 from coa_jax.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
-from coa_jax.sandbox.run import GRACE_S, ProgramResult, SandboxError, run
-from coa_jax.tools.base import Observation, Outcome, ToolContext, observe
-from coa_jax.tools.code_libraries import find_libraries
+from coa_jax.sandbox.run import GRACE_S, Captured, ProgramResult, SandboxError, run
+from coa_jax.tools.base import (
+    Observation,
+    Outcome,
+    Tool,
+    ToolContext,
+    observe,
+    server_answers,
+    time_for,
+)
+from coa_jax.tools.code_libraries import find_libraries, try_imports
 from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
 from coa_jax.tools.concurrency import Turns
+from coa_jax.tools.net.chat import post_json, trusting
+from coa_jax.tools.net.errors import Blame, FetchError
+from coa_jax.tools.net.http import RequestLimits
+
+if TYPE_CHECKING:
+    from coa_jax.tools.make import ToolsConfig
 
 BAD_CALL = (
     "[FAILED] The call could not be read. Write one block that starts with ```py and ends with"
@@ -242,3 +256,137 @@ def _share(out: int, error: int, room: int) -> tuple[int, int]:
     """
     error_room = min(error, max(room // 2, room - out))
     return min(out, room - error_room), error_room
+
+
+class RemoteCode:
+    """The tool ``code`` on a server with the endpoint ``/run_code`` of Sandbox Fusion.
+
+    Attributes:
+        name: "code".
+        deadline: time limit of a call in seconds.
+        settings: settings on which the result of a program depends.
+        remembers: whether the result of a program depends on earlier calls of the trajectory.
+    """
+
+    name = "code"
+
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 7.0,
+        memory_mb: int = 5120,
+        max_output_chars: int = 1536,
+        queue_s: float = 30.0,
+        key_env: str = "",
+        session: bool = False,
+    ):
+        """Creates the tool.
+
+        Args:
+            url: URL of ``/run_code``.
+            timeout_s: time limit of a program, in wall seconds.
+            memory_mb: memory limit of a program, in MiB.
+            max_output_chars: maximum number of characters of output in an observation.
+            queue_s: maximum time in seconds that a call waits at the server before it runs.
+            key_env: environment variable with a bearer token; "" for no token.
+            session: whether a program can use the variables of earlier programs in the same
+                trajectory, see ``coa_jax.tools.code_session``.
+
+        Raises:
+            UserError: the URL is invalid.
+        """
+        trusting(url)
+        self._url, self._key_env, self.remembers = url, key_env, session
+        self._program = Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb)
+        self._room, self._blame = max_output_chars, Blame()
+        total = (longest_s(timeout_s) if session else timeout_s) + queue_s
+        self.settings = json.dumps([url, timeout_s, memory_mb, max_output_chars])
+        self._limits = RequestLimits(total_s=total, read_s=total, redirects=0, attempts=2)
+        self.deadline = total + 1.0
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Runs the program that the policy wrote between the tags."""
+        start = time.monotonic()
+        parsed = parse_code(arguments)
+        if parsed is None:
+            return observe(start, BAD_CALL, "bad_call")
+        limits = self._program
+        whole = Continued(parsed[0], limits, 0)
+        if self.remembers:
+            whole = continued(parsed[0], self.name, context, limits)
+        body = {
+            "language": "python",
+            "code": whole.source,
+            "stdin": parsed[1] or "",
+            "run_timeout": whole.limits.wall_s,
+            "memory_limit_MB": limits.memory_mb,
+        }
+        try:
+            answer = await post_json(
+                self._url,
+                body,
+                self._limits.within(time_for(self._limits.total_s, context)),
+                self._key_env,
+            )
+            result = _remote_result(answer)
+        except FetchError as error:
+            text = f"The {self.name} tool is not available at the moment: {error.message}."
+            detail = {"exception": f"{error.kind}: {error.message}"}
+            return observe(start, text, self._blame.outcome(error), detail)
+        self._blame.answered()
+        outcome, text, result = describe(result, limits, self._room, self.remembers)
+        ran = {"isolation": "remote", "exit_code": result.code}
+        return observe(start, text, outcome, ran)
+
+
+def _remote_result(answer: Any) -> ProgramResult:
+    try:
+        if answer["status"] == "SandboxError":
+            raise FetchError("malformed", "the remote sandbox does not work")
+        ran = answer["run_result"]
+        late = ran["status"] == "TimeLimitExceeded"
+        texts = (ran["stdout"] or "", ran["stderr"] or "")
+        streams = [Captured(text, text, len(text)) for text in texts]
+        code = None if late else int(ran["return_code"])
+        reason = "wall" if late else "exit"
+    except (KeyError, TypeError, ValueError) as error:
+        raise FetchError("malformed", "the answer of the sandbox has the wrong form") from error
+    return ProgramResult(streams[0], streams[1], reason, code, 0.0, 0)
+
+
+def make(config: ToolsConfig) -> Tool:
+    """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
+    limits: dict[str, Any] = {
+        "timeout_s": config.code_timeout_s,
+        "memory_mb": config.code_memory_mb,
+        "max_output_chars": config.code_output_chars,
+        "session": config.code_session,
+    }
+    if config.code_url:
+        return RemoteCode(config.code_url, key_env=config.remote_key_env, **limits)
+    return CodeTool(
+        cpu_s=config.code_cpu_s,
+        unsafe=config.code_unsafe,
+        libraries=config.code_libraries,
+        **limits,
+    )
+
+
+def asks_server(config: ToolsConfig) -> bool:
+    """Returns whether the calls of the tool are sent to a server."""
+    return bool(config.code_url)
+
+
+async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+    """Checks whether the tool can be called, see `preflight.findings`."""
+    if config.code_url:
+        key, program = config.remote_key_env, "```py\nprint(1)\n```"
+        remote = RemoteCode(config.code_url, seconds, key_env=key)
+        return await server_answers(remote, config.code_url, program, key, seconds)
+    here = isolation.without_isolation() if config.code_unsafe else isolation.find_isolation()
+    how = "WITHOUT isolation" if config.code_unsafe else f"isolated by {here.backend}"
+    text = f"programs run here, {how}"
+    libraries = find_libraries(config.code_libraries, here.interpreter)
+    limits = Limits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
+    tried = await try_imports(here, limits, libraries)
+    return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])

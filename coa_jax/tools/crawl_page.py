@@ -15,26 +15,30 @@ import logging
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coa_jax.config.fields import Bounded, Bytes, Count, Place, Seconds, Times
-from coa_jax.config.installed import missing
+from coa_jax.config.installed import install_hint, missing
 from coa_jax.protocol import parse_urls
 from coa_jax.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools import page_text
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, observe, time_for
+from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext, is_repeat, observe, time_for
+from coa_jax.tools.bm25 import Index
 from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
-from coa_jax.tools.net.chat import ChatConfig, check_client
+from coa_jax.tools.net.chat import ChatConfig, chat_answers, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text, decode, media_type
 from coa_jax.tools.robots import Robots
 from coa_jax.tools.summarize import click_intent, last_query, summarize
 from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
-from coa_jax.tools.wiki_search import Index
 from coa_jax.tools.worker import WorkerBusyError, WorkerError
+
+if TYPE_CHECKING:
+    from coa_jax.tools.make import ToolsConfig
+    from coa_jax.tools.wiki_search import WikiSearch
 
 _log = logging.getLogger(__name__)
 
@@ -305,3 +309,28 @@ class _Call:
         except FetchError as error:
             self.summary_failures.append(f"intent: {error.message}")
             return self.context.question
+
+
+def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
+    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
+
+
+def asks_server(config: ToolsConfig) -> bool:
+    """Returns whether the calls of the tool are sent to a server."""
+    return bool(config.crawl_page.summarizer)
+
+
+async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+    """Checks whether the tool can be called, see `preflight.findings`."""
+    absent = page_text.missing_packages()
+    if absent:
+        return False, f"{', '.join(absent)} not installed; run: {install_hint('web')}"
+    crawl = config.crawl_page
+    parts = ["robots respected" if crawl.robots else "robots IGNORED"]
+    if crawl.allow_hosts:
+        parts.append(f"also allowed: {', '.join(crawl.allow_hosts)}")
+    if not crawl.summarizer:
+        return True, "; ".join([*parts, "no summariser: pages are shown as they are"])
+    ok, text = await chat_answers(crawl.summarizer, seconds)
+    return ok, "; ".join([*parts, f"summaries by {text}"])

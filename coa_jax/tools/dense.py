@@ -21,9 +21,9 @@ import numpy as np
 from coa_jax.errors import UserError
 from coa_jax.files import durable
 from coa_jax.run.progress import progress
+from coa_jax.tools.bm25 import Index, best_rows, load_index
 from coa_jax.tools.corpus import Passage, default_corpus
 from coa_jax.tools.encoder import EncoderConfig, TextEncoder
-from coa_jax.tools.wiki_search import Index, best_rows, load_index
 
 _log = logging.getLogger(__name__)
 

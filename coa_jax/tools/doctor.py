@@ -112,7 +112,7 @@ def _show_tools(path: str, overrides: list[str]) -> int:
     from coa_jax.run.command import load_config, overridden
     from coa_jax.run.settings import build_config, complete_config
     from coa_jax.tools.make import TOOLS, ToolsConfig
-    from coa_jax.tools.reach import findings
+    from coa_jax.tools.preflight import findings
 
     try:
         importable(Path())

@@ -59,8 +59,7 @@ from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.recorded import Recorded, StoreConfig, open_store
-from coa_jax.tools.remote import RemoteCode, RemoteSearch
-from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
+from coa_jax.tools.visual_inspector import VisualConfig
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
@@ -68,7 +67,7 @@ TOOLS = ExtensionKind(
     "tool",
     "coa_jax.tools",
     {
-        name: f"coa_jax.tools.make:make_{name}"
+        name: f"coa_jax.tools.{name}:make"
         for name in ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
     },
     offers=("config", "search"),
@@ -350,50 +349,6 @@ def with_names(config: ToolsConfig, names: tuple[str, ...]) -> ToolsConfig:
         # Without a name, the store would hold the answers of all tools.
         store = dataclasses.replace(store, tools=stored, path=store.path if stored else "")
     return dataclasses.replace(config, names=names, mcp=mcp, own=own, store=store)
-
-
-def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
-    if config.wiki_url:
-        return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
-    search.warm_up()
-    return search
-
-
-def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
-    tool = WebSearch(config.web_search, search.warm_up)
-    if tool.provider == "local":  # otherwise the first call would build the index
-        search.warm_up()
-    return tool
-
-
-def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
-    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
-
-
-def make_visual_inspector(config: ToolsConfig) -> Tool:
-    """Creates ``visual_inspector``, which asks a vision model about images."""
-    return VisualInspector(config.visual_inspector)
-
-
-def make_code(config: ToolsConfig) -> Tool:
-    """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
-    limits: dict[str, Any] = {
-        "timeout_s": config.code_timeout_s,
-        "memory_mb": config.code_memory_mb,
-        "max_output_chars": config.code_output_chars,
-        "session": config.code_session,
-    }
-    if config.code_url:
-        return RemoteCode(config.code_url, key_env=config.remote_key_env, **limits)
-    return CodeTool(
-        cpu_s=config.code_cpu_s,
-        unsafe=config.code_unsafe,
-        libraries=config.code_libraries,
-        **limits,
-    )
 
 
 def _note(config: ToolsConfig, tools: list[Tool]) -> str:

@@ -263,6 +263,15 @@ class McpTool:
         self.deadline = config.timeout_s + 1.0
         self.settings = json.dumps([config.command, config.url, self._remote])
 
+    async def probe(self, seconds: float) -> tuple[bool, str]:
+        """Checks whether the server has the tool, see `Tool`."""
+        # `describe` calls the server only if the settings have no description, so `find` is called.
+        try:
+            await self.find(seconds)
+            return True, await self.describe()
+        finally:
+            await self.close()
+
     def begin(self) -> McpTool:
         """Returns a tool for one trajectory, with its own session unless ``shared`` is True."""
         if self._config.shared:

@@ -14,24 +14,29 @@ import logging
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from coa_jax.config.extensions import ExtensionKind, Named, bind
 from coa_jax.config.fields import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
 from coa_jax.tools.base import (
     Observation,
+    Tool,
     ToolContext,
     failed_search,
     observe,
     refused_query,
     time_for,
 )
+from coa_jax.tools.bm25 import Index
 from coa_jax.tools.net.address import AddressGuard, parse_url
-from coa_jax.tools.net.chat import trusting
-from coa_jax.tools.net.errors import Blame, FetchError
+from coa_jax.tools.net.chat import refusal, trusting
+from coa_jax.tools.net.errors import REFUSED, Blame, FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch_json
-from coa_jax.tools.net.secrets import Secret
-from coa_jax.tools.wiki_search import Index
+from coa_jax.tools.net.secrets import Secret, with_key
+
+if TYPE_CHECKING:
+    from coa_jax.tools.make import ToolsConfig
+    from coa_jax.tools.wiki_search import WikiSearch
 
 _log = logging.getLogger(__name__)
 
@@ -344,3 +349,40 @@ def format_results(results: Sequence[SearchResult], query: str, snippet_chars: i
 
 def _line(text: str, most: int = _FIELD_CHARS) -> str:
     return " ".join(text.split())[:most]
+
+
+def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
+    tool = WebSearch(config.web_search, search.warm_up)
+    if tool.provider == "local":  # otherwise the first call would build the index
+        search.warm_up()
+    return tool
+
+
+def asks_server(config: ToolsConfig) -> bool:
+    """Returns whether the calls of the tool are sent to a server."""
+    return choose(config.web_search) in ("serper", "searxng")
+
+
+async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+    """Checks whether the tool can be called, see `preflight.findings`."""
+    web = config.web_search
+    provider = choose(web)
+    if provider == "local":
+        return True, f"local index (no key in {web.key_env})" if web.key_env else "local index"
+    if provider not in ("serper", "searxng"):
+        return True, f"provider {provider}"
+    where = f"{provider}: {web.url}"
+    if provider == "searxng":
+        search, query, key_env = searxng(web), "capital", ""
+    elif Secret(web.key_env):
+        # An empty query costs nothing, and its error differs from the error for an invalid key.
+        search, query, key_env = serper(web), "", web.key_env
+    else:
+        return with_key(False, where, web.key_env)
+    try:
+        await search(query, 1, RequestLimits(seconds, seconds, seconds, attempts=1, redirects=0))
+    except FetchError as error:
+        if query or error.status not in REFUSED or error.account:
+            return False, f"{where}: {error.message}{refusal(error.status, key_env)}"
+    return with_key(True, f"{where} answers", key_env)

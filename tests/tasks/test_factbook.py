@@ -21,7 +21,7 @@ from coa_jax.demo.pages import passages
 from coa_jax.errors import UserError
 from coa_jax.tasks import grade_answer, load_tasks, normalize_answer
 from coa_jax.tasks.base import split_of
-from coa_jax.tools.wiki_search import WikiIndex
+from coa_jax.tools.bm25 import WikiIndex
 
 
 def test_splits_are_big_enough_and_have_all_hops():

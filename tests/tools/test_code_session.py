@@ -8,12 +8,11 @@ import pytest
 
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.tools.base import ToolContext, call_tool
-from coa_jax.tools.code import CodeTool
+from coa_jax.tools.bm25 import WikiIndex
+from coa_jax.tools.code import CodeTool, RemoteCode
 from coa_jax.tools.code_session import FORGOTTEN
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.recorded import StoreConfig
-from coa_jax.tools.remote import RemoteCode
-from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools.live import serving
 from tests.tools.test_remote import PASSAGES
 

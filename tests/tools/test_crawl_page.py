@@ -12,13 +12,13 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Tool, ToolContext, call_tool
+from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.web_search import local_link
-from coa_jax.tools.wiki_search import WikiIndex
 from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
 

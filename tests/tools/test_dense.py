@@ -17,14 +17,14 @@ from coa_jax.errors import UserError
 from coa_jax.serve import tool_server
 from coa_jax.tools import dense
 from coa_jax.tools.base import ToolContext, call_tool
+from coa_jax.tools.bm25 import load_index
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.dense import DenseIndex, fuse, load_retriever, nearest
 from coa_jax.tools.encoder import EncoderConfig, TextEncoder
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.reach import findings
+from coa_jax.tools.preflight import findings
 from coa_jax.tools.recorded import StoreConfig
-from coa_jax.tools.remote import RemoteSearch
-from coa_jax.tools.wiki_search import WikiSearch, load_index
+from coa_jax.tools.wiki_search import RemoteSearch, WikiSearch
 from tests.tools import tiny_encoder
 from tests.tools.live import serving
 

@@ -22,7 +22,7 @@ from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
-from coa_jax.tools import doctor, reach
+from coa_jax.tools import doctor, preflight
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
@@ -361,5 +361,5 @@ def test_a_described_tool_is_looked_for_on_its_server(seaside):
     schema = '{"properties": {"port": {"type": "string"}}}'
     settings = {"command": ("/nonexistent/server",), "description": "d", "schema": schema}
     config = ToolsConfig(names=("tide",), mcp={"tide": settings})
-    (found,) = asyncio.run(reach.findings(config, made=True))
+    (found,) = asyncio.run(preflight.findings(config, made=True))
     assert not found.ok and "No such file" in found.text

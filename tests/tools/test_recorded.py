@@ -9,11 +9,12 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool
+from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
-from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
+from coa_jax.tools.wiki_search import WikiSearch
 
 
 class Counting:

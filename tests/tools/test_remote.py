@@ -20,11 +20,11 @@ from coa_jax.errors import UserError
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.serve import tool_server
 from coa_jax.tools.base import Tool, ToolContext, call_tool
-from coa_jax.tools.code import CodeTool
+from coa_jax.tools.bm25 import WikiIndex
+from coa_jax.tools.code import CodeTool, RemoteCode
 from coa_jax.tools.corpus import Passage, join_contents, read_corpus, split_contents
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.remote import RemoteCode, RemoteSearch
-from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
+from coa_jax.tools.wiki_search import RemoteSearch, WikiSearch
 from tests.tools import fault_server
 from tests.tools.live import serving
 

@@ -11,9 +11,9 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call_tool
+from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.web_search import SearchResult, WebSearch, WebSearchConfig, format_results
-from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools import fault_server
 
 KEY = "serper-key-0123456789"

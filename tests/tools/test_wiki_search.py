@@ -14,9 +14,10 @@ from coa_jax.demo.pages import clean, load_entities, passages, split_text
 from coa_jax.demo.relations import RELATIONS
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call_tool
+from coa_jax.tools.bm25 import WikiIndex, load_index, tokenize
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.tools.wiki_search import WikiIndex, WikiSearch, load_index, tokenize
+from coa_jax.tools.wiki_search import WikiSearch
 
 SMALL = (
     Passage("Aland: Capital", "The capital of Aland is Mariehamn."),

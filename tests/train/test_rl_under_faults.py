@@ -10,7 +10,8 @@ import pytest
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.model.api import Model, save_model
 from coa_jax.run.run_dir import RunDir
-from coa_jax.tools.remote import RemoteCode, RemoteSearch
+from coa_jax.tools.code import RemoteCode
+from coa_jax.tools.wiki_search import RemoteSearch
 from coa_jax.train import rl
 from tests import tiny_policy
 from tests.tools import fault_server

@@ -32,7 +32,7 @@ from coa_jax.distill.synthesis.solvers import Verdict
 from coa_jax.distill.together import gather
 from coa_jax.tasks.base import SPLITS, Task, fraction
 from coa_jax.tasks.grading import parse_number
-from coa_jax.tools.wiki_search import WikiIndex
+from coa_jax.tools.bm25 import WikiIndex
 
 Solver = Callable[[Sequence[Task]], Awaitable[list[Verdict]]]
 

@@ -33,7 +33,15 @@ from coa_jax.tools.net import budget
 from coa_jax.tools.net.address import AddressGuard, parse_url, port_of
 from coa_jax.tools.net.budget import Budget, Purse
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import RequestLimits, attempts, error_status, tls, too_large
+from coa_jax.tools.net.http import (
+    HttpRequest,
+    RequestLimits,
+    attempts,
+    error_status,
+    fetch_json,
+    tls,
+    too_large,
+)
 from coa_jax.tools.net.secrets import Secret, quieten
 
 T = TypeVar("T")
@@ -313,7 +321,7 @@ def _text(answer: dict[str, Any]) -> str:
     return content.strip()
 
 
-async def reach(config: ChatConfig, seconds: float) -> str:
+async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
     """Checks an endpoint with a short request, to find an invalid URL, key or model before a run.
 
     Args:
@@ -321,18 +329,19 @@ async def reach(config: ChatConfig, seconds: float) -> str:
         seconds: time limit for the answer.
 
     Returns:
-        Description of the problem; "" if the endpoint answers.
+        (whether the endpoint answers, text that describes the endpoint and the problem if there is
+        one).
     """
     short = dataclasses.replace(config, max_tokens=min(config.max_tokens, 16), attempts=1)
+    where, wrong = f"{config.model} at {config.url}", ""
     try:
         await chat(short, [{"role": "user", "content": "Answer with one word: ready?"}], seconds)
     except UserError as error:
-        return str(error)
+        wrong = str(error)
     except FetchError as error:
-        if error.message == _NO_TEXT:  # a reasoning model may need more tokens than this request
-            return ""
-        return error.message + refusal(error.status, config.key_env)
-    return ""
+        if error.message != _NO_TEXT:  # a reasoning model may need more tokens than this request
+            wrong = error.message + refusal(error.status, config.key_env)
+    return not wrong, f"{where}: {wrong}" if wrong else f"{where} answers"
 
 
 def refusal(status: int | None, key_env: str) -> str:
@@ -345,3 +354,23 @@ def refusal(status: int | None, key_env: str) -> str:
     if status in (401, 403):
         return f": it refuses the key in {key_env}" if key_env else ": it asks for a key (key_env)"
     return ": the address or the name of the model may be wrong" if status == 404 else ""
+
+
+async def post_json(url: str, body: Mapping[str, Any], limits: RequestLimits, key_env: str) -> Any:
+    """Posts a JSON object to a server that the settings name, and returns the JSON answer.
+
+    Args:
+        url: URL of the server.
+        body: the object.
+        limits: limits on the request.
+        key_env: environment variable with a bearer token; "" for no token. The token is removed
+            from the answer.
+
+    Raises:
+        FetchError: the server gives no usable answer.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key_env:
+        headers["Authorization"] = f"Bearer {Secret(key_env).reveal()}"
+    request = HttpRequest(url, "POST", headers, json.dumps(body).encode())
+    return Secret(key_env).redact(await fetch_json(request, limits, trusting(url)))

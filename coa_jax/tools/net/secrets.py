@@ -104,3 +104,11 @@ def _without(value: Any, keys: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_without(item, keys) for item in value]
     return value
+
+
+def with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
+    """Adds to the result of a check whether the API key is set. The key itself is not shown."""
+    if not key_env:
+        return ok, text
+    there = bool(Secret(key_env))
+    return ok and there, f"{text}, key {key_env} {'is set' if there else 'is NOT set'}"

@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coa_jax.tools import doctor, reach
+from coa_jax.errors import UserError
+from coa_jax.sandbox import isolation
+from coa_jax.tools import doctor, preflight
 from coa_jax.tools.make import ToolsConfig
 from tests.tools.echo_services import body_of
 
@@ -59,7 +61,7 @@ def test_the_defaults_of_this_machine(capsys, monkeypatch):
 
 
 def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
-    monkeypatch.setattr(reach, "SECONDS", 60.0)  # on a busy machine even this server is slow
+    monkeypatch.setattr(preflight, "SECONDS", 60.0)  # on a busy machine even this server is slow
     monkeypatch.setenv("SERPER_API_KEY", KEY)
     chat = {"url": server.url("/v1"), "model": "m", "key_env": "SERPER_API_KEY"}
     code, lines, _ = run(
@@ -96,19 +98,47 @@ def test_a_program_that_was_started_for_the_check_is_ended():
     before = set(here.children(recursive=True))
     for tag, ok in (("tide", True), ("ebb", False)):
         config = ToolsConfig(names=(tag,), mcp={tag: {"command": MCP}})
-        (found,) = asyncio.run(reach.findings(config, 60.0))
+        (found,) = asyncio.run(preflight.findings(config, 60.0))
         assert found.ok == ok and "tide" in found.text
         assert not set(here.children(recursive=True)) - before
+
+
+class Barometer:
+    """Reads the pressure of the air."""
+
+    name, deadline = "barometer", 1.0
+
+    def __init__(self, answers: bool = True):
+        self.answers = answers
+
+    async def __call__(self, arguments, context):
+        raise AssertionError("a check calls nothing")
+
+    async def probe(self, seconds):
+        if not self.answers:
+            raise UserError("the barometer is broken")
+        return seconds == 60.0, "reads 1013 hPa"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_tool_of_your_own_is_asked_whether_it_can_be_called(answers):
+    own = {"barometer": {"path": f"{__name__}:Barometer", "options": {"answers": answers}}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, __name__, sys.modules[Barometer.__module__])
+        config = ToolsConfig(names=("barometer",), own=own)
+        (found,) = asyncio.run(preflight.findings(config, 60.0))
+    assert found.ok == answers
+    assert found.text == ("reads 1013 hPa" if answers else "the barometer is broken")
 
 
 def test_programs_without_isolation_need_none_and_say_so(monkeypatch):
     config = ToolsConfig(names=("code",), code_unsafe=True)
     monkeypatch.setenv("COA_JAX_ALLOW_UNSAFE_CODE", "1")
-    monkeypatch.setattr(reach, "find_isolation", lambda: pytest.fail("isolation is looked for"))
-    (found,) = asyncio.run(reach.findings(config))
-    assert found == reach.Finding("code", True, "programs run here, WITHOUT isolation")
+    monkeypatch.setattr(isolation, "find_isolation", lambda: pytest.fail("isolation is looked for"))
+    (found,) = asyncio.run(preflight.findings(config))
+    assert found == preflight.Finding("code", True, "programs run here, WITHOUT isolation")
     monkeypatch.delenv("COA_JAX_ALLOW_UNSAFE_CODE")
-    (found,) = asyncio.run(reach.findings(config))
+    (found,) = asyncio.run(preflight.findings(config))
     assert not found.ok and "COA_JAX_ALLOW_UNSAFE_CODE=1" in found.text
 
 
@@ -133,7 +163,7 @@ def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypa
 
 @pytest.mark.parametrize("key", [KEY[::-1], "", KEY])
 def test_a_key_is_tried_and_not_only_looked_for(tmp_path, capsys, server, monkeypatch, key):
-    monkeypatch.setattr(reach, "SECONDS", 60.0)
+    monkeypatch.setattr(preflight, "SECONDS", 60.0)
     monkeypatch.setenv("SERPER_API_KEY", key)
     account = lambda h: h.json({"message": "Not enough credits for this account"}, 400)  # noqa: E731
     wrong = lambda h: h.json({"message": "Unauthorized."}, 403)  # noqa: E731
