@@ -29,4 +29,4 @@ workdir="${workdir+$(absolute "$workdir")}"
 
 source "$COA_ROOT/launch/setup_env.sh" gguf tasks web
 keep_buffers
-exec coa-jax quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}
+exec python -m coa_jax quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}

@@ -148,7 +148,7 @@ def test_a_measured_row_without_cases_says_so(folders):
 
 
 def test_the_code_of_the_table_holds_no_result():
-    text = (REPOSITORY / "coa_jax" / "claims.py").read_text()
+    text = (REPOSITORY / "coa_jax" / "paper" / "claims.py").read_text()
     measured = re.findall(r"\b0\.\d+", text)
     assert not measured
 
@@ -156,7 +156,7 @@ def test_the_code_of_the_table_holds_no_result():
 def test_every_stage_of_the_claims_is_one_of_the_pipeline():
     config = load_config("configs/pretrained/factbook.py")
     stages = {"base", "sft", "rl", "sft_more", "rft", *config.measures}
-    text = (REPOSITORY / "coa_jax" / "claims.py").read_text()
+    text = (REPOSITORY / "coa_jax" / "paper" / "claims.py").read_text()
     used = set(re.findall(r"(?:rate|difference|at_k|scaled|well_formed|helped)\(\"(\w+)\"", text))
     assert used and used <= stages
 

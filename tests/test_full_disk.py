@@ -12,7 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DISTILL = (
-    "coa_jax.distill",
+    "coa_jax.cli.distill",
     "--config=configs/distill/factbook.py",
     "--config.tasks.train=40",
     "--config.tasks.validation=4",

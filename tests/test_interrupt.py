@@ -92,7 +92,7 @@ def folder(tmp_path_factory) -> Path:
 
 def command(name: str, folder: Path) -> list[str]:
     """The command line of a run in which several programs sleep at once."""
-    start = [sys.executable, "-m", f"coa_jax.{name}"]
+    start = [sys.executable, "-m", "coa_jax", name]
     model = folder / "model"
     if name == "ask":
         return [*start, QUESTION, f"--model={model}", "--max_tokens=192", "--tools=code",

@@ -46,7 +46,10 @@ def tree(tmp_path):
     shutil.copytree(REPOSITORY / "launch", root / "launch")
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, root)
-    shutil.copytree(REPOSITORY / "coa_jax" / "constraints", root / "coa_jax" / "constraints")
+    shutil.copytree(
+        REPOSITORY / "coa_jax" / "config" / "constraints",
+        root / "coa_jax" / "config" / "constraints",
+    )
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in TOOLS:
@@ -269,7 +272,7 @@ def echoing(tree):
     assert tree("setup_env.sh", "test", "gguf").returncode == 0
     program(
         tree.root / ".venv" / "bin", "python",
-        f'case "$2" in coa_jax.*|pytest|ruff|mypy) printf "[%s]" "$@"; echo; '
+        f'case "$2" in coa_jax|pytest|ruff|mypy) printf "[%s]" "$@"; echo; '
         f'[ "$2" != "$FAIL" ]; exit ;; esac\nexec {sys.executable} "$@"',
     )  # fmt: skip
     return tree
@@ -293,7 +296,7 @@ def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):
     (echoing.root.parent / "my.py").touch()
     result = echoing("quickstart.sh", *arguments)
     expected = passed.format(cwd=echoing.root.parent)
-    assert result.stdout.strip() == f"[-m][coa_jax.paper.quickstart]{expected}", result.stderr
+    assert result.stdout.strip() == f"[-m][coa_jax][quickstart]{expected}", result.stderr
 
 
 @pytest.mark.parametrize(
@@ -310,8 +313,8 @@ def test_pretrained_fetches_its_model_unless_one_is_given(
     result = echoing("pretrained.sh", *arguments)
     passed = f"[--workdir][{workdir}][--config={{root}}/configs/pretrained/factbook.py]{rest}"
     expected = passed.format(cwd=echoing.root.parent, root=echoing.root)
-    assert result.stdout.strip() == f"[-m][coa_jax.paper.quickstart]{expected}", result.stderr
-    assert ("[coa_jax.cli.fetch][smollm2]" in result.stderr) == fetched
+    assert result.stdout.strip() == f"[-m][coa_jax][quickstart]{expected}", result.stderr
+    assert ("[coa_jax][fetch][smollm2]" in result.stderr) == fetched
 
 
 def test_quickstart_without_a_directory_after_workdir_is_refused(echoing):
@@ -352,12 +355,12 @@ def test_every_algorithm_is_trained_and_measured_with_every_seed(tree):
     result = tree("algorithms.sh", "--dry-run", *flags)
     assert result.returncode == 0, result.stderr
     start, *runs, table = result.stdout.splitlines()
-    assert "coa_jax.evaluate" in start and "--config.model=runs/sft/model" in start
-    assert "coa_jax.report.sweep --workdir=runs/algorithms" in table
+    assert "coa_jax evaluate" in start and "--config.model=runs/sft/model" in start
+    assert "coa_jax sweep --workdir=runs/algorithms" in table
     wanted = [(a, s, c) for s in (0, 7) for a in ("grpo", "ppo") for c in ("rl", "evaluate")]
     assert len(runs) == len(wanted)
     for line, (algorithm, seed, command) in zip(runs, wanted, strict=True):
-        assert f"coa_jax.{command} " in line
+        assert f"coa_jax {command} " in line
         assert f"runs/algorithms/{algorithm}-{seed}" in line
         if command == "rl":
             assert f"algorithm.name={algorithm} --config.seed={seed} " in line

@@ -17,7 +17,7 @@ def test_the_pod_script_prints_what_it_would_run(tree):
     (line,) = result.stdout.splitlines()
     start = "gcloud compute tpus tpu-vm ssh pod --zone=z --worker=all --project=p --command "
     assert line.startswith(start)
-    assert "-m\\ coa_jax.cli.rl\\ --config=configs/rl/factbook.py" in line
+    assert "-m\\ coa_jax\\ rl\\ --config=configs/rl/factbook.py" in line
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
@@ -30,7 +30,7 @@ def test_the_command_reaches_a_host_as_it_was_written(tree, tmp_path, detach):
     flags = ("--name", "pod", "--zone", "z", *detach)
     result = tree("tpu_pod.sh", *flags, "run", "sft", "--config.note=it's $HOME", "--x=a  b")
     assert result.returncode == (0 if detach else 7), result.stderr
-    expected = "[-u][-m][coa_jax.cli.sft][--config.note=it's $HOME][--x=a  b]1"
+    expected = "[-u][-m][coa_jax][sft][--config.note=it's $HOME][--x=a  b]1"
     wait_for(lambda: log.exists() and log.read_text().strip() == expected)
     assert (log.parent / "run.pid").read_text().strip().isdigit()
     shown = tree("tpu_pod.sh", *flags, "logs")
@@ -41,7 +41,7 @@ def test_a_run_goes_on_when_nobody_reads_and_is_still_the_one_that_stop_ends(tre
     program(tree.tools, "gcloud", f'cd {tmp_path} && exec bash -c "${{!#}}"')
     home = tmp_path / "coa_jax"
     (home / ".venv" / "bin").mkdir(parents=True)
-    body = f"""[ "$4" = first ] || exit 2
+    body = f"""[ "$5" = first ] || exit 2
 echo begun; while [ ! -e {tmp_path}/closed ]; do sleep 0.02; done
 echo 1; echo 2; touch {tmp_path}/unread; while :; do sleep 0.1; done"""
     program(home / ".venv" / "bin", "python", body)

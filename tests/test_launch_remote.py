@@ -15,7 +15,7 @@ from tests.test_launch import program, run
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 WORDS = ("rl", "--config=configs/rl/web.py:7b", "--config.note=it's a b")
 RUN = ("run", *WORDS)
-BARE = "coa_jax.cli.rl --config=configs/rl/web.py:7b --config.note=it\\'s\\ a\\ b"
+BARE = "coa_jax rl --config=configs/rl/web.py:7b --config.note=it\\'s\\ a\\ b"
 PYTHON = f".venv/bin/python -u -m {BARE}"
 COMMAND = f"COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3 {PYTHON}"
 FLAGS = {
@@ -123,7 +123,7 @@ def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_
     assert (done.returncode, done.stderr) == (0, "")
     assert "--gpus-per-node=8" in (tmp_path / "flags").read_text().split()
     job = run("bash", str(tmp_path / "job"), cwd=tmp_path, env={"PATH": f"{tools}:/usr/bin:/bin"})
-    assert job.stdout == "[-u][-m][coa_jax.cli.rl][--config=configs/rl/web.py:7b]" \
+    assert job.stdout == "[-u][-m][coa_jax][rl][--config=configs/rl/web.py:7b]" \
         "[--config.note=it's a b][1]"  # fmt: skip
     # A job that has lost a process goes to the queue again, a few times; one that fails does not.
     program(tmp_path / ".venv" / "bin", "python", 'exit "$CODE"')
@@ -173,7 +173,7 @@ case "$*" in
   *" delete "*) next deletes || exit; rm -f state ;;
   *" ssh "*"[ ! -e "*) exit "$(cat asked)" ;;
   *" ssh "*setup_env*) if [ -s broken ]; then sed -i 1d broken; exit 1; fi ;;
-  *" ssh "*coa_jax.cli.rl*)
+  *" ssh "*coa_jax\\ rl*)
     left=$(cat losses); [ "$left" -eq 0 ] && exit "$(cat code)"
     case "$(cat lost)" in 3 | 134) ;; *) cp after state ;; esac
     echo $((left - 1)) >losses; exit "$(cat lost)" ;;
@@ -205,7 +205,7 @@ def test_a_slice_that_was_taken_away_is_replaced(cloud, lost):
     assert done.returncode == 0, done.stderr
     assert log.count("queued-resources create") == 3
     assert log.count("queued-resources delete") == 2
-    assert log.count("coa_jax.cli.rl") == 3
+    assert log.count("coa_jax rl") == 3
 
 
 @pytest.mark.parametrize("lost", [3, 134], ids=["a process is gone", "a process has crashed"])
@@ -214,18 +214,18 @@ def test_a_run_that_has_lost_a_process_goes_on_on_its_slice(cloud, lost):
     assert done.returncode == 0, done.stderr
     assert log.count("queued-resources create") == 1
     assert "queued-resources delete" not in log
-    assert log.count("coa_jax.cli.rl") == 3
+    assert log.count("coa_jax rl") == 3
     assert log.count("kill -9") == 2  # what is left of the run on other hosts
     done, log = cloud(2, 0, lost=lost, script="tpu_vm.sh")
     assert done.returncode == 0, done.stderr
-    assert log.count("coa_jax.cli.rl") - 3 == 3
+    assert log.count("coa_jax rl") - 3 == 3
 
 
 def test_a_connection_that_stays_away_for_a_moment_is_no_end_of_the_run(cloud):
     # The hosts cannot be reached, but the slice is still named as active.
     done, log = cloud(2, 0, asked=255, after="ACTIVE")
     assert done.returncode == 0, done.stderr
-    assert log.count("coa_jax.cli.rl") == 3
+    assert log.count("coa_jax rl") == 3
     assert log.count("queued-resources create") == 1
     done, _ = cloud(1, 0, "--retries", "0", asked=255, script="tpu_vm.sh", state="READY")
     assert done.returncode == 255
@@ -234,10 +234,10 @@ def test_a_connection_that_stays_away_for_a_moment_is_no_end_of_the_run(cloud):
 def test_an_installation_that_fails_on_a_host_is_tried_again(cloud):
     done, log = cloud(0, 0, broken=2)
     assert done.returncode == 0, done.stderr
-    assert (log.count("setup_env.sh"), log.count("coa_jax.cli.rl")) == (3, 1)
+    assert (log.count("setup_env.sh"), log.count("coa_jax rl")) == (3, 1)
     done, log = cloud(0, 0, broken=9)
     assert done.returncode == 1
-    assert (log.count("setup_env.sh"), log.count("coa_jax.cli.rl")) == (6, 1)
+    assert (log.count("setup_env.sh"), log.count("coa_jax rl")) == (6, 1)
 
 
 @pytest.mark.parametrize("script", ["tpu_queue.sh", "tpu_vm.sh"])
@@ -298,7 +298,7 @@ def test_a_tpu_vm_that_is_there_is_used_and_one_that_was_taken_away_made_anew(cl
 def test_a_command_that_fails_on_its_slice_is_not_repeated(cloud):
     done, log = cloud(0, 2)
     assert done.returncode == 2
-    assert log.count("coa_jax.cli.rl") == 1
+    assert log.count("coa_jax rl") == 1
     assert "queued-resources delete" not in log
 
 
@@ -306,7 +306,7 @@ def test_retries_come_to_an_end(cloud):
     done, log = cloud(9, 0, "--retries", "1")
     assert done.returncode == 2
     assert "q was taken away 2 times" in done.stderr
-    assert log.count("coa_jax.cli.rl") == 2
+    assert log.count("coa_jax rl") == 2
 
 
 def test_keys_and_variables_reach_the_hosts_and_no_command_line_shows_a_key(cloud, tmp_path):

@@ -217,7 +217,7 @@ ODD_FLAGS = (
 
 
 def command_lines(number: int, seed: int) -> Iterator[tuple[str, list[str]]]:
-    """(module, arguments) of commands whose input is absent, so that none of them runs for long."""
+    """(command, arguments) whose input is absent, so that none of them runs for long."""
     chance = random.Random(seed)
     for _ in range(number):
         spec = chance.choice(ABSENT)
@@ -225,11 +225,11 @@ def command_lines(number: int, seed: int) -> Iterator[tuple[str, list[str]]]:
         override = f"--config.{chance.choice(keys)}={chance.choice(ON_A_LINE)}"
         if chance.random() < 0.2:
             override = chance.choice(ODD_FLAGS)
-        yield f"coa_jax.{Path(spec).parts[1]}", [f"--config={spec}", override]
+        yield Path(spec).parts[1], [f"--config={spec}", override]
 
 
-def assert_one_line(module: str, arguments: list[str], workdir: Path) -> None:
-    command = [sys.executable, "-m", module, f"--workdir={workdir}", *arguments]
+def assert_one_line(name: str, arguments: list[str], workdir: Path) -> None:
+    command = [sys.executable, "-m", "coa_jax", name, f"--workdir={workdir}", *arguments]
     run = subprocess.run(
         command,
         cwd=workdir.parent,
@@ -238,7 +238,7 @@ def assert_one_line(module: str, arguments: list[str], workdir: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
     )
     said = run.stderr.decode(errors="replace")
-    case = (module, [a[:200] for a in arguments], said[-2000:])
+    case = (name, [a[:200] for a in arguments], said[-2000:])
     assert run.returncode == 2, case
     assert "Traceback" not in said, case
     lines = said.strip().splitlines()
@@ -248,20 +248,20 @@ def assert_one_line(module: str, arguments: list[str], workdir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments"),
+    ("name", "arguments"),
     [
-        ("coa_jax.cli.sft", ["--config.rename_share=inf", "--config.mesh.wait_seconds=nan"]),
-        ("coa_jax.cli.rl", [f"--config.engine.pages={'9' * 5000}"]),
-        ("coa_jax.evaluate", ["--config.tools.store.tools=nonsense"]),
+        ("sft", ["--config.rename_share=inf", "--config.mesh.wait_seconds=nan"]),
+        ("rl", [f"--config.engine.pages={'9' * 5000}"]),
+        ("evaluate", ["--config.tools.store.tools=nonsense"]),
     ],
 )
-def test_a_command_refuses_nonsense_in_one_line(tmp_path, module, arguments):
-    assert_one_line(module, arguments, tmp_path / "run")
+def test_a_command_refuses_nonsense_in_one_line(tmp_path, name, arguments):
+    assert_one_line(name, arguments, tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 100, 20))
 def test_a_hundred_command_lines_end_in_one_line(tmp_path, first):
     lines = itertools.islice(command_lines(100, seed=33), first, first + 20)
-    for number, (module, arguments) in enumerate(lines, first):
-        assert_one_line(module, arguments, tmp_path / f"run{number}")
+    for number, (name, arguments) in enumerate(lines, first):
+        assert_one_line(name, arguments, tmp_path / f"run{number}")

@@ -42,5 +42,5 @@ def test_the_workflow_runs_what_a_change_must_pass_on_the_tested_pythons():
     assert ".ci/run" in [step.get("run") for step in steps]
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
     versions = " ".join(str(step.get("with", {}).get("python-version")) for step in steps)
-    for file in (REPOSITORY / "coa_jax" / "constraints").glob("jax-*.txt"):
+    for file in (REPOSITORY / "coa_jax" / "config" / "constraints").glob("jax-*.txt"):
         assert re.search(r"Tested with Python ([\d.]+)\.$", file.read_text(), re.M)[1] in versions

@@ -55,7 +55,7 @@ def test_versions_outside_get_one_line_with_what_to_do(running, monkeypatch, cap
         monkeypatch.setattr(sys, "prefix", str(REPOSITORY / ".venv"))
         assert said(python, jax).endswith(f"CONSTRAINTS={name} {installed._script()}")
         monkeypatch.setattr(sys, "prefix", "/usr")
-        file = PACKAGE / "constraints" / f"{name}.txt"
+        file = PACKAGE / "config" / "constraints" / f"{name}.txt"
         assert said(python, jax).endswith(f"pip install -c {file} jax flax")
 
 
@@ -72,7 +72,7 @@ def test_a_package_without_jax_is_not_warned_of(monkeypatch):
 
 def test_constraints_are_kept_by_later_runs(tree, tmp_path):
     fake_venv(tree.root)
-    file = tree.root / "coa_jax" / "constraints" / "jax-0.12.txt"
+    file = tree.root / "coa_jax" / "config" / "constraints" / "jax-0.12.txt"
     assert tree("setup_env.sh", CONSTRAINTS="jax-0.12").returncode == 0
     assert tree("setup_env.sh", "gguf").returncode == 0
     assert tree("setup_env.sh", CONSTRAINTS="jax-0.12").returncode == 0

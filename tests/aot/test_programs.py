@@ -95,7 +95,7 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
 
 CACHE = """
 import sys, jax, jax.numpy as jnp
-from coa_jax.perf.aot import arrays
+from coa_jax.train import arrays
 from coa_jax.train.arrays import chip_bytes, engine_compute, pages, set_up
 from coa_jax.parallel.slices import Slice
 from coa_jax.engine import layout

@@ -80,7 +80,7 @@ def command(workdir, *more):
     return [
         sys.executable,
         "-m",
-        "coa_jax.distill",
+        "coa_jax.cli.distill",
         "--config=configs/distill/factbook.py",
         f"--workdir={workdir}",
         "--config.tasks.train=30",

@@ -103,6 +103,7 @@ class Spy:
     """A task whose gold answer must not be touched while the teacher works."""
 
     id, question, protocol = "spy", "What is the capital of Peru?", "generalist"
+    source = "tests"
 
     @property
     def gold(self):

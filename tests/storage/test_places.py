@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from coa_jax import storage
-from coa_jax.cli import check, load_config
+from coa_jax.cli import check
 from coa_jax.cli.needs import needs_of
 from coa_jax.data.records import read_records
 from coa_jax.data.rows import find_files
@@ -25,6 +25,7 @@ from coa_jax.files import jsonl
 from coa_jax.model.api import load_model, save_model
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Checkpoint, local_checkpoint
 from coa_jax.report import watch
+from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.storage import arrays
 from coa_jax.storage.places import opened, telling

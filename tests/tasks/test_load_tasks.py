@@ -14,7 +14,7 @@ from tests.tasks.finished import finished
 
 
 def test_unknown_sources_and_splits_name_the_known_ones():
-    with pytest.raises(UserError, match="factbook, arithmetic"):
+    with pytest.raises(UserError, match="arithmetic, drawn_tools, factbook"):
         load_tasks("webwork", "train")
     with pytest.raises(UserError, match="train, validation, test"):
         load_tasks("factbook", "dev")

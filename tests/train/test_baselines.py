@@ -252,7 +252,7 @@ def test_the_commands_train_from_a_file_of_traces(folder, command):
     workdir = folder / f"command-{command}"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", f"coa_jax.{command}"),
+            *(sys.executable, "-m", "coa_jax", command),
             *(f"--config=configs/{command}/factbook.py", f"--workdir={workdir}"),
             *(f"--config.{key}={value}" for key, value in overrides.items()),
             "--config.optimizer.total_steps=2",
