@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, CoroutineType, FrameType
 
 import pytest
 
 from coa_jax.model import decoder
+from coa_jax.rollout.episodes import TextEpisodes
+from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.tools.wiki_search import WikiSearch
 from coa_jax.train import logps, objectives
 from coa_jax.train.algorithms import Algorithm
 from tests import tiny_policy
@@ -28,19 +32,40 @@ class Reached(BaseException):
 
 def reading_path(section: str) -> list[tuple[str, str]]:
     """The functions of a table of the page, as (file, name)."""
-    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = re.split(rf"^##+ {section}$", PAGE.read_text(), flags=re.MULTILINE)[1]
+    text = re.split(r"^##+ ", text, flags=re.MULTILINE)[0]
     return [(row["file"], row["name"]) for row in ROW.finditer(text)]
+
+
+def functions_of_code(code: CodeType) -> tuple[str, str] | None:
+    """A function of the package as (file, name); None for other functions."""
+    path, name = Path(code.co_filename), code.co_qualname
+    if not path.is_relative_to(PACKAGE) or name.endswith("<lambda>"):
+        return None
+    return path.relative_to(PACKAGE).as_posix(), name.split("<locals>.")[-1]
 
 
 def functions_of(frame: FrameType | None) -> list[tuple[str, str]]:
     """The package's functions on a stack, without lambdas, from the outermost to the innermost."""
     functions = []
     while frame is not None:
-        path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname
-        if path.is_relative_to(PACKAGE) and not name.endswith("<lambda>"):
-            functions.append((path.relative_to(PACKAGE).as_posix(), name.split("<locals>.")[-1]))
+        functions.append(functions_of_code(frame.f_code))
         frame = frame.f_back
-    return functions[::-1]
+    return [function for function in reversed(functions) if function]
+
+
+def awaiting() -> list[tuple[str, str]]:
+    """The package's functions that wait, from a scheduler's call of a tool to the running task."""
+    (call,) = [
+        task.get_coro()
+        for task in asyncio.all_tasks()
+        if getattr(task.get_coro(), "__name__", "") == "_call" and not task.done()
+    ]
+    frames = []
+    while isinstance(call, CoroutineType):
+        frames.append(functions_of_code(call.cr_code))
+        call = call.cr_await
+    return [function for function in frames if function]
 
 
 Stacks = dict[str, list[list[tuple[str, str]]]]
@@ -64,8 +89,9 @@ def write_stacks(folder: Path) -> None:
     """Starts a tiny SFT and a tiny RL run in a folder, up to their first update."""
     tiny_policy.write_sft_inputs(folder)
     tiny_policy.write_rl_inputs(folder)
-    seen: Stacks = {"rl": [], "sft": [], "decode": []}
-    layer = decoder.Layer.__call__
+    seen: Stacks = {"rl": [], "sft": [], "decode": [], "begin": [], "inside": [], "collect": []}
+    layer, search = decoder.Layer.__call__, WikiSearch.__call__
+    begin, encode = Scheduler._begin_call, TextEpisodes.encode
 
     def end_rl(ratio=None, advantages=None) -> None:
         seen["rl"].append([*functions_of(sys._getframe(1)), ("train/objectives.py", "clip")])
@@ -80,7 +106,26 @@ def write_stacks(folder: Path) -> None:
         seen["decode"].append([*functions_of(sys._getframe(1)), entered])
         return layer(*arguments, **options)
 
+    def through_begin(*arguments):
+        entered = ("rollout/scheduler.py", "Scheduler._begin_call")
+        seen["begin"].append([*functions_of(sys._getframe(1)), entered])
+        return begin(*arguments)
+
+    async def through_search(*arguments):
+        # The scheduler's task waits for the task that runs the tool: two stacks follow each other.
+        entered = ("tools/wiki_search.py", "WikiSearch.__call__")
+        seen["inside"].append([*awaiting(), *functions_of(sys._getframe(1))[-1:], entered])
+        return await search(*arguments)
+
+    def through_encode(*arguments):
+        entered = ("rollout/episodes.py", "TextEpisodes.encode")
+        seen["collect"].append([*functions_of(sys._getframe(1)), entered])
+        return encode(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_begin_call", through_begin)
+        patch.setattr(WikiSearch, "__call__", through_search)
+        patch.setattr(TextEpisodes, "encode", through_encode)
         patch.setattr(logps, "weighted_sum", end_sft)
         patch.setattr(objectives, "clip", end_rl)
         patch.setattr(decoder.Layer, "__call__", through_layer)
@@ -94,7 +139,14 @@ def write_stacks(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("way", "section"),
-    [("rl", "An RL update"), ("sft", "A fine-tuning update"), ("decode", "A decoding step")],
+    [
+        ("rl", "An RL update"),
+        ("sft", "A fine-tuning update"),
+        ("decode", "A decoding step"),
+        ("begin", "From the sampled tag to the call"),
+        ("inside", "Inside the call"),
+        ("collect", "From the observation to the cache"),
+    ],
 )
 def test_each_function_of_a_reading_path_enters_the_next(stacks, way, section) -> None:
     path = reading_path(section)

@@ -85,24 +85,6 @@ def test_links_lead_to_files_and_headings_that_are_there(document):
     assert broken == []
 
 
-# --- English -------------------------------------------------------------------------------
-
-WORDS = 50
-"""Words of the longest sentence that a reader has to hold in mind."""
-
-PRIVATE = r"anew|goes over|gone on|in small|of ours|the same again|what it has"
-"""Words of our own, for which CONTRIBUTING.md names the usual ones."""
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_sentences_are_short_and_have_no_words_of_our_own(document):
-    text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.M | re.S)
-    text = re.sub(r"`[^`\n]+`", "x", re.sub(r"\]\([^)]+\)|\"[^\"\n]+\"", "]", text))
-    parts = re.split(r"\||\n\s*(?=\n|[-*#] |\d+\. )|[.:;?!](?=\s)", text)
-    assert [part for part in parts if len(re.findall(r"[A-Za-z]+", part)) > WORDS] == []
-    assert re.findall(rf"\b(?:{PRIVATE})\b", text) == []
-
-
 # --- reference -----------------------------------------------------------------------------
 
 
