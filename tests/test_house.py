@@ -126,6 +126,24 @@ def test_the_compiled_programs_load_only_arrays_and_the_model(module):
     assert not (outer - {"train"}) & set(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("data.trajectory", ("jax", "fsspec", "coa_jax.storage")),
+        ("model.tokenizer", ("jax", "fsspec", "coa_jax.storage")),
+        ("engine.config", ("jax",)),
+        ("tools.make", ("jax", "openai")),
+        ("tasks.graders", ("jax", "openai")),
+        ("rollout.request", ("jax",)),
+        ("rollout.environments.base", ("jax",)),
+    ],
+)
+def test_settings_texts_and_records_load_neither_jax_nor_clients(module, absent):
+    code = f"import sys, coa_jax.{module}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {*absent} & {*done.stdout.split()}
+
+
 def test_every_command_is_an_entry_point():
     modules = [find_spec(f"coa_jax.{module}") for module in COMMANDS.values()]
     origins = [Path(spec.origin) for spec in modules if spec and spec.origin]

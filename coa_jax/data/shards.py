@@ -18,7 +18,6 @@ from typing import IO
 
 from coa_jax.errors import UserError
 from coa_jax.files import durable
-from coa_jax.storage import local
 
 SHARD_FORMATS = ("jsonl.gz", "array_record")
 """Formats of shards: gzip-compressed JSON lines, or an ArrayRecord file with zstd compression.
@@ -105,6 +104,8 @@ def shard_files(path: str | os.PathLike[str]) -> list[Path]:
     Raises:
         UserError: the folder has no trajectory file, or the name of the file has another suffix.
     """
+    from coa_jax.storage import local  # here: writing shards needs no buckets
+
     path = Path(local(os.fspath(path)))
     one = path.name.endswith(_SUFFIXES) or not path.exists()
     found = [path] if one else of_run(path) or _shards(path)

@@ -22,7 +22,6 @@ import numpy as np
 from coa_jax.data import shards
 from coa_jax.files import jsonl
 from coa_jax.protocol import Violation, find_protocols, part_violations
-from coa_jax.storage import local
 
 T = TypeVar("T")
 
@@ -386,6 +385,8 @@ def iterate_trajectories(
     Raises:
         UserError: as in `read_trajectories`.
     """
+    from coa_jax.storage import local  # here: a trajectory itself needs no buckets
+
     path = local(os.fspath(path))
     find_protocols(path)
     for part in shards.shard_files(path):

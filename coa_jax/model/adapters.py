@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -18,9 +18,11 @@ import numpy as np
 from coa_jax.config.fields import Count, Positive, check
 from coa_jax.errors import UserError
 from coa_jax.files import durable
-from coa_jax.model.hf_weights import TensorSource
 from coa_jax.model.safetensors_io import Checkpoint, LocalFiles, write_safetensors
 from coa_jax.storage import Origin, hub_id, local_copy, read_header, with_urls
+
+if TYPE_CHECKING:
+    from coa_jax.model.hf_weights import TensorSource
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from absl import logging
 
 from coa_jax.config.fields import Bounded, Items, Natural, OneOf, Positive
-from coa_jax.model.rope import Llama3Rope, YarnRope
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -37,6 +36,56 @@ def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of the projections of a layer that can have adapters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Scaling of the rotary frequencies in Llama 3.1 and later (``rope_type: llama3``).
+
+    Attributes:
+        factor: factor by which the wavelengths of slow components are stretched.
+        low_freq_factor: components that make fewer turns than this over ``original_max_position``
+            positions are stretched by the whole ``factor``.
+        high_freq_factor: components that make more turns than this over ``original_max_position``
+            positions stay unchanged.
+        original_max_position: context length of pretraining, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRope:
+    """Scaling of the rotary frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Qwen uses YaRN for contexts of up to 131,072 tokens.
+
+    Attributes:
+        factor: factor by which the wavelengths of slow components are stretched.
+        original_max_position: context length of pretraining, in tokens.
+        beta_fast: components that make more turns than this over ``original_max_position``
+            positions stay unchanged.
+        beta_slow: components that make fewer turns than this over ``original_max_position``
+            positions are stretched by the whole ``factor``.
+        attention_factor: factor by which cosines and sines are multiplied; None computes the factor
+            from the other fields.
+        mscale, mscale_all_dim: weights of ``log(factor)`` in the numerator and the denominator of
+            the attention factor; used only if both are set.
+        truncate: whether the borders of the blended range are rounded to whole numbers. The blended
+            range holds the indices of the components between ``beta_fast`` and ``beta_slow``.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +120,8 @@ class ModelConfig:
         num_kv_heads: N, number of key/value heads.
         head_dim: K, width of a head, which need not be ``hidden_size / num_heads``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: scaling of the rotary frequencies, see `model.rope`; None for no scaling.
+        rope_scaling: scaling of the rotary frequencies, see `Llama3Rope` and `YarnRope`; None for
+            no scaling.
         rms_eps: number that is added to the mean square in every RMSNorm.
         tie_embeddings: whether the embedding table, transposed, also serves as the output head.
         qkv_bias: whether the q, k and v projections have a bias (as in Qwen2).

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 from coa_jax.config.fields import Between, Count, Natural, Positive, Size, check, parts
 from coa_jax.errors import UserError
 from coa_jax.files import durable
-from coa_jax.model.config import Architecture, ModelConfig
-from coa_jax.model.rope import Llama3Rope, YarnRope
+from coa_jax.model.config import Architecture, Llama3Rope, ModelConfig, YarnRope
 
 HF_CLASSES: dict[Architecture, str] = {
     "llama": "LlamaForCausalLM",

@@ -18,10 +18,8 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
-from coa_jax.model.adapters import read_adapter
 from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, chat_template, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
-from coa_jax.storage import model_folder
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _LARGEST = 256 << 20  # maximum bytes of a tokenizer file; the largest real files have 35 MB
@@ -78,6 +76,9 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UserError: the tokenizer file is missing or damaged; the message names the file.
     """
+    from coa_jax.model.adapters import read_adapter  # here: a tokenizer needs neither of these
+    from coa_jax.storage import model_folder
+
     folder = model_folder(path, weights=False)
     tokenizer = find_tokenizer(folder)
     if isinstance(tokenizer, MissingTokenizer):

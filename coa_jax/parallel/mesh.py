@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -292,3 +292,32 @@ def gather_axes(
 
     moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain_to(g, before),))
     return moved(x)
+
+
+def split_over(
+    mesh: Mesh | None, function: Callable[..., jax.Array], *axes: tuple[str | None, ...]
+) -> Callable[..., jax.Array]:
+    """Returns a function that calls a kernel on each device, with the shards of that device.
+
+    Args:
+        mesh: the devices; None returns ``function`` unchanged.
+        function: function of arrays. Its result is sharded like its first argument.
+        *axes: logical axes of each argument, see `RULES`. An axis whose size is not
+            divisible by the size of its mesh axes is not sharded; then each device along these mesh
+            axes computes the whole axis.
+    """
+    if mesh is None:
+        return function
+
+    def call(*arguments: jax.Array | None) -> jax.Array:
+        specs = tuple(
+            PartitionSpec() if x is None else sharding_for(mesh, names, shape=x.shape).spec
+            for names, x in zip(axes, arguments, strict=True)
+        )
+        # `check_vma` needs a record of the mesh axes over which a result varies, which kernels do
+        # not provide.
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
+        )(*arguments)
+
+    return call

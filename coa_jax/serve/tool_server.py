@@ -38,8 +38,7 @@ from coa_jax.storage import cache_folder
 from coa_jax.tools.bm25 import Index
 from coa_jax.tools.code_libraries import Libraries, find_libraries, split_libraries
 from coa_jax.tools.corpus import join_contents, read_corpus
-from coa_jax.tools.dense import RETRIEVALS, load_retriever
-from coa_jax.tools.encoder import EncoderConfig
+from coa_jax.tools.dense import RETRIEVALS, EncoderConfig, load_retriever
 from coa_jax.tools.net.secrets import Secret
 
 if TYPE_CHECKING:

@@ -8,19 +8,17 @@ those with which E5 was trained (arXiv 2212.03533 §4.1).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.config.fields import Between, Bounded, OneOf, Place, Prose
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.files.durable import read_json_object
@@ -31,36 +29,11 @@ from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.storage import model_folder
 
+if TYPE_CHECKING:
+    from coa_jax.tools.dense import EncoderConfig
+
 _SHORTEST = 16
 """Number of tokens in the smallest compiled shape. Each further shape has twice as many tokens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EncoderConfig(Bounded):
-    """The settings of the model that encodes texts as vectors.
-
-    Attributes:
-        path: Hugging Face directory of a BERT or XLM-RoBERTa model, with ``config.json``,
-            safetensors and ``tokenizer.json``; "" for no encoder.
-        query_prefix: text before each query. The default is the prefix of the E5 models. For a
-            model that was trained without prefixes, set "".
-        passage_prefix: text before each passage.
-        max_tokens: maximum number of tokens of a text. Longer texts are truncated. If the model has
-            a smaller maximum, the model's maximum is used.
-        batch_size: maximum number of texts in a batch.
-        device: JAX backend that runs the encoder. The default "cpu" leaves the accelerator to the
-            policy; "" means the default backend of JAX.
-    """
-
-    path: Place = ""
-    query_prefix: Prose = "query: "
-    passage_prefix: Prose = "passage: "
-    max_tokens: Annotated[int, Between(1, 2**20)] = 512
-    batch_size: Annotated[int, Between(1, 2**16)] = 32
-    device: Annotated[str, OneOf("", "cpu", "gpu", "cuda", "rocm", "tpu")] = "cpu"
-
-    def __bool__(self) -> bool:
-        return bool(self.path)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling"))

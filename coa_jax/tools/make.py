@@ -53,8 +53,7 @@ from coa_jax.tools.code_libraries import Library
 from coa_jax.tools.concurrency import run_blocking
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
-from coa_jax.tools.dense import Retrieval, check_retrieval, load_retriever
-from coa_jax.tools.encoder import EncoderConfig
+from coa_jax.tools.dense import EncoderConfig, Retrieval, check_retrieval, load_retriever
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting

@@ -31,7 +31,6 @@ from coa_jax.tools.base import (
 from coa_jax.tools.bm25 import Hit, Index, load_index
 from coa_jax.tools.corpus import Passage, default_corpus, split_contents
 from coa_jax.tools.dense import check_retrieval
-from coa_jax.tools.encoder import TextEncoder
 from coa_jax.tools.net.chat import post_json, trusting
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import RequestLimits
@@ -211,6 +210,8 @@ async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     check_retrieval(config.retrieval, config.encoder)
     how = f"local {config.retrieval} index"
     if config.retrieval != "bm25":
+        from coa_jax.tools.encoder import TextEncoder
+
         TextEncoder(config.encoder)  # raises an error if its files cannot be used
         how += f" with {config.encoder.path}"
     if config.corpus:

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.model.config import ModelConfig, warn_of_positions
+from coa_jax.model.config import Llama3Rope, ModelConfig, YarnRope, warn_of_positions
 from coa_jax.model.hf_config import config_from_hf, config_to_hf, read_config
-from coa_jax.model.rope import Llama3Rope, YarnRope
 
 # As Qwen2.5 0.5B is released: transformers 4 form, a window that no layer uses.
 QWEN25 = {

@@ -19,8 +19,8 @@ from coa_jax.tools import dense
 from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.bm25 import load_index
 from coa_jax.tools.corpus import Passage
-from coa_jax.tools.dense import DenseIndex, fuse, load_retriever, nearest
-from coa_jax.tools.encoder import EncoderConfig, TextEncoder
+from coa_jax.tools.dense import DenseIndex, EncoderConfig, fuse, load_retriever, nearest
+from coa_jax.tools.encoder import TextEncoder
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.preflight import findings
 from coa_jax.tools.recorded import StoreConfig

@@ -12,7 +12,8 @@ import tokenizers
 import torch
 
 from coa_jax.errors import UserError
-from coa_jax.tools.encoder import EncoderConfig, TextEncoder
+from coa_jax.tools.dense import EncoderConfig
+from coa_jax.tools.encoder import TextEncoder
 from tests.tools import tiny_encoder
 
 TEXTS = [

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.attention.blocked import attend_causally
-from coa_jax.model.attention.choice import split_over
 from coa_jax.model.compute import Compute
 from coa_jax.model.remat import ATTENTION, OPERANDS
+from coa_jax.parallel.mesh import split_over
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """An attention function, whose arguments are q, k and v after the rotary embedding, all float32.

@@ -13,15 +13,14 @@ import dataclasses
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
-
-import jax
-from jax.sharding import Mesh, PartitionSpec
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from coa_jax.config.fields import OneOf, check
 from coa_jax.errors import UserError
-from coa_jax.parallel.mesh import sharding_for
+
+if TYPE_CHECKING:
+    import jax
 
 Kind = Literal["causal", "paged"]
 
@@ -109,7 +108,7 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
     if case.platform != platform:
         return f"it needs {platform}"
     if _find_spec(module) is None:
-        return f"this JAX ({jax.__version__}) has no {module}"
+        return f"this JAX ({version('jax')}) has no {module}"
     if case.dtype not in ("bfloat16", "float16"):
         return f"it multiplies in bfloat16, dtype is {case.dtype}"
     if platform == "cuda" and 0 < case.capability < 8.0:
@@ -180,32 +179,3 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
 @functools.cache
 def _announce(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def split_over(
-    mesh: Mesh | None, function: Callable[..., jax.Array], *axes: tuple[str | None, ...]
-) -> Callable[..., jax.Array]:
-    """Returns a function that calls a kernel on each device, with the shards of that device.
-
-    Args:
-        mesh: the devices; None returns ``function`` unchanged.
-        function: function of arrays. Its result is sharded like its first argument.
-        *axes: logical axes of each argument, see `parallel.mesh.RULES`. An axis whose size is not
-            divisible by the size of its mesh axes is not sharded; then each device along these mesh
-            axes computes the whole axis.
-    """
-    if mesh is None:
-        return function
-
-    def call(*arguments: jax.Array | None) -> jax.Array:
-        specs = tuple(
-            PartitionSpec() if x is None else sharding_for(mesh, names, shape=x.shape).spec
-            for names, x in zip(axes, arguments, strict=True)
-        )
-        # `check_vma` needs a record of the mesh axes over which a result varies, which kernels do
-        # not provide.
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
-        )(*arguments)
-
-    return call

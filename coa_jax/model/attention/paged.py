@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.attention import prefill_gpu
-from coa_jax.model.attention.choice import split_over
 from coa_jax.model.compute import Compute
+from coa_jax.parallel.mesh import split_over
 
 _MASKED = -1e30
 """Score of a key that a query may not see. It is finite, so that no result becomes NaN."""
