@@ -292,7 +292,7 @@ def test_a_disk_without_room_leaves_whole_lines(tmp_path):
 def test_appended_lines_survive_the_death_of_the_process(tmp_path):
     path = tmp_path / "traces.jsonl"
     source = (
-        "import os, signal, sys; from coa_jax import jsonl\n"
+        "import os, signal, sys; from coa_jax.files import jsonl\n"
         f"jsonl.append_lines({str(path)!r}, [1, 2]); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", source], cwd=os.getcwd())
