@@ -19,9 +19,7 @@ from coa_jax.evaluate.run import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config, complete_config
 from coa_jax.serve.config import ServeConfig
-from coa_jax.train.fit import FitConfig
-from coa_jax.train.preference import DPOConfig
-from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.sft import SFTConfig
 

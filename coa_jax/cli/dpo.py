@@ -15,7 +15,8 @@ from absl import flags
 from coa_jax.cli.check import check
 from coa_jax.run.command import run_main
 from coa_jax.train.command import define_flags, run_fit
-from coa_jax.train.preference import DPOConfig, train
+from coa_jax.train.config import DPOConfig
+from coa_jax.train.preference import train
 
 
 def main(argv: list[str]) -> int:

@@ -39,15 +39,17 @@ from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.hub_card import hub_card
 from coa_jax.model.params import merge_adapters, without_adapters
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.parallel.mesh import make_mesh
-from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.parallel.placement import training_mesh
 from coa_jax.protocol import find_protocols, write_protocols
 from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.run.settings import build_config
 from coa_jax.storage.arrays import checkpoints_of
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.checkpoint import Checkpoints, Damaged
-from coa_jax.train.step import OptimizerConfig, run_state
+from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.step import run_state
 
 PHASES = ("rl", "sft", "rft", "dpo")
 

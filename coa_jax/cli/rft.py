@@ -15,7 +15,8 @@ from absl import flags
 from coa_jax.cli.check import check
 from coa_jax.run.command import run_main
 from coa_jax.train.command import define_flags, run_fit
-from coa_jax.train.rejection import RFTConfig, train
+from coa_jax.train.config import RFTConfig
+from coa_jax.train.rejection import train
 
 
 def main(argv: list[str]) -> int:

@@ -38,6 +38,10 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of the projections of a layer that can have adapters."""
 
 
+REMAT = ("none", "dots", "weight_dots", "offload", "attention_block", "attention", "full")
+"""Names of the rematerialisation policies, see `model.remat.POLICIES`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
     """Scaling of the rotary frequencies in Llama 3.1 and later (``rope_type: llama3``).

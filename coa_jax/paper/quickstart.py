@@ -48,7 +48,7 @@ from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.make import ToolsConfig, make_tools, with_names
 from coa_jax.train import rejection, rl, sft
-from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.config import RFTConfig
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.sft import SFTConfig

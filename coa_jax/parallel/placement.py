@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.config.fields import MAX_INT, Between, Bounded, Natural, Seconds
 from coa_jax.errors import UserError
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from coa_jax.parallel.processes import meet
 
 T = TypeVar("T")
-
-Axis = Annotated[int, Between(1, MAX_INT, also=(-1,))]
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig(Bounded):
-    """Sizes of the mesh axes, and the devices on which rollouts run.
-
-    One of ``data``, ``fsdp`` and ``tensor`` may be -1; this axis then takes the remaining devices.
-
-    Attributes:
-        data: number of replicas of the parameters.
-        fsdp: number of parts into which the batch and the parameters are split.
-        tensor: number of parts into which each layer (its heads, MLP width and vocabulary) is
-            split.
-        decode_tensor: number of devices over which a decoding engine splits the model; 0 takes the
-            value of ``tensor``. The devices of a process are divided among engines of this size.
-        rollout_devices: number of devices of each process that are reserved for rollouts. The last
-            devices of the process are reserved; the mesh consists of all other devices. With 0, the
-            same devices train and sample.
-        collectives: strategy for the matmuls of training on a mesh. ``compiler`` leaves the
-            collectives to XLA, ``manual`` writes them explicitly, and ``auto`` chooses by the
-            platform.
-        wait_seconds: number of seconds after which a process that waits for other processes logs
-            which of them are missing. The process then continues to wait.
-    """
-
-    data: Axis = 1
-    fsdp: Axis = 1
-    tensor: Axis = 1
-    decode_tensor: Natural = 0
-    rollout_devices: Natural = 0
-    collectives: Literal["auto", "compiler", "manual"] = "auto"
-    wait_seconds: Seconds = 600.0
 
 
 def split_devices(

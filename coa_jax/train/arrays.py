@@ -44,9 +44,8 @@ from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.tasks.mixture import load_parts
 from coa_jax.train.batch import Batch
+from coa_jax.train.config import DPOConfig, FitConfig
 from coa_jax.train.experience import scores_old
-from coa_jax.train.fit import FitConfig
-from coa_jax.train.preference import DPOConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import TrainState, run_state
 from coa_jax.train.update import critic_run_state

@@ -29,7 +29,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from coa_jax.errors import Outage, UserError
 from coa_jax.parallel import processes
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.storage.arrays import is_bucket, is_outage, is_passing, prepared, telling_outage
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.step import TrainState

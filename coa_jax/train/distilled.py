@@ -11,11 +11,10 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from absl import logging
 
-from coa_jax.config.fields import Bounded, Place
 from coa_jax.data.records import Read, iterate_records
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.errors import UserError
@@ -26,35 +25,11 @@ from coa_jax.storage import is_url, local
 from coa_jax.tasks import Task
 from coa_jax.tasks.grading import normalize_answer
 from coa_jax.tools.words import words
+from coa_jax.train.config import DistilledConfig
 from coa_jax.train.fingerprints import digest
 
 _FILE = "distilled.json"
 _LONGEST_ANSWER = 1000  # characters; longer ones are the tests of programs
-
-
-@dataclasses.dataclass(frozen=True)
-class DistilledConfig(Bounded):
-    """Settings for *distilled* tasks, which a training record of the policy asks, too.
-
-    A task is distilled in two cases:
-
-    - A record has the same question: the same words in the same order, in any case and with any
-      punctuation. If the record and the task have accepted answers, an answer must be the same, so
-      that 3 + 4 differs from 3 - 4.
-    - A record asks for the same fact in other words: the fields ``kind``, ``relation`` and
-      ``entities`` of its metadata (the entities in any order) and its accepted answers are those of
-      the task. Only generated tasks have entities; all others are compared by their questions.
-
-    Attributes:
-        tasks: treatment of distilled tasks. ``leave_out`` leaves them out before the tasks are
-            shuffled, so fewer than ``num_tasks`` may remain; ``count`` trains on them; ``refuse``
-            ends the run if there are any.
-        records: the records that the policy was trained on, see `SFTConfig.data`. "" finds them if
-            ``model`` is still in the work directory of its SFT or pipeline; see `trained_on`.
-    """
-
-    tasks: Literal["leave_out", "count", "refuse"] = "leave_out"
-    records: Place = ""
 
 
 @dataclasses.dataclass(frozen=True)

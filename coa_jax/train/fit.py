@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 from absl import logging
 
-from coa_jax.config.fields import Between, Count, OneOf, Size
 from coa_jax.model.api import Model
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import warn_of_positions
@@ -22,41 +21,16 @@ from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.clock import Clock, Profile
+from coa_jax.train.config import FitConfig
 from coa_jax.train.data import Update, UpdateSequence, read_ahead
 from coa_jax.train.losses import Loss
 from coa_jax.train.memory import check_rows
 from coa_jax.train.metrics import peak_memory, train_speed
 from coa_jax.train.step import TrainState, check_updates, init_state, run_state, train_step
 from coa_jax.train.stop import end_run, stop_on_sigterm
-from coa_jax.train.training import TrainingConfig
 from coa_jax.train.watch import Watch
 
 _PARTS = ("data", "update", "validation", "checkpoint")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig(TrainingConfig):
-    """Settings of a training run on a fixed set of examples, beyond those of `TrainingConfig`.
-
-    Examples with more than ``row_length`` tokens are left out, and a warning states how many.
-
-    Attributes:
-        batch_size: number of examples per update.
-        data_workers: number of processes per host that read, tokenise and pack the next updates; 0
-            for a thread of the training process. A thread suffices as long as the metric
-            ``time/data``, the time spent waiting for data, is small.
-        validate_every: number of updates between two measurements of the validation loss, if the
-            run has validation data.
-        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint. A validation loss describes the parameters in
-            the checkpoint. The training loss (``loss``) describes the parameters before the last
-            update, and not those in the checkpoint.
-    """
-
-    batch_size: Size
-    data_workers: Annotated[int, Between(0, 1024)] = 0
-    validate_every: Count = 1
-    keep_best: Annotated[str, OneOf("", "loss")] = ""
 
 
 def fit(

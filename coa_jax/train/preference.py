@@ -12,14 +12,12 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from coa_jax.config.fields import Count, OneOf, Place, Positive, Prose
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.errors import UserError
 from coa_jax.model.api import download_once, load_model
@@ -29,10 +27,11 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.batch import Batch, pack, split_rows
+from coa_jax.train.config import DPOConfig
 from coa_jax.train.data import Update, UpdateSequence, shuffled
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import score
-from coa_jax.train.fit import FitConfig, fit
+from coa_jax.train.fit import fit
 from coa_jax.train.logps import token_logps
 from coa_jax.train.losses import Net
 from coa_jax.train.metrics import sequence_lengths
@@ -41,33 +40,6 @@ from coa_jax.train.rejection import read_graded, value
 
 Pair = tuple[Trajectory, Trajectory]
 """(chosen, rejected): the preferred trajectory, and the trajectory that has a lower reward."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DPOConfig(FitConfig):
-    """Settings of direct preference optimisation (DPO), in addition to those of `FitConfig`.
-
-    Each example is a pair of trajectories, and fills one row. The initial model, ``model``, also
-    serves as the reference model.
-
-    Attributes:
-        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories.
-        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
-            the trajectories of all phases, including evaluations.
-        beta: factor by which the difference of log-ratios is multiplied in the loss, see
-            `dpo_objective`. With a smaller value, the policy moves farther from the reference.
-        min_gap: minimum difference between the rewards of the two trajectories of a pair.
-        per_task: maximum number of pairs of one task.
-        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint.
-    """
-
-    traces: Place
-    phase: Prose
-    beta: Positive
-    min_gap: Positive
-    per_task: Count
-    keep_best: Annotated[str, OneOf("", "loss", "dpo/accuracy", "dpo/margin")] = ""
 
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:

@@ -8,65 +8,26 @@ the policy imitates the selected trajectories (Yuan et al., arXiv 2308.01825; Do
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 from absl import logging
 
-from coa_jax.config.fields import Between, Count, Place, Prose
-from coa_jax.data.records import ProtocolName, Records, iterate_records
+from coa_jax.data.records import Records, iterate_records
 from coa_jax.data.trajectory import Author, Trajectory, read_trajectories
 from coa_jax.errors import UserError
 from coa_jax.model.api import describe_model, download_once, load_weights
-from coa_jax.model.config import LoraConfig
 from coa_jax.parallel.placement import own_rows, training_mesh
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
+from coa_jax.train.config import RFTConfig
 from coa_jax.train.data import RecordReader, Updates, examples_in_memory, join, shuffled
 from coa_jax.train.examples import trajectory_example
-from coa_jax.train.fit import FitConfig, fit
+from coa_jax.train.fit import fit
 from coa_jax.train.lengths import fitting, measure
 from coa_jax.train.losses import SFTLoss
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RFTConfig(FitConfig):
-    """Settings of rejection-sampling fine-tuning, in addition to those of `FitConfig`.
-
-    Attributes:
-        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories; "" to
-            train only on the records of ``data``.
-        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
-            the trajectories of all phases, including evaluations.
-        min_reward: minimum reward of a trajectory that the policy is trained on.
-        per_task: maximum number of trajectories of one task. The limit keeps tasks that are solved
-            often from dominating the training data.
-        data: records to train on in addition to the trajectories, see `SFTConfig.data`; "" for no
-            records.
-        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
-            of such a record from its tags.
-        prompt_style: prompt style in which the policy sees the records' questions, see
-            `tasks.prompts`.
-        lora: LoRA adapters to train instead of the whole model.
-    """
-
-    traces: Place
-    phase: Prose
-    min_reward: Annotated[float, Between(-1e9, 1e9)]
-    per_task: Count
-    data: Place = ""
-    protocol: ProtocolName = ""
-    prompt_style: Place = "full"
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.traces and not self.data:
-            raise UserError("give traces, data or both")
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:

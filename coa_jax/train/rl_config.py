@@ -18,13 +18,11 @@ from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.mixture import parts_of
 from coa_jax.train.admission import AdmissionRules
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.distilled import DistilledConfig
+from coa_jax.train.config import DistilledConfig, TeacherConfig, TrainingConfig
 from coa_jax.train.held_out import METRICS, HeldOutConfig, check_best
 from coa_jax.train.pool import PoolConfig
 from coa_jax.train.shaping import StopRewards
-from coa_jax.train.teacher import TeacherConfig
 from coa_jax.train.traces import TracesConfig
-from coa_jax.train.training import TrainingConfig
 
 BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass", *METRICS)
 """Metrics by which ``keep_best`` can select a checkpoint; the highest value is best."""

@@ -37,8 +37,9 @@ from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.train import data
 from coa_jax.train.batch import Batch, first_fit
+from coa_jax.train.config import FitConfig
 from coa_jax.train.fingerprints import digest, fingerprint
-from coa_jax.train.fit import FitConfig, fit
+from coa_jax.train.fit import fit
 from coa_jax.train.held_out import METRICS, HeldOut, HeldOutConfig, check_best
 from coa_jax.train.lengths import TokenCounts, fitting, measure
 from coa_jax.train.losses import Net, SFTLoss

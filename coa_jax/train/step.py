@@ -8,10 +8,9 @@ number of tokens, so the loss is a mean over all tokens of the update.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from coa_jax.config.fields import Between, Bounded, Count, Natural, Positive, Share
 from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
@@ -27,6 +25,7 @@ from coa_jax.model.params import Params, abstract_params, join, select
 from coa_jax.parallel.launch_order import turn
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch, stack
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.losses import Loss, Net
 from coa_jax.train.objectives import Stats
 
@@ -56,39 +55,6 @@ class TrainState(NamedTuple):
     def model(self) -> Params:
         """All parameters of the model, trained and frozen."""
         return join(self.params, self.frozen)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig(Bounded):
-    """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
-
-    Attributes:
-        learning_rate: peak of the learning rate.
-        total_steps: number of updates of the whole run.
-        warmup_steps: number of updates until the learning rate reaches its peak.
-        final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
-            learning rate constant after the warm-up.
-        b1: decay of AdamW's first moment.
-        b2: decay of AdamW's second moment.
-        eps: AdamW's epsilon, which is added to the root of the second moment.
-        weight_decay: factor of AdamW's weight decay, which applies to all parameters except the
-            scales of norms and the biases.
-        clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
-            1e9 turns clipping off.
-        max_skipped: number of consecutive skipped updates (see `train_step`) after which training
-            ends with an error.
-    """
-
-    learning_rate: Annotated[float, Between(0, 10)]
-    total_steps: Count
-    warmup_steps: Natural = 0
-    final_ratio: Share = 0.0
-    b1: Annotated[float, Between(0, 1, below=True)] = 0.9
-    b2: Annotated[float, Between(0, 1, below=True)] = 0.95
-    eps: Annotated[float, Between(1e-30, 1)] = 1e-8
-    weight_decay: Annotated[float, Between(0, 10)] = 0.01
-    clip_norm: Positive = 1.0
-    max_skipped: Count = 5
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:

@@ -14,68 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.config.fields import Times
 from coa_jax.errors import UserError
 from coa_jax.model.api import download_once, load_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import gather
-from coa_jax.tools.net.chat import Client, ServedModel
+from coa_jax.tools.net.chat import Client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.train.batch import Example
+from coa_jax.train.config import TeacherConfig
 
 _BYTES = 1024
 """Maximum number of bytes per token in a server's response."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherConfig(ServedModel):
-    """Settings of the model that scores the student's tokens.
-
-    The teacher must have the same vocabulary as the student.
-
-    Attributes:
-        model: Hugging Face directory of the teacher or, if ``url`` is given, the name of the model
-            on that server; "" for no teacher.
-        url: URL of an OpenAI-compatible server whose ``/completions`` supports ``prompt_logprobs``,
-            such as vLLM or ``coa_jax.serve``; "" for a local model.
-        attempts: maximum number of attempts per request, see `ServedModel`.
-        concurrency: number of sequences that a process sends to the server at the same time.
-    """
-
-    attempts: Times = 5
-    concurrency: Times = 16
-
-    def check(self, opd_coef: float, temperature: float, constrained: bool) -> None:
-        """Checks that the settings of a run fit the teacher.
-
-        Args:
-            opd_coef: setting ``opd_coef`` of the algorithm: the factor of the teacher's advantages.
-            temperature: sampling temperature.
-            constrained: whether the run samples tokens under a constraint.
-
-        Raises:
-            UserError: the algorithm needs a teacher, but the settings name none; the settings name
-                a teacher, but the algorithm uses none; or the teacher is on a server, but sampling
-                has a temperature other than 1 or a constraint.
-        """
-        if opd_coef and not self.model:
-            raise UserError(
-                f"algorithm.opd_coef is {opd_coef:g} and there is no teacher: name a model in "
-                "teacher.model"
-            )
-        if self.model and not opd_coef:
-            raise UserError(
-                f"teacher.model is {self.model!r}, and the algorithm uses no teacher: give "
-                "algorithm.name=opd, or algorithm.opd_coef=1"
-            )
-        if self.url and (temperature != 1 or constrained):
-            which = "rollout.constrain is True" if constrained else f"temperature is {temperature}"
-            raise UserError(
-                f"{which}, and a server scores at temperature 1 without a constraint: sample the "
-                "same way, or use a local teacher (without teacher.url)"
-            )
 
 
 class Teacher(NamedTuple):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.run.settings import complete_config
-from coa_jax.train.preference import DPOConfig
+from coa_jax.train.config import DPOConfig
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -35,7 +35,7 @@ from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variants
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.config import RFTConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.sft import SFTConfig
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.run.settings import complete_config
-from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.config import RFTConfig
 
 
 def get_config() -> ml_collections.ConfigDict:

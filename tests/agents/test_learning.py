@@ -21,9 +21,9 @@ from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.record import checksum, oldest_of
 from coa_jax.train.rl import repeat
-from coa_jax.train.step import OptimizerConfig
 from coa_jax.train.update import group_examples
 from tests import tiny_policy
 from tests.agents import killed

@@ -29,9 +29,9 @@ from coa_jax.train import arrays, experience, logps, step
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.arrays import Setup, micro_batches, set_up
 from coa_jax.train.batch import Batch, empty_batch
+from coa_jax.train.config import TeacherConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import init_state
-from coa_jax.train.teacher import TeacherConfig
 from coa_jax.train.update import critic_state, reference_params, update
 from tests.devices import on_devices
 from tests.train.test_update import LENGTH, MODEL, config, groups, params
@@ -56,7 +56,7 @@ from coa_jax.train.arrays import set_up
 from coa_jax.parallel.slices import parse_slice
 from coa_jax.perf.aot.estimate import _step
 from coa_jax.errors import UserError
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.parallel.config import MeshConfig
 from tests.train.test_update import MODEL
 from tests.train.tiny_runs import rl_config
 
@@ -101,7 +101,8 @@ from coa_jax.parallel.slices import Slice
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
-from coa_jax.parallel.placement import MeshConfig, replicate
+from coa_jax.parallel.placement import replicate
+from coa_jax.parallel.config import MeshConfig
 from tests.train.tiny_runs import rl_config
 
 for case in sys.argv[1:]:

@@ -119,7 +119,8 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import merge_adapters, shardings, split_trained, without_adapters
-from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
+from coa_jax.parallel.placement import (rollout_devices, training_mesh)
+from coa_jax.parallel.config import MeshConfig
 from tests.random_params import random_params
 
 lora = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, lora=LoraConfig(rank=2))

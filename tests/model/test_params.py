@@ -33,7 +33,8 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.parallel.mesh import AXES, make_mesh
-from coa_jax.train.step import OptimizerConfig, init_state
+from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.step import init_state
 
 MODEL = ModelConfig(
     *("qwen3", 70, 24, 40, 3, 4, 2, 6), qkv_bias=True, qk_norm=True, tie_embeddings=False

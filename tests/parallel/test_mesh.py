@@ -16,6 +16,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params, shardings, specs
 from coa_jax.parallel import placement
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.parallel.mesh import (
     AXES,
     DECODE_RULES,
@@ -23,7 +24,7 @@ from coa_jax.parallel.mesh import (
     make_mesh,
     sharding_for,
 )
-from coa_jax.parallel.placement import MeshConfig, split_devices, training_mesh
+from coa_jax.parallel.placement import split_devices, training_mesh
 from tests.devices import on_devices
 
 CONFIG = ModelConfig("qwen2", 384, 48, 80, 3, 4, 2, 12, qkv_bias=True, tie_embeddings=False)
@@ -225,7 +226,8 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import load_model, logits, save_model
 from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import DECODE_RULES, make_mesh
-from coa_jax.parallel.placement import MeshConfig, training_mesh
+from coa_jax.parallel.placement import training_mesh
+from coa_jax.parallel.config import MeshConfig
 assert jax.device_count() == 8
 try:
     training_mesh(MeshConfig(1, 7, 1, rollout_devices=2), rollouts=True)

@@ -249,7 +249,8 @@ def main(argv):
     import jax, jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
     from coa_jax.parallel import processes
-    from coa_jax.parallel.placement import MeshConfig, training_mesh
+    from coa_jax.parallel.placement import training_mesh
+    from coa_jax.parallel.config import MeshConfig
     mesh = training_mesh(MeshConfig(1, 2, 2))
     place = NamedSharding(mesh, PartitionSpec(("fsdp", "tensor")))
     rows = jax.make_array_from_callback((4,), place, lambda index: jnp.ones(4)[index])

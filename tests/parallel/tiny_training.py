@@ -20,16 +20,15 @@ from typing import Any
 from absl import flags
 
 from coa_jax.parallel import processes
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import run_main
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.train import rl, sft
-from coa_jax.train.distilled import DistilledConfig
+from coa_jax.train.config import DistilledConfig, OptimizerConfig
 from coa_jax.train.held_out import HeldOutConfig
 from coa_jax.train.renaming import renaming
-from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.train.tiny_runs import pooled, rl_config, sft_config
 

@@ -14,9 +14,9 @@ from coa_jax import storage
 from coa_jax.api import train_rl, train_sft
 from coa_jax.files import jsonl
 from coa_jax.parallel import processes
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.command import run_main
-from coa_jax.train.step import OptimizerConfig
+from coa_jax.train.config import OptimizerConfig
 from tests import tiny_policy
 from tests.train.tiny_runs import rl_config, sft_config
 

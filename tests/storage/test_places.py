@@ -29,7 +29,7 @@ from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.storage import arrays
 from coa_jax.storage.places import opened, telling
-from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.config import RFTConfig
 from tests import tiny_policy
 from tests.buckets import free_port
 

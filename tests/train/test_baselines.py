@@ -16,13 +16,13 @@ from safetensors.numpy import load_file
 from coa_jax.data.trajectory import Reward
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train import preference, rejection
+from coa_jax.train.config import DPOConfig, OptimizerConfig, RFTConfig
 from coa_jax.train.experience import score
-from coa_jax.train.preference import DPOConfig, dpo_objective, make_pairs, pair_batches
-from coa_jax.train.rejection import RFTConfig, read_graded, select
-from coa_jax.train.step import OptimizerConfig
+from coa_jax.train.preference import dpo_objective, make_pairs, pair_batches
+from coa_jax.train.rejection import read_graded, select
 from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.test_update import groups

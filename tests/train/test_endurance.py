@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from coa_jax.parallel import processes
-from coa_jax.parallel.placement import MeshConfig
+from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.command import run_main
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import judge
@@ -32,8 +32,8 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.train import rl, stream
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.record import StepLog
-from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.parallel.launched import launch
 from tests.train.tiny_runs import STREAM, rl_config, rows

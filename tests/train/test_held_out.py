@@ -15,8 +15,8 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.held_out import HeldOut, HeldOutConfig
-from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.train.test_rl import assert_same_run
 from tests.train.tiny_runs import STREAM, rl_config, rows, run_rl, run_sft, sft_config

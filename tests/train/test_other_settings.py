@@ -12,10 +12,8 @@ from coa_jax.files import durable
 from coa_jax.run.run_dir import RunDir, read_config_changes
 from coa_jax.train import rl
 from coa_jax.train.command import run_at
-from coa_jax.train.preference import DPOConfig
-from coa_jax.train.rejection import RFTConfig
+from coa_jax.train.config import DPOConfig, OptimizerConfig, RFTConfig
 from coa_jax.train.replay import ReplayResult
-from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.train.tiny_runs import rl_config, rows, sft_config
 

@@ -10,9 +10,9 @@ import pytest
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.train import rl
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.pool import Pool
 from coa_jax.train.record import StepLog
-from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.killed_runs import kill_once

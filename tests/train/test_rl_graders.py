@@ -15,9 +15,9 @@ from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.groups import graded
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.train.step import OptimizerConfig
 from tests import tiny_policy
 from tests.tasks.finished import finished
 from tests.tools import fault_server

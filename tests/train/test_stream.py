@@ -23,8 +23,8 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.train import rl
 from coa_jax.train.admission import AdmissionRules, Ledger
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.record import GRADING, Spool, checksum, versions_of
-from coa_jax.train.step import OptimizerConfig
 from coa_jax.train.stream import Stream
 from tests import tiny_policy
 from tests.train.killed_runs import kill_once

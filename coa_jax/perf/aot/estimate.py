@@ -25,7 +25,7 @@ from coa_jax.perf.aot.programs import Program, all_programs
 from coa_jax.perf.aot.schedule import Machine, play
 from coa_jax.perf.aot.split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.train.arrays import Setup, export_bytes, micro_batches, resume_bytes
-from coa_jax.train.fit import FitConfig
+from coa_jax.train.config import FitConfig
 from coa_jax.train.rl_config import RLConfig
 
 KERNEL_EFFICIENCY = 0.5

@@ -84,8 +84,8 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.train import learner, rl
 from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.train.step import OptimizerConfig
 
 EDGE = 3
 """Number of steps at each end of a run that are left out of the results."""

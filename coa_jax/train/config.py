@@ -1,0 +1,299 @@
+"""Settings of training runs: the optimiser, fine-tuning, preferences, and rejection sampling.
+
+`rl_config` has the settings of reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from coa_jax.config.fields import (
+    Between,
+    Bounded,
+    Count,
+    Items,
+    Natural,
+    OneOf,
+    Place,
+    Positive,
+    Prose,
+    Seconds,
+    Seed,
+    Share,
+    Size,
+    Times,
+)
+from coa_jax.data.records import ProtocolName
+from coa_jax.errors import UserError
+from coa_jax.model.attention.choice import implementations
+from coa_jax.model.config import DTYPES, REMAT, LoraConfig, ModelConfig
+from coa_jax.parallel.config import MeshConfig
+from coa_jax.tools.net.chat import ServedModel
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from coa_jax.model.compute import Compute
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(Bounded):
+    """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
+
+    Attributes:
+        learning_rate: peak of the learning rate.
+        total_steps: number of updates of the whole run.
+        warmup_steps: number of updates until the learning rate reaches its peak.
+        final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
+            learning rate constant after the warm-up.
+        b1: decay of AdamW's first moment.
+        b2: decay of AdamW's second moment.
+        eps: AdamW's epsilon, which is added to the root of the second moment.
+        weight_decay: factor of AdamW's weight decay, which applies to all parameters except the
+            scales of norms and the biases.
+        clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
+            1e9 turns clipping off.
+        max_skipped: number of consecutive skipped updates (see `train_step`) after which training
+            ends with an error.
+    """
+
+    learning_rate: Annotated[float, Between(0, 10)]
+    total_steps: Count
+    warmup_steps: Natural = 0
+    final_ratio: Share = 0.0
+    b1: Annotated[float, Between(0, 1, below=True)] = 0.9
+    b2: Annotated[float, Between(0, 1, below=True)] = 0.95
+    eps: Annotated[float, Between(1e-30, 1)] = 1e-8
+    weight_decay: Annotated[float, Between(0, 10)] = 0.01
+    clip_norm: Positive = 1.0
+    max_skipped: Count = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Bounded):
+    """Settings that all training runs have.
+
+    Attributes:
+        model: Hugging Face directory of the initial model.
+        seed: seed of the order of the data and of all random numbers.
+        rows: number of rows per micro-batch.
+        row_length: number of tokens per row.
+        dtype: dtype of the matmul operands; parameters and their gradients stay float32.
+        remat: name of the rematerialisation policy, which says which activations the backward pass
+            recomputes, see `model.remat.POLICIES`.
+        optimizer: settings of AdamW and of its learning rate; ``total_steps`` is the number of
+            updates of the run.
+        checkpoint_every: number of steps between two checkpoints.
+        checkpoint_seconds: number of seconds after the last checkpoint at which the next one is
+            due. It is saved at the end of the step in progress, in addition to the checkpoints of
+            ``checkpoint_every``, unless a checkpoint is still being written. If steps take longer
+            than this and the storage writes a checkpoint within one step, the run saves every step.
+            A preemption then costs the step in progress, and also the step before if its checkpoint
+            was not complete. Training continues while a checkpoint is written.
+        mesh: sizes of the mesh axes over which parameters and rows are sharded.
+        attention: implementation of attention in training: ``auto``, or a name, see
+            docs/kernels.md.
+        keep_last: number of newest checkpoints to keep.
+        export_dtype: dtype of the model that is exported at the end; checkpoints are float32.
+        profile_steps: first and last step that `jax.profiler` records, into the folder
+            WORKDIR/profile; () for no profile.
+    """
+
+    model: Place
+    seed: Seed
+    rows: Size
+    row_length: Size
+    dtype: Annotated[str, OneOf(*DTYPES)]
+    remat: Annotated[str, OneOf(*REMAT)]
+    optimizer: OptimizerConfig
+    checkpoint_every: Count
+    checkpoint_seconds: Seconds = 300.0
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
+    keep_last: Count = 2
+    export_dtype: Annotated[str, OneOf(*DTYPES)] = "bfloat16"
+    profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
+
+    def compute(self, model: ModelConfig, mesh: Mesh | None) -> Compute:
+        """Returns the dtype, operations and sharding with which updates are computed.
+
+        Args:
+            model: architecture of the model.
+            mesh: devices of the run; None for one device.
+
+        Raises:
+            UserError: ``attention`` names an implementation that cannot run on these devices.
+        """
+        from coa_jax.model.compute import training_compute  # here, because it loads JAX
+
+        return training_compute(
+            model,
+            dtype=self.dtype,
+            remat=self.remat,
+            attention=self.attention,
+            mesh=mesh,
+            collectives=self.mesh.collectives,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig(TrainingConfig):
+    """Settings of a training run on a fixed set of examples, beyond those of `TrainingConfig`.
+
+    Examples with more than ``row_length`` tokens are left out, and a warning states how many.
+
+    Attributes:
+        batch_size: number of examples per update.
+        data_workers: number of processes per host that read, tokenise and pack the next updates; 0
+            for a thread of the training process. A thread suffices as long as the metric
+            ``time/data``, the time spent waiting for data, is small.
+        validate_every: number of updates between two measurements of the validation loss, if the
+            run has validation data.
+        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
+            checkpoints; "" keeps no best checkpoint. A validation loss describes the parameters in
+            the checkpoint. The training loss (``loss``) describes the parameters before the last
+            update, and not those in the checkpoint.
+    """
+
+    batch_size: Size
+    data_workers: Annotated[int, Between(0, 1024)] = 0
+    validate_every: Count = 1
+    keep_best: Annotated[str, OneOf("", "loss")] = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RFTConfig(FitConfig):
+    """Settings of rejection-sampling fine-tuning, in addition to those of `FitConfig`.
+
+    Attributes:
+        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories; "" to
+            train only on the records of ``data``.
+        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
+            the trajectories of all phases, including evaluations.
+        min_reward: minimum reward of a trajectory that the policy is trained on.
+        per_task: maximum number of trajectories of one task. The limit keeps tasks that are solved
+            often from dominating the training data.
+        data: records to train on in addition to the trajectories, see `SFTConfig.data`; "" for no
+            records.
+        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
+            of such a record from its tags.
+        prompt_style: prompt style in which the policy sees the records' questions, see
+            `tasks.prompts`.
+        lora: LoRA adapters to train instead of the whole model.
+    """
+
+    traces: Place
+    phase: Prose
+    min_reward: Annotated[float, Between(-1e9, 1e9)]
+    per_task: Count
+    data: Place = ""
+    protocol: ProtocolName = ""
+    prompt_style: Place = "full"
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.traces and not self.data:
+            raise UserError("give traces, data or both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPOConfig(FitConfig):
+    """Settings of direct preference optimisation (DPO), in addition to those of `FitConfig`.
+
+    Each example is a pair of trajectories, and fills one row. The initial model, ``model``, also
+    serves as the reference model.
+
+    Attributes:
+        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories.
+        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
+            the trajectories of all phases, including evaluations.
+        beta: factor by which the difference of log-ratios is multiplied in the loss, see
+            `dpo_objective`. With a smaller value, the policy moves farther from the reference.
+        min_gap: minimum difference between the rewards of the two trajectories of a pair.
+        per_task: maximum number of pairs of one task.
+        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
+            checkpoints; "" keeps no best checkpoint.
+    """
+
+    traces: Place
+    phase: Prose
+    beta: Positive
+    min_gap: Positive
+    per_task: Count
+    keep_best: Annotated[str, OneOf("", "loss", "dpo/accuracy", "dpo/margin")] = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class DistilledConfig(Bounded):
+    """Settings for *distilled* tasks, which a training record of the policy asks, too.
+
+    A task is distilled in two cases:
+
+    - A record has the same question: the same words in the same order, in any case and with any
+      punctuation. If the record and the task have accepted answers, an answer must be the same, so
+      that 3 + 4 differs from 3 - 4.
+    - A record asks for the same fact in other words: the fields ``kind``, ``relation`` and
+      ``entities`` of its metadata (the entities in any order) and its accepted answers are those of
+      the task. Only generated tasks have entities; all others are compared by their questions.
+
+    Attributes:
+        tasks: treatment of distilled tasks. ``leave_out`` leaves them out before the tasks are
+            shuffled, so fewer than ``num_tasks`` may remain; ``count`` trains on them; ``refuse``
+            ends the run if there are any.
+        records: the records that the policy was trained on, see `SFTConfig.data`. "" finds them if
+            ``model`` is still in the work directory of its SFT or pipeline; see `trained_on`.
+    """
+
+    tasks: Literal["leave_out", "count", "refuse"] = "leave_out"
+    records: Place = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig(ServedModel):
+    """Settings of the model that scores the student's tokens.
+
+    The teacher must have the same vocabulary as the student.
+
+    Attributes:
+        model: Hugging Face directory of the teacher or, if ``url`` is given, the name of the model
+            on that server; "" for no teacher.
+        url: URL of an OpenAI-compatible server whose ``/completions`` supports ``prompt_logprobs``,
+            such as vLLM or ``coa_jax.serve``; "" for a local model.
+        attempts: maximum number of attempts per request, see `ServedModel`.
+        concurrency: number of sequences that a process sends to the server at the same time.
+    """
+
+    attempts: Times = 5
+    concurrency: Times = 16
+
+    def check(self, opd_coef: float, temperature: float, constrained: bool) -> None:
+        """Checks that the settings of a run fit the teacher.
+
+        Args:
+            opd_coef: setting ``opd_coef`` of the algorithm: the factor of the teacher's advantages.
+            temperature: sampling temperature.
+            constrained: whether the run samples tokens under a constraint.
+
+        Raises:
+            UserError: the algorithm needs a teacher, but the settings name none; the settings name
+                a teacher, but the algorithm uses none; or the teacher is on a server, but sampling
+                has a temperature other than 1 or a constraint.
+        """
+        if opd_coef and not self.model:
+            raise UserError(
+                f"algorithm.opd_coef is {opd_coef:g} and there is no teacher: name a model in "
+                "teacher.model"
+            )
+        if self.model and not opd_coef:
+            raise UserError(
+                f"teacher.model is {self.model!r}, and the algorithm uses no teacher: give "
+                "algorithm.name=opd, or algorithm.opd_coef=1"
+            )
+        if self.url and (temperature != 1 or constrained):
+            which = "rollout.constrain is True" if constrained else f"temperature is {temperature}"
+            raise UserError(
+                f"{which}, and a server scores at temperature 1 without a constraint: sample the "
+                "same way, or use a local teacher (without teacher.url)"
+            )
