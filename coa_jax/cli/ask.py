@@ -29,7 +29,6 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.protocol import LEVELS, get_protocol
 from coa_jax.report.terminal import Screen, Show
-from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.environments import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import config_flag, run_main
@@ -136,6 +135,9 @@ def limits_of(config: ConfigDict) -> dict[str, int]:
 
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax ask``: answers questions of the user with a policy."""
+    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    from coa_jax.rollout.agent import Agent
+
     values = flags.FLAGS
     for stream in (sys.stdout, sys.stdin):
         if hasattr(stream, "reconfigure"):

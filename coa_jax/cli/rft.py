@@ -12,15 +12,17 @@ import functools
 
 from absl import flags
 
-from coa_jax.cli.check import check
 from coa_jax.run.command import run_main
 from coa_jax.train.command import define_flags, run_fit
 from coa_jax.train.config import RFTConfig
-from coa_jax.train.rejection import train
 
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax rft``: fine-tunes on right trajectories; returns the exit code."""
+    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    from coa_jax.cli.check import check
+    from coa_jax.train.rejection import train
+
     if flags.FLAGS.check != "false":
         return check("rft")
     run_fit(RFTConfig, train)

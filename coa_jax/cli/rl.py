@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from absl import flags
 
-from coa_jax.api import RLRun, train_rl
-from coa_jax.cli.check import check
 from coa_jax.files import durable
 from coa_jax.protocol import find_protocols
 from coa_jax.run.command import run_main
@@ -25,11 +23,15 @@ from coa_jax.run.settings import build_config
 from coa_jax.storage import visited, with_urls
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.command import define_flags
-from coa_jax.train.rl import repeat
 
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax rl``: trains by RL, or replays a run; returns the exit code."""
+    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    from coa_jax.api import RLRun, train_rl
+    from coa_jax.cli.check import check
+    from coa_jax.train.rl import repeat
+
     values = flags.FLAGS
     if values.check != "false":
         return check("rl")

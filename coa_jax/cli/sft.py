@@ -12,8 +12,6 @@ import functools
 
 from absl import flags
 
-from coa_jax.api import train_sft
-from coa_jax.cli.check import check
 from coa_jax.run.command import run_main
 from coa_jax.storage import with_urls
 from coa_jax.train.command import define_flags
@@ -21,6 +19,10 @@ from coa_jax.train.command import define_flags
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax sft``: fine-tunes a policy; returns the exit code."""
+    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    from coa_jax.api import train_sft
+    from coa_jax.cli.check import check
+
     values = flags.FLAGS
     if values.check != "false":
         return check("sft")

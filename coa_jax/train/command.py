@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from absl import flags
 
 from coa_jax.config.installed import warn_untested
-from coa_jax.parallel import processes
 from coa_jax.run.command import config_flag, workdir_flag
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
@@ -88,6 +87,8 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
     Raises:
         UserError: the directory holds a run in which a setting differs that is not in `MAY_CHANGE`.
     """
+    from coa_jax.parallel import processes  # here, because it loads JAX
+
     active = processes.index() == 0
     if active:
         warn_untested()

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import causal_attention
 from coa_jax.model.compute import Compute, local_compute
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import REMAT, ModelConfig
 from coa_jax.model.params import bind
 from coa_jax.model.remat import POLICIES, rematerialize
 from tests.random_params import random_params
@@ -49,6 +49,10 @@ def test_a_policy_changes_no_gradient(remat, dtype):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * np.abs(right).max())
 
     jax.tree.map(check, compiled(remat, dtype)(PARAMS), compiled("none", dtype)(PARAMS))
+
+
+def test_settings_name_every_policy():
+    assert tuple(POLICIES) == REMAT
 
 
 def test_each_policy_keeps_less_than_the_one_before():
