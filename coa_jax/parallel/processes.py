@@ -40,7 +40,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import jax
 from absl import logging
 
 from coa_jax.config.fields import seconds_of
@@ -146,6 +145,8 @@ def join() -> None:
         explicit = {"coordinator_address": address, "num_processes": count, "process_id": number}
     # JAX's heartbeat timeout is the longer one, because JAX does not name the lost process. The
     # shutdown timeout is long, because process 0 may be writing a large model at the end.
+    import jax
+
     try:
         jax.distributed.initialize(
             **explicit,
@@ -187,6 +188,16 @@ def _hold_aborts() -> None:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def _outage() -> type[Exception]:
+    """Returns the class of the exceptions by which calls of the coordination service fail.
+
+    Only a run of several processes calls this function, so other commands need not load JAX.
+    """
+    import jax
+
+    return jax.errors.JaxRuntimeError
 
 
 def _number(name: str) -> int:
@@ -250,7 +261,7 @@ def meet(what: str, seconds: float) -> None:
 def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) -> None:
     """Logs the names of missing processes; ``came`` has the indices of the other processes."""
     # `_watch` notices a lost connection, and ends this process.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
+    with contextlib.suppress(_outage()):
         late = [
             f"process {number} ({state['name']}), which is at: {state['doing']}"
             for number, state in sorted(here.others().items())
@@ -339,7 +350,7 @@ def fail(error: BaseException, reason: str, code: int) -> NoReturn:
         code: exit code of all processes.
     """
     if _joined is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if isinstance(error, _outage()):
             # The cause may be the loss of another process; in that case `_watch` ends this process.
             time.sleep(_joined.lost_seconds + 2 * _interval(_joined))
         name = f"process {_joined.index} ({socket.gethostname()}, pid {os.getpid()})"
@@ -353,7 +364,7 @@ def fail(error: BaseException, reason: str, code: int) -> NoReturn:
 def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
     here.doing = _FINISHED
     here.ending.set()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
+    with contextlib.suppress(_outage()):
         here.tell()
     # A thread that is calling the service when the interpreter ends would abort the process.
     for thread in threads:
@@ -362,7 +373,7 @@ def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
 
 def _say(here: _Joined, verdict: str, code: int = EXIT_LOST) -> None:
     # Only the first verdict is stored, because an existing key is not overwritten.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
+    with contextlib.suppress(_outage()):
         here.client.key_value_set(_VERDICT, json.dumps([here.index, verdict, code]))
 
 
@@ -380,7 +391,7 @@ def _interval(here: _Joined) -> float:
 def _live(here: _Joined) -> None:
     """Sends heartbeats until the process ends."""
     while not here.ending.wait(_interval(here)):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` finds the reason
+        with contextlib.suppress(_outage()):  # `_watch` finds the reason
             here.tell()
 
 
@@ -397,11 +408,11 @@ def _watch(here: _Joined) -> None:
             if by == here.index and here.failed:
                 return  # this process has failed itself, and is about to end
             _end(here, verdict, code)
-        except jax.errors.JaxRuntimeError:
+        except _outage():
             pass  # there is no verdict, or no answer
         try:
             watched = here.watched()
-        except jax.errors.JaxRuntimeError:
+        except _outage():
             if here.coordinator_is_gone() and not here.ending.is_set():
                 _end(here, f"process 0, the coordinator at {here.coordinator}, is gone")
             watched = {}
