@@ -207,8 +207,8 @@ def test_a_close_that_fails_is_told_and_nothing_else(caplog):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (GivesNonsense, "an environment gives a coa_jax.rollout.environments.Step or"),
-        (RewardsNotANumber, "an environment gives a coa_jax.rollout.environments.Step or"),
+        (GivesNonsense, "an environment gives a Step or"),
+        (RewardsNotANumber, "an environment gives a Step or"),
         (BeginsWithNonsense, "gave 5 .int.; an environment gives a text, or messages"),
         (NoEnvironment, "an environment gives an object with the methods reset"),
     ],
