@@ -22,7 +22,7 @@ PACKAGE = REPOSITORY / "coa_jax"
 # A room may import the rooms before it and itself.
 CORE = (
     "errors", "config", "files", "storage", "parallel", "protocol", "data", "model", "engine",
-    "run", "sandbox", "tools", "tasks", "rollout", "distill", "train", "evaluate", "serve",
+    "run", "sandbox", "tools", "tasks", "rollout", "distill", "evaluate", "train", "serve",
     "report", "api", "cli",
 )  # fmt: skip
 # A wing may import the core and the wings before it.  The core imports no wing.

@@ -18,6 +18,7 @@ from absl import logging
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
+from coa_jax.evaluate.held_out import HeldOut
 from coa_jax.model.api import download_once
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
@@ -41,7 +42,6 @@ from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.clock import Clock, Profile
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.groups import Sampled
-from coa_jax.train.held_out import HeldOut
 from coa_jax.train.learner import Learner, group_rows
 from coa_jax.train.losses import check_loss
 from coa_jax.train.pool import Pool

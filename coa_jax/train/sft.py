@@ -20,6 +20,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
+from coa_jax.evaluate.held_out import METRICS, HeldOut, HeldOutConfig, check_best
 from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
@@ -40,7 +41,6 @@ from coa_jax.train.batch import Batch, first_fit
 from coa_jax.train.config import FitConfig
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.fit import fit
-from coa_jax.train.held_out import METRICS, HeldOut, HeldOutConfig, check_best
 from coa_jax.train.lengths import TokenCounts, fitting, measure
 from coa_jax.train.losses import Net, SFTLoss
 from coa_jax.train.step import TrainState

@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import flags
 
+from coa_jax.evaluate.held_out import HeldOutConfig
 from coa_jax.parallel import processes
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -27,7 +28,6 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.train import rl, sft
 from coa_jax.train.config import DistilledConfig, OptimizerConfig
-from coa_jax.train.held_out import HeldOutConfig
 from coa_jax.train.renaming import renaming
 from tests import tiny_policy
 from tests.train.tiny_runs import pooled, rl_config, sft_config

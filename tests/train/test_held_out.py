@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import read_trajectories, write_records
 from coa_jax.errors import UserError
+from coa_jax.evaluate.held_out import HeldOut, HeldOutConfig
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.config import OptimizerConfig
-from coa_jax.train.held_out import HeldOut, HeldOutConfig
 from tests import tiny_policy
 from tests.train.test_rl import assert_same_run
 from tests.train.tiny_runs import STREAM, rl_config, rows, run_rl, run_sft, sft_config

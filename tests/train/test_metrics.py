@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coa_jax.data.trajectory import ToolCall, read_trajectories
+from coa_jax.evaluate.held_out import HeldOutConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import KINDS
@@ -19,7 +20,6 @@ from coa_jax.train import metrics
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch, Example, pack
 from coa_jax.train.experience import _distilled, _explained_variance
-from coa_jax.train.held_out import HeldOutConfig
 from coa_jax.train.metrics import sequence_lengths, train_speed
 from coa_jax.train.objectives import policy_objective, value_objective
 from coa_jax.train.preference import dpo_objective

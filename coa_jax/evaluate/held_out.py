@@ -23,6 +23,7 @@ from coa_jax.data.trajectory import Trajectory, format_valid
 from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
+from coa_jax.evaluate.journal import digest
 from coa_jax.files import durable, jsonl
 from coa_jax.model.encode import prompt_ids
 from coa_jax.parallel import processes
@@ -36,7 +37,6 @@ from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import Sources, load_parts, parts_of
 from coa_jax.tools.base import Tool
-from coa_jax.train.fingerprints import digest
 
 T = TypeVar("T")
 
