@@ -1,5 +1,6 @@
 """Evaluation: runs a policy on tasks, keeps finished samples, and computes results.
 
-`run` evaluates, `journal` stores finished samples and verdicts, `metrics` and `figures` compute
-rates with their errors, `compare` tests differences.
+`run` evaluates on a benchmark and `held_out` during training, both with the loop in `measure`.
+`journal` stores finished samples and verdicts, `metrics` and `figures` compute rates with their
+errors, `compare` tests differences.
 """

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
@@ -56,7 +58,7 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
     broken = sum(sample.broken for sample in flat)
     return {
         **metrics.rate(solved),
-        "mean_value": metrics.mean([sum(g.values) / len(g.values) for g in groups if g.values]),
+        "mean_value": metrics.mean([float(np.mean(g.values)) for g in groups if g.values]),
         "tasks": len(groups),
         "samples": {
             "wanted": len(groups) * numbers,
@@ -79,6 +81,55 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
         "stops": dict(sorted(Counter(sample.stop for sample in flat).items())),
         "costs": costs(graded),
         "exposure": _exposure(groups),
+    }
+
+
+def training_metrics(groups: Sequence[Measured], numbers: int) -> dict[str, float]:
+    """Returns the metrics ``eval/...`` of an evaluation during training, see docs/metrics.md.
+
+    If the tasks come from several sources, the rates of each source are included.
+
+    Args:
+        groups: the tasks with their finished samples.
+        numbers: number of samples per task that the evaluation wants.
+    """
+    sources = dict.fromkeys(group.task.source for group in groups)
+    parts = {"eval": groups}
+    if len(sources) > 1:
+        for name in sources:
+            parts[f"eval/{name}"] = [group for group in groups if group.task.source == name]
+    rates = {
+        f"{name}/{key}": float(value)
+        for name, part in parts.items()
+        for key, value in _training_rates(part, numbers).items()
+        if value is not None
+    }
+    flat = [sample for group in groups for sample in group.samples]
+    return {
+        **rates,
+        "eval/ungraded": float(sum(sample.value is None for sample in flat)),
+        "eval/faults": float(sum(sample.broken for sample in flat)),
+        "eval/len_mean": float(np.mean([sample.tokens for sample in flat])),
+        "eval/tool_calls": float(np.mean([len(sample.calls) for sample in flat])),
+        "eval/format_valid": float(np.mean([sample.format_valid for sample in flat])),
+    }
+
+
+def _training_rates(groups: Sequence[Measured], numbers: int) -> dict[str, float | None]:
+    """Returns the rates of graded samples; a rate is None if the samples do not determine it."""
+    found = figures(groups, numbers)
+    if not found["n"]:
+        return {"tasks": 0}
+    solved = [group.solved for group in groups if group.values]
+    return {
+        "tasks": found["n"],
+        "pass_at_1": found["pass_at_1"],
+        "pass_at_1_se": found["se"],
+        "pass_at_1_low": found["ci95"][0],
+        "pass_at_1_high": found["ci95"][1],
+        "reward": found["mean_value"],
+        "any_right": metrics.mean(list(map(any, solved))) if max(map(len, solved)) > 1 else None,
+        **{f"pass_at_{k}": entry["value"] for k, entry in found["at_k"].items() if k != "1"},
     }
 
 

@@ -10,62 +10,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from absl import logging
 
-from coa_jax.config.fields import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
-from coa_jax.data.trajectory import Trajectory, format_valid
-from coa_jax.engine.config import SamplingParams
+from coa_jax.config.fields import Natural
+from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.engine import Engine
-from coa_jax.errors import UserError
-from coa_jax.evaluate.journal import digest
+from coa_jax.evaluate.figures import training_metrics
+from coa_jax.evaluate.measure import SamplesConfig, finish, wanted
+from coa_jax.evaluate.policy import engine_policy
+from coa_jax.evaluate.sample import Key, Sample, digest, measured, sample_of
 from coa_jax.files import durable, jsonl
-from coa_jax.model.encode import prompt_ids
+from coa_jax.model.api import Model
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import gather
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.environments.session import Environments, graded_by_environment
-from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig
-from coa_jax.run.run_dir import RunDir
+from coa_jax.rollout.environments.base import EnvironmentConfig
+from coa_jax.rollout.environments.session import Environments
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
-from coa_jax.tasks.mixture import Sources, load_parts, parts_of
+from coa_jax.tasks.mixture import Sources, parts_of
 from coa_jax.tools.base import Tool
 
 T = TypeVar("T")
 
-METRICS = ("eval/pass_at_1", "eval/reward")
-"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; the highest is best."""
 
-Key = tuple[int, int]
-"""Identifies a sample by (index of the held-out task, index among the samples of the task)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutConfig(SamplesConfig):
+    """Settings of the evaluations during a training run, in addition to those of `SamplesConfig`.
 
-
-@dataclasses.dataclass(frozen=True)
-class HeldOutConfig(Bounded):
-    """Settings of the evaluations on held-out tasks during a training run.
+    If ``tasks`` and ``mixture`` are empty, reinforcement learning evaluates on the sources that the
+    run trains on.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`. Leave this "" if ``mixture`` names the sources.
-            If ``mixture`` is empty too, reinforcement learning evaluates on the sources that the
-            run trains on.
-        task_options: options of the task source.
-        mixture: maps the name of a source to its settings, see `tasks.mixture.Part`; each source
-            has its own metrics.
-        split: split of the sources on which the policy is evaluated.
-        num_tasks: number of tasks of each source; 0 for all tasks.
-        samples: number of trajectories that are sampled for each task; pass@1 is the mean over
-            them.
-        seed: seed for choosing the tasks and for sampling.
-        temperature: sampling temperature; 0 samples greedily.
-        top_p: probability mass of nucleus sampling; 1 samples from all tokens.
-        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
         max_tokens: maximum number of tokens of a trajectory; 0 takes ``rollout.max_tokens``.
         max_turn_tokens: maximum number of tokens that the policy writes in one turn; 0 takes
             ``rollout.max_turn_tokens``.
@@ -77,16 +58,6 @@ class HeldOutConfig(Bounded):
             own.
     """
 
-    tasks: Place = ""
-    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    split: Split = "validation"
-    num_tasks: Natural = 0
-    samples: Size = 1
-    seed: Seed = 0
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    top_k: Natural = 0
     max_tokens: Natural = 0
     max_turn_tokens: Natural = 0
     max_tool_calls: Natural = 0
@@ -109,108 +80,83 @@ class HeldOutConfig(Bounded):
         return dataclasses.replace(config, **own)
 
 
-def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> None:
-    """Checks that the metric ``keep_best`` is available for every checkpoint.
+def held_out_tasks(
+    config: HeldOutConfig,
+    rollout: RolloutConfig,
+    environment: EnvironmentConfig,
+    otherwise: Sources | None = None,
+    trained: Sequence[Task] = (),
+) -> list[Task]:
+    """Loads the tasks on which a training run is evaluated.
 
     Args:
-        keep_best: metric that selects the best checkpoint; "" for no best checkpoint.
-        evaluate_every: number of steps between two evaluations; 0 for no evaluations.
-        checkpoint_every: number of steps between two checkpoints.
+        config: settings of the evaluations.
+        rollout: settings of the run's rollouts, whose ``level`` and ``format`` the tasks get.
+        environment: environment in which the policy acts, which may grade the tasks.
+        otherwise: sources on which the policy is evaluated if ``config`` names none.
+        trained: tasks that the run trains on. If some of them are held-out tasks too, a warning
+            gives their number.
 
     Raises:
-        UserError: ``keep_best`` is a metric of evaluations, and some checkpoint would be saved
-            without an evaluation.
+        UserError: a source cannot be loaded.
     """
-    if keep_best in METRICS and (not evaluate_every or checkpoint_every % evaluate_every):
-        raise UserError(
-            f"keep_best is {keep_best}, which is not known at every checkpoint; give evaluate_every"
-            ", and make checkpoint_every a multiple of it"
-        )
+    named = config.tasks or config.mixture
+    tasks = config.load(environment, sources=None if named else otherwise)
+    questions = {task.question for task in trained}
+    if both := sum(task.question in questions for task in tasks):
+        logging.warning(
+            "%d of %d tasks of the evaluation are trained on too, so its metrics are not those of "
+            "held-out tasks; give another held_out.split", both, len(tasks),
+        )  # fmt: skip
+    return with_level(tasks, rollout.level, rollout.format)
 
 
+def is_due(every: int, step: int, total: int) -> bool:
+    """Returns whether an evaluation follows a step: every few steps, and after the last step."""
+    return step % every == 0 or step == total
+
+
+@dataclasses.dataclass(kw_only=True)
 class HeldOut:
-    """Evaluates the policy of a training run on held-out tasks, which updates do not use.
-
-    `due` says after which steps, and `measure` evaluates.
+    """Evaluates the policy of a training run on tasks that updates do not use.
 
     Attributes:
-        tasks: the held-out tasks.
+        config: settings of the evaluations.
+        tasks: the tasks.
+        folder: folder to which the trajectories are written.
+        phase: name of the training stage, which becomes the prefix of file names.
+        rollout: budgets of the run's rollouts, some of which ``config`` may override.
+        graders: graders of the answers.
+        prompt: prompt style in which the policy sees the tasks.
+        tools: live tools.
+        wait_seconds: number of seconds to wait for the slowest process.
+        environments: creates the environment in which a sample acts; None for the tool loop.
+
+    Raises:
+        UserError: the tasks cannot be graded.
     """
 
-    def __init__(
-        self,
-        config: HeldOutConfig,
-        every: int,
-        total: int,
-        run: RunDir,
-        phase: str,
-        *,
-        rollout: RolloutConfig,
-        graders: Graders,
-        prompt: Prompt,
-        tools: Sequence[Tool],
-        environments: Environments | None = None,
-        wait_seconds: float,
-        otherwise: Sources | None = None,
-        trained: Sequence[Task] = (),
-    ):
-        """Loads the tasks.
+    config: HeldOutConfig
+    tasks: Sequence[Task]
+    folder: Path
+    phase: str
+    rollout: RolloutConfig
+    graders: Graders
+    prompt: Prompt
+    tools: Sequence[Tool]
+    wait_seconds: float
+    environments: Environments | None = None
 
-        Args:
-            config: settings of the evaluations.
-            every: number of steps between two evaluations; the policy is evaluated after the last
-                step too.
-            total: number of steps of the run.
-            run: directory of the run; trajectories are written to its ``evaluations/``.
-            phase: name of the training stage, which becomes the prefix of file names.
-            rollout: budgets of the run's rollouts, some of which ``config`` may override.
-            graders: graders of the answers.
-            prompt: prompt style in which the policy sees the tasks.
-            tools: live tools.
-            environments: creates the environment in which a sample acts; None for the tool loop.
-            wait_seconds: number of seconds to wait for the slowest process.
-            otherwise: sources on which the policy is evaluated if ``config`` names none.
-            trained: tasks that the run trains on. If some of them are held-out tasks too, a warning
-                gives their number.
-
-        Raises:
-            UserError: a source cannot be loaded, or its tasks cannot be graded.
-        """
-        self._config, self._every, self._total = config, every, total
-        self._budgets, self._tools, self._graders = config.budgets(rollout), tools, graders
-        self._prompt, self._wait_seconds = prompt, wait_seconds
-        self._environments = environments
-        self._folder, self._phase = run.path / "evaluations", phase
-        sources = config if otherwise is None or config.tasks or config.mixture else otherwise
-        parts = load_parts(sources, config.split, config.num_tasks or None, config.seed)
-        tasks = [task for part in parts.values() for task in part]
-        if environments is not None:
-            tasks = graded_by_environment(environments.config, tasks)
-        self.tasks = with_level(tasks, rollout.level, rollout.format)
-        self._graders.check(self.tasks)
-        known = {task.question for task in trained}
-        if both := sum(task.question in known for task in self.tasks):
-            logging.warning(
-                "%d of %d tasks of the evaluation are trained on too, so its metrics are not "
-                "those of held-out tasks; give another held_out.split",
-                both,
-                len(self.tasks),
-            )
-        asked = [(task.id, task.question, task.gold) for task in self.tasks]
-        about = {**dataclasses.asdict(config), "num_tasks": 0, "samples": 0, "slots": 0}
-        self._settings = digest([about, dataclasses.asdict(self._budgets), asked, prompt.style])
+    def __post_init__(self) -> None:
+        self.graders.check(self.tasks)
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._abandoned = False
-
-    def due(self, step: int) -> bool:
-        """Returns whether an evaluation follows the step with the number ``step``."""
-        return step % self._every == 0 or step == self._total
 
     def measure(
         self,
         step: int,
         parameters: int,
-        tokenizer: Any,
+        model: Model,
         engines: Callable[[], Sequence[Engine]],
     ) -> dict[str, float] | None:
         """Evaluates the policy after a step, and returns the same metrics in every process.
@@ -221,114 +167,51 @@ class HeldOut:
             step: number of the step.
             parameters: checksum of the parameters. Saved samples of a policy with another checksum
                 are deleted.
-            tokenizer: tokenizer of the policy.
+            model: architecture and tokenizer of the policy.
             engines: function that returns engines with these parameters and free slots. All
                 processes call the function if any process still has samples to produce.
 
         Returns:
             The metrics ``eval/...``; None if the evaluation was abandoned.
         """
-        path = self._folder / f"{self._phase}-{step:08d}-{processes.index()}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mark = {"parameters": parameters, "settings": self._settings}
-        done = dict(self._finished(path, mark))
-        requests = list(self._requests(done, {**mark, "step": step}, tokenizer))
-        found = self._gather((bool(requests), self._abandoned))
-        if any(abandoned for _, abandoned in found):
+        marks = {"parameters": parameters, "settings": self._settings(), "step": step}
+        graded = GradedFile(
+            self.folder / f"{self.phase}-{step:08d}-{processes.index()}.jsonl",
+            {"stage": f"{self.phase}-eval", **marks},
+        )
+        samples, tasks = self.config.samples, dict(processes.share(list(enumerate(self.tasks))))
+        missing = wanted(graded.samples, tasks, samples, self.prompt)
+        states = self._gather((bool(missing), self._abandoned))
+        if any(abandoned for _, abandoned in states):
             return None
-        whole = True
-        if any(missing for missing, _ in found):
+        complete = True
+        if any(incomplete for incomplete, _ in states):
             # All processes help to create the engines, even processes that have nothing to sample.
-            ready = engines()
-            whole = asyncio.run(self._sample(requests, path, tokenizer, ready, done))
-        mine = [_row(key, trajectory) for key, trajectory in done.items()]
-        parts = self._gather((mine, whole))
-        if not all(whole for _, whole in parts):
+            policy = engine_policy(
+                model, engines(), self.config.sampling, self.config.seed,
+                self.config.budgets(self.rollout), self.tools, self.environments,
+            )  # fmt: skip
+            stream = policy(missing, graded.about, lambda tokens: None)
+            complete = asyncio.run(self._run(finish([stream], self.tasks, self.graders, graded)))
+        parts = self._gather((list(graded.samples.values()), complete))
+        if not all(complete for _, complete in parts):
             return None
-        rows = [row for part, _ in parts for row in part]
-        return self._figures(sorted(rows, key=lambda row: (row[0], row[1])))
+        merged = {sample.key: sample for part, _ in parts for sample in part}
+        return training_metrics(measured(self.tasks, merged, samples), samples)
 
-    def _gather(self, told: T) -> list[T]:
-        return gather([told], "an evaluation", self._wait_seconds)
+    def _settings(self) -> str:
+        """Returns a hash of everything besides the parameters that the samples depend on."""
+        config = dataclasses.replace(self.config, num_tasks=0, samples=1, slots=0)
+        budgets = dataclasses.asdict(self.config.budgets(self.rollout))
+        asked = [(task.id, task.question, task.gold) for task in self.tasks]
+        return digest([dataclasses.asdict(config), budgets, asked, self.prompt.style])
 
-    def abandon(self) -> None:
-        """Ends a running evaluation; signal handlers may call this method."""
-        self._abandoned = True
-        if self._running is not None:
-            loop, task = self._running
-            with contextlib.suppress(RuntimeError):  # the event loop has just been closed
-                loop.call_soon_threadsafe(task.cancel)
+    def _gather(self, value: T) -> list[T]:
+        return gather([value], "an evaluation", self.wait_seconds)
 
-    def _finished(self, path: Path, mark: Mapping[str, int]) -> Iterator[tuple[Key, Trajectory]]:
-        """Yields saved samples of this process's tasks with the same step, parameters and settings.
-
-        A file with other parameters or settings is deleted.
-        """
-        if not path.exists():
-            return
-        durable.cut_torn_line(path)
-        rows = [Trajectory.from_json(row) for row in jsonl.read_objects(path)]
-        if any(t.metadata.get(name) != value for t in rows for name, value in mark.items()):
-            path.unlink()
-            return
-        for trajectory in rows:
-            index = trajectory.metadata["prompt_id"]
-            mine = index % processes.count() == processes.index() and index < len(self.tasks)
-            if mine and trajectory.sample_id < self._config.samples:
-                yield (index, trajectory.sample_id), trajectory
-
-    def _requests(
-        self, done: Mapping[Key, Trajectory], about: Mapping[str, Any], tokenizer: Any
-    ) -> Iterator[Request]:
-        """Yields the requests for the samples of this process that have no trajectory yet."""
-        config = self._config
-        for index in range(processes.index(), len(self.tasks), processes.count()):
-            missing = tuple(n for n in range(config.samples) if (index, n) not in done)
-            if missing:
-                task, opener = self.tasks[index], None
-                prompt = prompt_ids(tokenizer, task, self._prompt)
-                if self._environments is not None:
-                    opener = self._environments.opener(task, config.seed, index, missing)
-                yield Request(
-                    # The tests of a programming task can take megabytes, so trajectories do not
-                    # carry a copy.
-                    task=task.without_tests(),
-                    prompt=() if opener else prompt,
-                    environment=opener,
-                    seed=config.seed,
-                    prompt_id=index,
-                    samples=missing,
-                    sampling=SamplingParams(config.temperature, config.top_p, config.top_k),
-                    metadata={"stage": f"{self._phase}-eval", **about},
-                )
-
-    async def _sample(
-        self,
-        requests: Sequence[Request],
-        path: Path,
-        tokenizer: Any,
-        engines: Sequence[Engine],
-        done: dict[Key, Trajectory],
-    ) -> bool:
-        """Samples and grades trajectories; returns whether all samples were finished."""
-
-        async def finish(trajectory: Trajectory) -> None:
-            index = trajectory.metadata["prompt_id"]
-            reward = await self._graders.grade(self.tasks[index], trajectory)
-            graded = dataclasses.replace(trajectory, reward=reward)
-            durable.append(path, (jsonl.dumps(graded.to_json()) + "\n").encode())
-            done[index, graded.sample_id] = graded
-
-        async def run() -> None:
-            stream = rollout(engines, tokenizer, requests, self._tools, self._budgets)
-            try:
-                async with asyncio.TaskGroup() as grading, contextlib.aclosing(stream):
-                    async for trajectory in stream:
-                        grading.create_task(finish(trajectory))
-            except ExceptionGroup as group:  # so that the command can report a `UserError`
-                raise group.exceptions[0] from None
-
-        task = asyncio.ensure_future(run())
+    async def _run(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Runs a coroutine that `abandon` can cancel; returns whether the coroutine finished."""
+        task = asyncio.ensure_future(work)
         self._running = asyncio.get_running_loop(), task
         if self._abandoned:
             task.cancel()
@@ -342,48 +225,57 @@ class HeldOut:
             self._running = None
         return True
 
-    def _figures(self, rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Computes metrics of graded samples: in total and, for several sources, by source."""
-        sources: dict[str, list[Sequence[Any]]] = defaultdict(list)
-        for row in rows:
-            sources[self.tasks[row[0]].source].append(row)
-        found = _rates("eval", rows)
-        if len(sources) > 1:
-            for name, members in sources.items():
-                found |= _rates(f"eval/{name}", members)
-        _, _, values, tokens, calls, valid = zip(*rows, strict=True)
-        return {
-            **found,
-            "eval/ungraded": float(sum(value is None for value in values)),
-            "eval/len_mean": float(np.mean(tokens)),
-            "eval/tool_calls": float(np.mean(calls)),
-            "eval/format_valid": float(np.mean(valid)),
-        }
+    def abandon(self) -> None:
+        """Ends a running evaluation; signal handlers may call this method."""
+        self._abandoned = True
+        if self._running is not None:
+            loop, task = self._running
+            with contextlib.suppress(RuntimeError):  # the event loop has just been closed
+                loop.call_soon_threadsafe(task.cancel)
 
 
-def _row(key: Key, trajectory: Trajectory) -> list[Any]:
-    """Returns the fields of a sample that the metrics need; processes exchange these rows."""
-    value = trajectory.reward and trajectory.reward.value
-    calls = len(trajectory.tool_calls)
-    return [*key, value, trajectory.num_policy_tokens, calls, format_valid(trajectory)]
+class GradedFile:
+    """The graded samples of one process in an evaluation during training, stored in a file.
 
+    A sample is appended to the file when it is graded, so a kill loses samples without a grade.
 
-def _rates(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Computes pass@1, its standard error over tasks, and other rates of graded samples."""
-    tasks: dict[int, list[float]] = defaultdict(list)
-    for index, _, value, *_ in rows:
-        if value is not None:
-            tasks[index].append(value)
-    if not tasks:
-        return {f"{name}/tasks": 0.0}
-    rates = [float(np.mean([value == 1.0 for value in values])) for values in tasks.values()]
-    figures = {
-        f"{name}/tasks": float(len(tasks)),
-        f"{name}/pass_at_1": float(np.mean(rates)),
-        f"{name}/reward": float(np.mean([np.mean(values) for values in tasks.values()])),
-    }
-    if len(rates) > 1:
-        figures[f"{name}/pass_at_1_se"] = float(np.std(rates, ddof=1) / np.sqrt(len(rates)))
-    if max(map(len, tasks.values())) > 1:
-        figures[f"{name}/any_right"] = float(np.mean([rate > 0 for rate in rates]))
-    return figures
+    Attributes:
+        about: metadata of the samples.
+        samples: maps the key of each sample to the sample.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]):
+        """Reads the samples that an earlier process stored.
+
+        Args:
+            path: the file.
+            about: metadata of the samples. A file with other metadata is deleted.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self.about = path, about
+        self._ungraded: dict[Key, Trajectory] = {}
+        stored: list[Trajectory] = []
+        if path.exists():
+            durable.cut_torn_line(path)
+            stored = [Trajectory.from_json(row) for row in jsonl.read_objects(path)]
+        if not all(about.items() <= trajectory.metadata.items() for trajectory in stored):
+            path.unlink()
+            stored = []
+        self.samples = {sample.key: sample for sample in map(sample_of, stored)}
+
+    def add(self, trajectory: Trajectory) -> Sample:
+        """Adds a sample that has just ended, and returns its data for the results."""
+        sample = sample_of(trajectory)
+        self.samples[sample.key] = sample
+        self._ungraded[sample.key] = trajectory
+        return sample
+
+    def trajectory(self, key: Key) -> Trajectory:
+        """Returns the trajectory of a sample that is not graded yet."""
+        return self._ungraded[key]
+
+    def grade(self, key: Key, reward: Reward) -> None:
+        """Appends a sample with its grade to the file."""
+        graded = dataclasses.replace(self._ungraded.pop(key), reward=reward)
+        durable.append(self._path, (jsonl.dumps(graded.to_json()) + "\n").encode())
+        self.samples[key] = self.samples[key].graded(reward)

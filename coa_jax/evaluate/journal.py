@@ -9,7 +9,6 @@ samples in ``traces.jsonl`` are sorted in the order of the tasks, and their rewa
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,17 +17,11 @@ from typing import IO, Any
 from coa_jax.data.trajectory import Reward, Trajectory, format_valid
 from coa_jax.errors import UserError
 from coa_jax.evaluate.exposure import Exposure
-from coa_jax.evaluate.sample import Key, Sample, by_last_suggestion, sample_of
+from coa_jax.evaluate.sample import Key, Sample, by_last_suggestion, digest, sample_of
 from coa_jax.files import durable, jsonl, untrusted
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.tasks.graders import GRADED_BY
-
-
-def digest(value: Any) -> str:
-    """Returns a short hash of a JSON value, by which equal values are recognised."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class Journal:
@@ -88,7 +81,7 @@ class Journal:
 
         Args:
             tasks: tasks of the evaluation, in the order of their indices.
-            exposure: check for copies of the benchmark, see `sample_of`.
+            exposure: check that counts signs of copies of the benchmark in samples.
             fresh: whether to delete the stored samples instead of reading them.
             retry_faults: whether to discard samples that were ended by a fault of a tool or of the
                 machine, so that they run again.
@@ -98,6 +91,7 @@ class Journal:
                 questions.
         """
         known = self.folder / "settings.json"
+        self._exposure = exposure
         if fresh:
             self._run.rewind(self.phase, 0)
             self._verdicts_file.unlink(missing_ok=True)
@@ -115,7 +109,7 @@ class Journal:
                 why = untrusted.reason(error)
                 raise UserError(f"{self._traces}, byte {offset}: not a trace: {why}") from error
             self._check(trajectory, places)
-            sample = self._sample(trajectory, exposure).graded(None)
+            sample = self._sample(trajectory).graded(None)
             if sample.broken and retry_faults:
                 continue
             # A kill during `finish` leaves samples in the file without their rewards.
@@ -183,41 +177,18 @@ class Journal:
 
     # --- new samples
 
-    def wanted(self, task_id: str, samples: int, attempts: int, attempt: int) -> tuple[int, ...]:
-        """Returns the indices of the samples of a task that must run in a given attempt.
-
-        Args:
-            task_id: id of the task.
-            samples: number of samples per task.
-            attempts: maximum number of attempts per sample. A sample runs again until it has an
-                answer or has run this many times.
-            attempt: index of the attempt, from 0.
-        """
-        found = [(number, self.samples.get((task_id, number))) for number in range(samples)]
-        return tuple(
-            number
-            for number, sample in found
-            if (0 if sample is None else sample.attempts) == attempt
-            and (sample is None or sample.wanted(attempts))
-        )
-
     def about(self) -> dict[str, Any]:
         """Returns metadata to store in trajectories, by which a resumed evaluation finds them."""
         return {"stage": self.folder.name, "settings": self._settings}
 
-    def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
-        """Stores a sample that has just ended, and returns its data for the results.
-
-        Args:
-            trajectory: trajectory of the sample.
-            exposure: check for copies of the benchmark, see `sample_of`.
-        """
+    def add(self, trajectory: Trajectory) -> Sample:
+        """Stores a sample that has just ended, and returns its data for the results."""
         offset = self._traces.stat().st_size if self._traces.exists() else 0
         key = trajectory.task_id, trajectory.sample_id
         if trajectory.metadata.get("attempt"):
             earlier = {"earlier": self.samples[key].costs()}
             trajectory = dataclasses.replace(trajectory, metadata=trajectory.metadata | earlier)
-        sample = self._sample(trajectory, exposure)
+        sample = self._sample(trajectory)
         self._run.traces(1, self.phase, [trajectory.to_json()])
         self.samples[sample.key] = sample
         self._places[sample.key] = offset, self._traces.stat().st_size - offset
@@ -264,8 +235,10 @@ class Journal:
         """With ``last_suggestion``, replaces a missing answer by the last suggested answer."""
         return by_last_suggestion(trajectory) if self._last_suggestion else trajectory
 
-    def _sample(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
-        sample = sample_of(self._counted(trajectory), exposure)
+    def _sample(self, trajectory: Trajectory) -> Sample:
+        blocked, shown = self._exposure.blocked(trajectory), self._exposure.shown(trajectory)
+        sample = sample_of(self._counted(trajectory))
+        sample = dataclasses.replace(sample, blocked=blocked, shown=shown)
         if trajectory.answer is None:  # a chain of agents without an answer is not well-formed
             sample = dataclasses.replace(sample, format_valid=format_valid(trajectory))
         again = trajectory.metadata.get("attempt")

@@ -72,6 +72,57 @@ call.
 """
 
 
+def engine_policy(
+    model: Model,
+    engines: Sequence[Engine],
+    sampling: SamplingParams,
+    seed: int,
+    config: RolloutConfig,
+    tools: Sequence[Tool],
+    environments: Environments | None = None,
+    agent: AgentConfig | None = None,
+) -> Policy:
+    """Returns a policy that decodes on engines of this process.
+
+    Args:
+        model: architecture and tokenizer of the policy.
+        engines: engines with the parameters of the policy and free slots.
+        sampling: how tokens are sampled.
+        seed: seed of the samples.
+        config: budgets of a trajectory.
+        tools: live tools.
+        environments: creates the environment of each sample; None for the default loop of tools.
+        agent: external agent program that solves the tasks; None for the default loop of tools.
+    """
+    tokenizer = model.tokenizer
+
+    def request(one: Wanted, about: Mapping[str, Any]) -> Request:
+        drawn, opener = attempt_seed(seed, one.attempt), None
+        if environments is not None:  # an environment provides the prompt
+            opener = environments.opener(one.task, drawn, one.index, one.numbers)
+        return Request(
+            # The tests of a programming task can take megabytes.
+            task=one.task.without_tests(),
+            prompt=() if opener else message_ids(tokenizer, one.messages),
+            environment=opener,
+            seed=drawn,
+            prompt_id=one.index,
+            samples=one.numbers,
+            sampling=sampling,
+            metadata=about,
+        )
+
+    def run(
+        wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
+    ) -> AsyncGenerator[Trajectory, None]:
+        requests = (request(one, about) for one in wanted)
+        if agent:
+            return _by_program(model, engines, agent, config, list(requests), written)
+        return rollout(engines, tokenizer, requests, tools, config, on_tokens=written)
+
+    return run
+
+
 def local_policy(
     load: Callable[[], Model],
     shapes: EngineConfig,
@@ -84,73 +135,38 @@ def local_policy(
     environments: Environments | None = None,
     agent: AgentConfig | None = None,
 ) -> Policy:
-    """Returns a policy that decodes on this machine and runs one sample in each slot of the engine.
+    """Returns an `engine_policy` whose model is loaded when there are samples to run.
 
     Args:
         load: function that loads the model; called only if there are samples to run.
         shapes: upper bounds of the engine's shapes, which are reduced to what the samples need and
             the memory holds, see `engine.memory.fitted`.
-        sampling: how tokens are sampled.
-        seed: seed of the samples.
-        config: budgets of a trajectory.
-        tools: live tools.
+        sampling, seed, config, tools, environments, agent: as in `engine_policy`.
         tasks, samples: all tasks of the evaluation, and the number of samples per task. The shapes
             are derived from all of them, so that a resumed evaluation has the same shapes.
-        environments: creates the environment of each sample; None for the default loop of tools.
-        agent: external agent program that solves the tasks; None for the default loop of tools.
     """
 
-    def asked(tokenizer: Any, one: Wanted) -> dict[str, Any]:
-        """Returns the prompt fields of a request; an environment, if any, provides the prompt."""
-        if environments is None:
-            return {"prompt": message_ids(tokenizer, one.messages)}
-        drawn = attempt_seed(seed, one.attempt)
-        opener = environments.opener(one.task, drawn, one.index, one.numbers)
-        return {"prompt": (), "environment": opener}
-
     @functools.cache
-    def ready() -> tuple[list[Engine], Model]:
+    def ready() -> Policy:
         model = load()
-        tokenizer = model.tokenizer
         device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
         free = free_memory(device)
         count = len(tasks) * samples
         fit = fitted(shapes, model.config, device.platform, count, config.max_tokens, free)
         print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
         protocols = (task.protocol for task in tasks)
-        constraint = constraint_for(config, tokenizer, model.config.vocab_size, protocols)
+        constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, protocols)
         if constraint is not None:
             print(f"constraint: {constraint}", flush=True)
-        stop = eos_ids(tokenizer)
+        stop = eos_ids(model.tokenizer)
         engines: list[Engine] = make_engines(model.params, model.config, fit, stop, constraint)
         # Compiles now. Otherwise compilation would use up the time limits of the first
         # trajectories.
         for engine in engines if config.max_seconds else ():
             engine.warm_up()
-        return engines, model
+        return engine_policy(model, engines, sampling, seed, config, tools, environments, agent)
 
-    def run(
-        wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
-    ) -> AsyncGenerator[Trajectory, None]:
-        engines, model = ready()
-        tokenizer = model.tokenizer
-        requests = (
-            Request(
-                task=one.task.without_tests(),
-                **asked(tokenizer, one),
-                seed=attempt_seed(seed, one.attempt),
-                prompt_id=one.index,
-                samples=one.numbers,
-                sampling=sampling,
-                metadata=about,
-            )
-            for one in wanted
-        )
-        if agent:
-            return _by_program(model, engines, agent, config, list(requests), written)
-        return rollout(engines, tokenizer, requests, tools, config, on_tokens=written)
-
-    return run
+    return lambda wanted, about, written: ready()(wanted, about, written)
 
 
 async def _by_program(

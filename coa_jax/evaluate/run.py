@@ -3,69 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from coa_jax.config.fields import (
-    Between,
-    Bounded,
-    Natural,
-    Place,
-    Seed,
-    Size,
-    Split,
-    Temperature,
-    TopP,
-)
-from coa_jax.data.trajectory import Reward, Trajectory
-from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.config.fields import Between, Place
+from coa_jax.data.trajectory import Trajectory
+from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
-from coa_jax.evaluate.exposure import BLOCKED, Exposure, exposure_of
+from coa_jax.evaluate.exposure import BLOCKED, exposure_of
 from coa_jax.evaluate.figures import blocks, check_written, result
-from coa_jax.evaluate.journal import Journal, digest
+from coa_jax.evaluate.journal import Journal
+from coa_jax.evaluate.measure import SamplesConfig, finish, wanted
 from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
-from coa_jax.evaluate.sample import Key, measured
+from coa_jax.evaluate.sample import Key, Measured, digest, measured
 from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
 from coa_jax.files import durable
 from coa_jax.model.api import load_model
-from coa_jax.protocol import Prompt, messages_of
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
-from coa_jax.rollout.environments.session import Environments, graded_by_environment
+from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.progress import Bar, progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.checks import warn_of_tools
-from coa_jax.tasks.mixture import load_parts, parts_of
+from coa_jax.tasks.mixture import parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig(Bounded):
-    """Settings of an evaluation.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(SamplesConfig):
+    """Settings of an evaluation on a benchmark, in addition to those of `SamplesConfig`.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
-        task_options: options of the task source.
-        mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
-        split: split of the task source: ``train``, ``validation`` or ``test``.
-        num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
-        samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
-            if there are at least k samples per task.
         protocol: protocol of all tasks. Questions without a protocol get this protocol, and a task
             with another protocol is an error. "" uses the protocol of each task.
-        seed: seed of the random choice of tasks, and of the samples.
-        temperature, top_p, top_k: sampling settings; temperature 0 is greedy decoding.
         engine: settings of the engine that decodes on this machine.
         rollout: budgets of a trajectory.
         agent: external agent program that solves the tasks instead of the default loop of tools.
@@ -89,14 +71,6 @@ class EvaluateConfig(Bounded):
             answer before the first sample; 0 skips this check.
     """
 
-    tasks: Place
-    split: Split
-    num_tasks: Natural
-    samples: Size
-    seed: Seed
-    temperature: Temperature
-    top_p: TopP
-    top_k: Natural
     engine: EngineConfig
     rollout: RolloutConfig
     agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
@@ -105,8 +79,6 @@ class EvaluateConfig(Bounded):
     endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
     protocol: Place = ""
-    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocked: tuple[Place, ...] = BLOCKED
     last_suggestion: bool = False
     attempts: Annotated[int, Between(1, 100)] = 1
@@ -134,11 +106,6 @@ class EvaluateConfig(Bounded):
             raise UserError(
                 f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
             )
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Sampling settings (temperature, top_p, top_k) in the form that the engine takes."""
-        return SamplingParams(self.temperature, self.top_p, self.top_k)
 
 
 def settings(
@@ -218,9 +185,7 @@ def load(config: EvaluateConfig) -> list[Task]:
     Raises:
         UserError: the tasks cannot be loaded, or one has another protocol than ``config.protocol``.
     """
-    parts = load_parts(config, config.split, config.num_tasks or None, config.seed, config.protocol)
-    tasks = [task for part in parts.values() for task in part]
-    tasks = graded_by_environment(config.environment, tasks)
+    tasks = config.load(config.environment, config.protocol)
     others = [task.protocol for task in tasks if config.protocol not in ("", task.protocol)]
     if others:
         named = ", ".join(sorted(set(others)))
@@ -289,31 +254,38 @@ def evaluate(
     journal = Journal(run, stage, about, _grading(config), config.last_suggestion)
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
 
-    def wanted(attempt: int) -> list[Wanted]:
-        """Returns the samples that must run in this attempt."""
-        return [
-            Wanted(index, task, numbers, messages_of(task, prompt), attempt)
-            for index, task in enumerate(tasks)
-            if (numbers := journal.wanted(task.id, config.samples, config.attempts, attempt))
-        ]
-
-    bars: list[Bar] = []  # the bar is created once the policy is loaded
+    pending = functools.partial(
+        wanted, journal.samples, dict(enumerate(tasks)), config.samples, prompt, config.attempts
+    )
 
     def begin(attempt: int) -> AsyncGenerator[Trajectory, None] | None:
-        samples = wanted(attempt)
-        about = {**journal.about(), "attempt": attempt}
+        samples, about = pending(attempt), {**journal.about(), "attempt": attempt}
         return policy(samples, about, lambda n: bars[0].count(tokens=n)) if samples else None
 
-    open_now = [one for attempt in range(config.attempts) for one in wanted(attempt)]
+    async def complete() -> dict[str, str]:
+        await finish(
+            filter(None, streams), tasks, graders, journal,
+            ungraded=ungraded, attempts=config.attempts, ended=bars[0].update,
+        )  # fmt: skip
+        groups = measured(tasks, journal.samples, config.samples)
+        return await choose(
+            config.best_of, graders, groups, config.samples, journal.verdicts,
+            lambda sample: journal.trajectory(sample.key), journal.say,
+        )  # fmt: skip
+
+    bars: list[Bar] = []  # the bar is created once the policy is loaded
+    open_now = [one for attempt in range(config.attempts) for one in pending(attempt)]
     total, left = len(tasks) * config.samples, sum(len(one.numbers) for one in open_now)
     if left < total:
         print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
-    _check_ready(config, tasks, journal, open_now, servers)
+    groups = measured(tasks, journal.samples, config.samples)
+    ungraded = [s.key for group in groups for s in group.samples if s.is_ungraded(config.attempts)]
+    _check_ready(config, groups, journal, open_now, ungraded, servers)
     # The first stream is created outside the event loop, because loading a policy may take long.
     streams = itertools.chain([begin(0)], map(begin, range(1, config.attempts)))
     with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
         bars.append(bar)
-        why = asyncio.run(_finish(streams, tasks, config, graders, exposure, journal, bar.update))
+        why = asyncio.run(complete())
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
     check_written(stage, groups)
@@ -360,19 +332,19 @@ def evaluate_model(
 
 def _check_ready(
     config: EvaluateConfig,
-    tasks: Sequence[Task],
+    groups: Sequence[Measured],
     journal: Journal,
-    wanted: Sequence[Wanted],
+    open_now: Sequence[Wanted],
+    ungraded: Sequence[Key],
     servers: ToolsConfig | None,
 ) -> None:
     """Raises UserError if a server that the remaining work needs does not answer.
 
     Also prints which answers will have no judge.
     """
-    groups = measured(tasks, journal.samples, config.samples)
-    ungraded = [g.task for g in groups if any(not s.broken and s.value is None for s in g.samples)]
-    graded = list({task.id: task for task in (*(one.task for one in wanted), *ungraded)}.values())
-    chats = {"endpoint": config.endpoint.chat} if wanted and config.endpoint else {}
+    ids = {one.task.id for one in open_now} | {task_id for task_id, _ in ungraded}
+    graded = [group.task for group in groups if group.task.id in ids]
+    chats = {"endpoint": config.endpoint.chat} if open_now and config.endpoint else {}
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
         chats["best_of.chat"] = config.best_of.chat
@@ -380,7 +352,7 @@ def _check_ready(
         config.probe_s,
         tasks=graded,
         graders=config.graders if graded else None,
-        tools=servers if wanted else None,
+        tools=servers if open_now else None,
         answered=tags_of(config.environment),
         chats=chats,
         made=True,
@@ -394,59 +366,3 @@ def _check_ready(
             "answers instead, which is another measure",
             flush=True,
         )
-
-
-async def _finish(
-    streams: Iterable[AsyncGenerator[Trajectory, None] | None],
-    tasks: Sequence[Task],
-    config: EvaluateConfig,
-    graders: Graders,
-    exposure: Exposure,
-    journal: Journal,
-    tick: Callable[[], None],
-) -> dict[str, str]:
-    """Collects samples as they end, grades them meanwhile, then makes the votes and choices.
-
-    Each stream yields the samples of one attempt; it starts when the previous stream has ended.
-
-    Returns:
-        The result of `choose`.
-    """
-    by_id = {task.id: task for task in tasks}
-
-    async def grade(key: Key, trajectory: Trajectory) -> None:
-        journal.grade(key, await graders.grade(by_id[key[0]], trajectory))
-
-    def begin(key: Key) -> None:
-        sample = journal.samples[key]
-        if sample.wanted(config.attempts):
-            return  # the sample will run again
-        if sample.broken:
-            journal.grade(key, Reward(None))
-        elif sample.value is None:
-            grading.create_task(grade(key, journal.trajectory(key)))
-
-    try:
-        async with asyncio.TaskGroup() as grading:
-            for key, sample in list(journal.samples.items()):
-                if key[0] in by_id and key[1] < config.samples and sample.value is None:
-                    begin(key)
-            for stream in filter(None, streams):
-                async with contextlib.aclosing(stream):
-                    async for trajectory in stream:
-                        sample = journal.add(trajectory, exposure)
-                        begin(sample.key)
-                        if not sample.wanted(config.attempts):
-                            tick()
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors.exceptions[0].__cause__
-    groups = measured(tasks, journal.samples, config.samples)
-    return await choose(
-        config.best_of,
-        graders,
-        groups,
-        config.samples,
-        journal.verdicts,
-        lambda sample: journal.trajectory(sample.key),
-        journal.say,
-    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, Trajectory, format_valid
-from coa_jax.evaluate.exposure import Exposure
 from coa_jax.tasks import Task
 from coa_jax.tasks.graders import is_broken
 
@@ -60,6 +61,13 @@ class Sample:
         ``attempts`` times.
         """
         return self.answer is None and not self.broken and self.attempts < attempts
+
+    def is_ungraded(self, attempts: int) -> bool:
+        """Returns whether the sample must be graded: it has no grade, and will not run again.
+
+        A sample that a fault ended is never graded.
+        """
+        return self.value is None and not self.broken and not self.wanted(attempts)
 
     @property
     def key(self) -> Key:
@@ -133,13 +141,10 @@ class Measured:
         return [sample.solved for sample in self.samples if sample.value is not None]
 
 
-def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sample:
-    """Extracts the data of a sample from its trajectory.
+def sample_of(trajectory: Trajectory) -> Sample:
+    """Extracts the data of a sample from its trajectory, which may have no reward.
 
-    Args:
-        trajectory: the trajectory, with or without a reward.
-        exposure: check that counts blocked addresses and observations with questions of the
-            benchmark; None if both counts should be 0.
+    Signs of copies of the benchmark (``blocked``, ``shown``) are not counted, see `Exposure`.
     """
     # A policy behind an endpoint has no token ids and stores the usage instead. The test of the
     # tokens prevents that metadata of a task counts as usage.
@@ -154,8 +159,6 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
         tokens=int(usage.get("completion", trajectory.num_policy_tokens)),
         length=int(usage.get("length", len(trajectory.tokens))),
         calls=tuple((call.tool, call.outcome) for call in trajectory.tool_calls),
-        blocked=exposure.blocked(trajectory) if exposure else 0,
-        shown=exposure.shown(trajectory) if exposure else 0,
     )
     return sample.graded(trajectory.reward)
 
@@ -190,3 +193,9 @@ def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) ->
         )
         for task in tasks
     ]
+
+
+def digest(value: Any) -> str:
+    """Returns a short hash of a JSON value, by which equal values are recognised."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

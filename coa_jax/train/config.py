@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from coa_jax.model.compute import Compute
 
 
+METRICS = ("eval/pass_at_1", "eval/reward")
+"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; the highest is best."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Bounded):
     """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
@@ -297,3 +301,22 @@ class TeacherConfig(ServedModel):
                 f"{which}, and a server scores at temperature 1 without a constraint: sample the "
                 "same way, or use a local teacher (without teacher.url)"
             )
+
+
+def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> None:
+    """Checks that the metric ``keep_best`` is available for every checkpoint.
+
+    Args:
+        keep_best: metric that selects the best checkpoint; "" for no best checkpoint.
+        evaluate_every: number of steps between two evaluations; 0 for no evaluations.
+        checkpoint_every: number of steps between two checkpoints.
+
+    Raises:
+        UserError: ``keep_best`` is a metric of evaluations, and some checkpoint would be saved
+            without an evaluation.
+    """
+    if keep_best in METRICS and (not evaluate_every or checkpoint_every % evaluate_every):
+        raise UserError(
+            f"keep_best is {keep_best}, which is not known at every checkpoint; give evaluate_every"
+            ", and make checkpoint_every a multiple of it"
+        )

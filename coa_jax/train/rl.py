@@ -18,7 +18,7 @@ from absl import logging
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
-from coa_jax.evaluate.held_out import HeldOut
+from coa_jax.evaluate.held_out import HeldOut, held_out_tasks, is_due
 from coa_jax.model.api import download_once
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
@@ -97,19 +97,18 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         held_out = None
         if config.evaluate_every:
             held_out = HeldOut(
-                config.held_out,
-                config.evaluate_every,
-                config.rules.steps,
-                run,
-                "rl",
+                config=config.held_out,
+                tasks=held_out_tasks(
+                    config.held_out, config.budgets, config.environment, config, tasks
+                ),
+                folder=run.path / "evaluations",
+                phase="rl",
                 rollout=config.budgets,
                 graders=graders,
                 prompt=prompt,
                 tools=tools,
-                environments=environments,
                 wait_seconds=config.mesh.wait_seconds,
-                otherwise=config,
-                trained=tasks,
+                environments=environments,
             )
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
@@ -368,7 +367,7 @@ def _loop(
         figures = held_out and held_out.measure(
             learner.step,
             digest(fingerprint(learner.state.model)),
-            learner.model.tokenizer,
+            learner.model,
             functools.partial(source.engines, config.held_out.slots),
         )
         learner.unmeasured = held_out is not None and figures is None
@@ -398,7 +397,8 @@ def _loop(
             learner.step, learner.ledger = learner.step + 1, sampled.composition.state
             figures |= source.count(sampled.composition)
             error = check_updates(stats, config.optimizer)
-            due = held_out is not None and held_out.due(learner.step) and not error
+            due = held_out is not None and not error
+            due = due and is_due(config.evaluate_every, learner.step, learner.total)
             with clock("traces"):
                 parameters = digest(fingerprint(learner.state.model))
             if (learner.step < learner.total or due) and not error:

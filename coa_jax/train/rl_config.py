@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from coa_jax.config.fields import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate.held_out import METRICS, HeldOutConfig, check_best
+from coa_jax.evaluate.held_out import HeldOutConfig
 from coa_jax.model.config import LoraConfig
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.environments import EnvironmentConfig
@@ -19,7 +19,7 @@ from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.mixture import parts_of
 from coa_jax.train.admission import AdmissionRules
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import DistilledConfig, TeacherConfig, TrainingConfig
+from coa_jax.train.config import METRICS, DistilledConfig, TeacherConfig, TrainingConfig, check_best
 from coa_jax.train.pool import PoolConfig
 from coa_jax.train.shaping import StopRewards
 from coa_jax.train.traces import TracesConfig

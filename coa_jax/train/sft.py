@@ -20,7 +20,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
-from coa_jax.evaluate.held_out import METRICS, HeldOut, HeldOutConfig, check_best
+from coa_jax.evaluate.held_out import HeldOut, HeldOutConfig, held_out_tasks, is_due
 from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
@@ -30,6 +30,7 @@ from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import own_rows, put_batch, training_mesh
 from coa_jax.protocol import FormatName, Level, Prompt
 from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig
@@ -38,7 +39,7 @@ from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.train import data
 from coa_jax.train.batch import Batch, first_fit
-from coa_jax.train.config import FitConfig
+from coa_jax.train.config import METRICS, FitConfig, check_best
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.fit import fit
 from coa_jax.train.lengths import TokenCounts, fitting, measure
@@ -200,12 +201,13 @@ def train(
     evaluation = _held_out(config, run, prompt, tools) if config.evaluate_every else None
 
     def evaluate(state: TrainState, step: int) -> dict[str, float] | None:
-        if evaluation is None or not evaluation.due(step):
+        total = config.optimizer.total_steps
+        if evaluation is None or not is_due(config.evaluate_every, step, total):
             return {}
         return evaluation.measure(
             step,
             digest(fingerprint(state.model)),
-            model.tokenizer,
+            model,
             lambda: _engines(config, model, state, [task.protocol for task in evaluation.tasks]),
         )
 
@@ -235,26 +237,25 @@ def train(
 
 
 def _held_out(config: SFTConfig, run: RunDir, prompt: Prompt, tools: Sequence[Tool]) -> HeldOut:
-    graders = Graders(config.graders)
-    held_out = HeldOut(
-        config.held_out,
-        config.evaluate_every,
-        config.optimizer.total_steps,
-        run,
-        "sft",
-        rollout=dataclasses.replace(
-            config.rollout,
-            prompt_style=config.prompt_style,
-            level=config.level,
-            format=config.format,
-        ),
-        graders=graders,
+    rollout = dataclasses.replace(
+        config.rollout,
+        prompt_style=config.prompt_style,
+        level=config.level,
+        format=config.format,
+    )
+    tasks = held_out_tasks(config.held_out, rollout, EnvironmentConfig())
+    warn_of_prompts(tasks, prompt, "tasks", "config.prompt_style")
+    return HeldOut(
+        config=config.held_out,
+        tasks=tasks,
+        folder=run.path / "evaluations",
+        phase="sft",
+        rollout=rollout,
+        graders=Graders(config.graders),
         prompt=prompt,
         tools=tools,
         wait_seconds=config.mesh.wait_seconds,
     )
-    warn_of_prompts(held_out.tasks, prompt, "tasks", "config.prompt_style")
-    return held_out
 
 
 def _engines(

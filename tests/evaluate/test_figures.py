@@ -10,7 +10,7 @@ import pytest
 
 from coa_jax.data.trajectory import Reward, StopReason
 from coa_jax.evaluate.exposure import BLOCKED, exposure_of
-from coa_jax.evaluate.figures import blocks, figures, result, table
+from coa_jax.evaluate.figures import blocks, figures, result, table, training_metrics
 from coa_jax.evaluate.metrics import rate
 from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.report.benchmark import page
@@ -57,6 +57,26 @@ def test_what_has_no_grade_is_counted_apart_and_in_no_figure():
     assert costs["calls_per_solved"] == pytest.approx(1.0)
     assert costs["tools"] == {"code": {"calls": 3, "outcomes": {"error": 2, "ok": 1}}}
     assert found["stops"] == {"answer": 7, "length": 1}
+
+
+def test_metrics_of_training_have_intervals_faults_and_pass_at_k():
+    found = training_metrics(GROUPS, 2)
+    assert found.pop("eval/pass_at_1") == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    assert found.pop("eval/pass_at_1_se") == pytest.approx(np.std([0.5, 0, 1], ddof=1) / 3**0.5)
+    low, high = found.pop("eval/pass_at_1_low"), found.pop("eval/pass_at_1_high")
+    assert [low, high] == figures(GROUPS, 2)["ci95"]
+    assert found.pop("eval/any_right") == pytest.approx(2 / 3)
+    assert found.pop("eval/len_mean") == pytest.approx((10 + 30 + 10 + 5000 + 4 * 4) / 8)
+    assert found == {
+        "eval/tasks": 3, "eval/pass_at_2": 1.0, "eval/reward": 0.5, "eval/ungraded": 3,
+        "eval/faults": 1, "eval/tool_calls": 0.5, "eval/format_valid": 0.0,
+    }  # fmt: skip
+    assert training_metrics(GROUPS[2:3], 2)["eval/tasks"] == 0
+    assert "eval/pass_at_1" not in training_metrics(GROUPS[2:3], 2)
+    other = dataclasses.replace(GROUPS[3].task, source="other")
+    found = training_metrics([*GROUPS[:3], Measured(other, GROUPS[3].samples)], 2)
+    rates = [found[f"eval/{name}pass_at_1"] for name in ("", "made/", "other/")]
+    assert rates == [0.5, 0.25, 1.0]
 
 
 def test_nothing_graded_gives_figures_without_a_claim():
@@ -142,7 +162,7 @@ def exposure():
 )
 def test_calls_that_name_a_blocked_address_are_counted(arguments, blocked):
     made = trajectory(calls=[("crawl_page", arguments, "text", "ok"), CODE])
-    assert sample_of(made, exposure()).blocked == blocked
+    assert exposure().blocked(made) == blocked
 
 
 @pytest.mark.parametrize(
@@ -155,7 +175,7 @@ def test_calls_that_name_a_blocked_address_are_counted(arguments, blocked):
 )
 def test_observations_that_show_a_question_are_counted(tool, text, shown):
     made = trajectory(calls=[(tool, "q", text, "ok")])
-    assert sample_of(made, exposure()).shown == shown
+    assert exposure().shown(made) == shown
 
 
 def test_figures_are_given_without_the_samples_that_met_the_benchmark():

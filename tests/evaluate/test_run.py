@@ -10,15 +10,20 @@ import re
 import pytest
 
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, read_trajectories
+from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.figures import blocks, figures, table
+from coa_jax.evaluate.held_out import HeldOut, HeldOutConfig
 from coa_jax.evaluate.run import load, settings
 from coa_jax.evaluate.sample import Measured, sample_of
+from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.tasks import GradersConfig
+from coa_jax.tasks import Graders, GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.net.chat import ChatConfig
+from tests import tiny_policy
 from tests.distill.chat_server import serving
 from tests.evaluate.made import trajectory
 from tests.evaluate.tiny_evaluation import CONFIG, ONE, policy_of, refuse, results, run
@@ -415,3 +420,28 @@ def test_several_sources_are_measured_together_and_by_source(tmp_path):
         for mixture in (parts, weighted, {"all": parts["all"]})
     ]
     assert known[0] == known[1] != known[2]
+
+
+def test_an_evaluation_during_training_has_the_samples_and_rates_of_a_benchmark(tmp_path):
+    config = dataclasses.replace(CONFIG, temperature=1.2, seed=3)
+    outcome = run(tmp_path, config)["figures"]
+    model, graders = tiny_policy.policy(), Graders(GradersConfig())
+    held_out = HeldOut(
+        config=HeldOutConfig(samples=2, temperature=1.2, seed=3), tasks=TASKS, folder=tmp_path,
+        phase="rl", rollout=config.rollout, graders=graders, prompt=load_prompt("brief"),
+        tools=list(tiny_policy.tools().values()), wait_seconds=1.0,
+    )  # fmt: skip
+    stop = eos_ids(model.tokenizer)
+    measured = held_out.measure(
+        1, 0, model, lambda: make_engines(model.params, model.config, config.engine, stop)
+    )
+    assert measured["eval/pass_at_1"] == outcome["pass_at_1"]
+    assert [measured[f"eval/pass_at_1_{end}"] for end in ("low", "high")] == outcome["ci95"]
+    assert measured["eval/pass_at_2"] == outcome["at_k"]["2"]["value"]
+    kept, other = (
+        {(t.task_id, t.sample_id): (t.tokens.tolist(), t.reward.value) for t in traces}
+        for traces in map(
+            read_trajectories, (tmp_path / "rl-00000001-0.jsonl", tmp_path / "traces.jsonl")
+        )
+    )
+    assert kept == other and len(kept) == 2 * len(TASKS)

@@ -12,10 +12,11 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import read_trajectories, write_records
 from coa_jax.errors import UserError
-from coa_jax.evaluate.held_out import HeldOut, HeldOutConfig
+from coa_jax.evaluate import held_out
+from coa_jax.evaluate.held_out import HeldOutConfig, held_out_tasks
 from coa_jax.model.api import Model, save_model
+from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run.run_dir import RunDir
 from coa_jax.train.config import OptimizerConfig
 from tests import tiny_policy
 from tests.train.test_rl import assert_same_run
@@ -87,18 +88,19 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
     class Killed(Exception):
         pass
 
-    original, samples = HeldOut._sample, []
+    original, samples = held_out.finish, []
 
-    async def half(self, requests, path, tokenizer, engines, done):
-        samples.append(sum(len(request.samples) for request in requests))
-        whole = await original(self, requests, path, tokenizer, engines, done)
+    async def half(streams, tasks, graders, store):
+        before = len(store.samples)
+        await original(streams, tasks, graders, store)
+        samples.append(len(store.samples) - before)
         if len(samples) == 1:  # as if half of it had been written
+            (path,) = (folder / "parts" / "evaluations").iterdir()
             lines = path.read_text().splitlines(keepends=True)
             path.write_text("".join(lines[:3]))
             raise Killed
-        return whole
 
-    monkeypatch.setattr(HeldOut, "_sample", half)
+    monkeypatch.setattr(held_out, "finish", half)
     with pytest.raises(Killed):
         train(folder, "parts", **EVALUATED)
     again = train(folder, "parts", **EVALUATED)
@@ -118,15 +120,15 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
 
 def stop_at(monkeypatch, step):
     """Makes the next evaluation after ``step`` receive SIGTERM before its first sample."""
-    original, sent = HeldOut._sample, []
+    original, sent = held_out.finish, []
 
-    async def stopped(self, requests, *rest):
-        if requests[0].metadata["step"] == step and not sent:
+    async def stopped(streams, tasks, graders, store):
+        if store.about["step"] == step and not sent:
             sent.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
-        return await original(self, requests, *rest)
+        await original(streams, tasks, graders, store)
 
-    monkeypatch.setattr(HeldOut, "_sample", stopped)
+    monkeypatch.setattr(held_out, "finish", stopped)
 
 
 def evaluations(run, phase):
@@ -205,24 +207,10 @@ def test_sft_is_measured_too_and_keeps_the_best_checkpoint(folder, monkeypatch):
     assert evaluations(folder / "sft-stopped", "sft") == evaluations(folder / "sft", "sft")
 
 
-def test_tasks_that_are_trained_on_are_counted(folder, tmp_path, caplog):
-    from coa_jax.tasks import Graders, GradersConfig
-    from coa_jax.tasks.prompts import load_prompt
-
-    with RunDir(tmp_path) as run:
-        HeldOut(
-            HeldOutConfig(tasks=str(folder / "tasks.jsonl")),
-            1,
-            1,
-            run,
-            "rl",
-            rollout=RolloutConfig(),
-            graders=Graders(GradersConfig()),
-            prompt=load_prompt("brief"),
-            tools=(),
-            wait_seconds=1.0,
-            trained=tiny_policy.TASKS[:2],
-        )
+def test_tasks_that_are_trained_on_are_counted(folder, caplog):
+    config = HeldOutConfig(tasks=str(folder / "tasks.jsonl"))
+    trained = tiny_policy.TASKS[:2]
+    held_out_tasks(config, RolloutConfig(), EnvironmentConfig(), trained=trained)
     assert f"2 of {len(tiny_policy.TASKS)} tasks of the evaluation are trained on" in caplog.text
 
 

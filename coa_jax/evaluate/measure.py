@@ -1,0 +1,174 @@
+"""What all evaluations share: tasks, and samples that are run, graded and stored.
+
+`run.evaluate` evaluates a policy on a benchmark, and `held_out.HeldOut` the policy of a training
+run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from coa_jax.config.fields import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
+from coa_jax.data.trajectory import Reward, Trajectory
+from coa_jax.engine.config import SamplingParams
+from coa_jax.evaluate.policy import Wanted
+from coa_jax.evaluate.sample import Key, Sample
+from coa_jax.protocol import Prompt, messages_of
+from coa_jax.rollout.environments.base import EnvironmentConfig
+from coa_jax.rollout.environments.session import graded_by_environment
+from coa_jax.tasks import Graders, Task
+from coa_jax.tasks.mixture import Sources, load_parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplesConfig(Bounded):
+    """Settings of every evaluation: its tasks, and how they are sampled.
+
+    Attributes:
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
+        task_options: options of the task source.
+        mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
+        split: split of the task source: ``train``, ``validation`` or ``test``.
+        num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
+        samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
+            if there are at least k samples per task.
+        seed: seed of the random choice of tasks, and of the samples.
+        temperature: sampling temperature; 0 is greedy decoding.
+        top_p: probability mass of nucleus sampling; 1 samples from all tokens.
+        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
+    """
+
+    tasks: Place = ""
+    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    split: Split = "validation"
+    num_tasks: Natural = 0
+    samples: Size = 1
+    seed: Seed = 0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: Natural = 0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling settings (temperature, top_p, top_k) in the form that the engine takes."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k)
+
+    def load(
+        self, environment: EnvironmentConfig, protocol: str = "", sources: Sources | None = None
+    ) -> list[Task]:
+        """Loads the tasks of the evaluation.
+
+        Args:
+            environment: environment in which the policy acts, which may grade the tasks.
+            protocol: default protocol, see `tasks.load_tasks`.
+            sources: task sources that take the place of those of this object; None for none.
+
+        Raises:
+            UserError: the tasks cannot be loaded, or the environment does not fit them.
+        """
+        number = self.num_tasks or None
+        parts = load_parts(sources or self, self.split, number, self.seed, protocol)
+        return graded_by_environment(
+            environment, [task for part in parts.values() for task in part]
+        )
+
+
+class Store(Protocol):
+    """The finished samples of an evaluation, which a resumed evaluation does not run again."""
+
+    samples: dict[Key, Sample]
+
+    def add(self, trajectory: Trajectory) -> Sample:
+        """Adds a sample that has just ended, and returns its data for the results."""
+
+    def trajectory(self, key: Key) -> Trajectory:
+        """Returns the trajectory of a sample that is not graded yet."""
+
+    def grade(self, key: Key, reward: Reward) -> None:
+        """Stores the grade of a sample."""
+
+
+def wanted(
+    samples: Mapping[Key, Sample],
+    tasks: Mapping[int, Task],
+    number: int,
+    prompt: Prompt,
+    attempts: int = 1,
+    attempt: int = 0,
+) -> list[Wanted]:
+    """Returns the samples that must run.
+
+    Args:
+        samples: finished samples.
+        tasks: tasks by their index among all tasks of the evaluation.
+        number: number of samples per task.
+        prompt: instructions and prompt style with which the policy sees the tasks.
+        attempts: maximum number of attempts per sample. A sample runs again until it has an answer
+            or has run this many times.
+        attempt: index of the attempt, from 0.
+    """
+
+    def runs(key: Key) -> bool:
+        sample = samples.get(key)
+        if sample is None:
+            return attempt == 0
+        return sample.attempts == attempt and sample.wanted(attempts)
+
+    return [
+        Wanted(index, task, numbers, messages_of(task, prompt), attempt)
+        for index, task in tasks.items()
+        if (numbers := tuple(n for n in range(number) if runs((task.id, n))))
+    ]
+
+
+async def finish(
+    streams: Iterable[AsyncGenerator[Trajectory, None]],
+    tasks: Sequence[Task],
+    graders: Graders,
+    store: Store,
+    *,
+    ungraded: Iterable[Key] = (),
+    attempts: int = 1,
+    ended: Callable[[], None] = lambda: None,
+) -> None:
+    """Stores samples as they end, and grades them meanwhile.
+
+    Args:
+        streams: samples of a `Policy`, one stream for each attempt. A stream starts when the
+            previous stream has ended.
+        tasks: all tasks of the evaluation.
+        graders: graders of the answers. They do not grade samples that a fault ended.
+        store: takes the samples and their grades.
+        ungraded: stored samples to grade, too.
+        attempts: maximum number of attempts per sample, see `wanted`.
+        ended: function that is called when a sample will not run again.
+
+    Raises:
+        UserError: as in `Graders.grade`, or an error of the policy.
+    """
+    by_id = {task.id: task for task in tasks}
+
+    async def grade(key: Key) -> None:
+        reward = Reward(None)
+        if not store.samples[key].broken:
+            reward = await graders.grade(by_id[key[0]], store.trajectory(key))
+        store.grade(key, reward)
+
+    try:
+        async with asyncio.TaskGroup() as grading:
+            for key in ungraded:
+                grading.create_task(grade(key))
+            for stream in streams:
+                async with contextlib.aclosing(stream):
+                    async for trajectory in stream:
+                        sample = store.add(trajectory)
+                        if not sample.wanted(attempts):
+                            grading.create_task(grade(sample.key))
+                            ended()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
