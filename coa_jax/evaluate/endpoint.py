@@ -22,7 +22,7 @@ from coa_jax.data.trajectory import StopReason, ToolCall, Trajectory
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.chain import Chain
-from coa_jax.evaluate.policy import Policy, Wanted, attempt_seed
+from coa_jax.evaluate.measure import Policy, Wanted, attempt_seed
 from coa_jax.model.encode import observation_text
 from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
 from coa_jax.rollout.environments.session import ToolLoop

@@ -187,10 +187,10 @@ class HeldOut:
         complete = True
         if any(incomplete for incomplete, _ in states):
             # All processes help to create the engines, even processes that have nothing to sample.
+            budgets = self.config.budgets(self.rollout)
             policy = engine_policy(
-                model, engines(), self.config.sampling, self.config.seed,
-                self.config.budgets(self.rollout), self.tools, self.environments,
-            )  # fmt: skip
+                model, engines(), self.config, budgets, self.tools, self.environments
+            )
             stream = policy(missing, graded.about, lambda tokens: None)
             complete = asyncio.run(self._run(finish([stream], self.tasks, self.graders, graded)))
         parts = self._gather((list(graded.samples.values()), complete))

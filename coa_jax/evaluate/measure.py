@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from coa_jax.config.fields import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
 from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.config import SamplingParams
-from coa_jax.evaluate.policy import Wanted
 from coa_jax.evaluate.sample import Key, Sample
-from coa_jax.protocol import Prompt, messages_of
+from coa_jax.protocol import Messages, Prompt, messages_of
 from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.environments.session import graded_by_environment
 from coa_jax.tasks import Graders, Task
@@ -76,6 +76,46 @@ class SamplesConfig(Bounded):
         return graded_by_environment(
             environment, [task for part in parts.values() for task in part]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The samples of one task that a policy must run.
+
+    Attributes:
+        index: index of the task among all tasks of the evaluation; the samples' random keys depend
+            on it.
+        task: the task.
+        numbers: indices, among the task's samples, of the samples to run.
+        messages: messages of the prompt.
+        attempt: index of the attempt, from 0. Attempts after the first repeat samples that gave no
+            answer.
+    """
+
+    index: int
+    task: Task
+    numbers: tuple[int, ...]
+    messages: Messages
+    attempt: int = 0
+
+
+def attempt_seed(seed: int, attempt: int) -> int:
+    """Returns the seed of a repeated attempt at a sample; attempt 0 has the evaluation's seed."""
+    if not attempt:
+        return seed
+    named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
+    return int.from_bytes(named.digest()) >> 1
+
+
+Policy = Callable[
+    [Sequence[Wanted], Mapping[str, Any], Callable[[int], None]], AsyncGenerator[Trajectory, None]
+]
+"""A function that runs samples and yields their ungraded trajectories as they end.
+
+Its arguments are the samples to run; a mapping, which it copies to the metadata of each trajectory;
+and a function, which it calls from time to time with the number of tokens written since the last
+call.
+"""
 
 
 class Store(Protocol):

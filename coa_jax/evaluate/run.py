@@ -6,26 +6,33 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+
+import jax
 
 from coa_jax.config.fields import Between, Place
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
+from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED, exposure_of
 from coa_jax.evaluate.figures import blocks, check_written, result
 from coa_jax.evaluate.journal import Journal
-from coa_jax.evaluate.measure import SamplesConfig, finish, wanted
-from coa_jax.evaluate.policy import Policy, Wanted, local_policy, weights_name
+from coa_jax.evaluate.measure import Policy, SamplesConfig, Wanted, finish, wanted
+from coa_jax.evaluate.policy import engine_policy, weights_name
 from coa_jax.evaluate.sample import Key, Measured, digest, measured
 from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
 from coa_jax.files import durable
-from coa_jax.model.api import load_model
+from coa_jax.model.api import Model, load_model
+from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import AgentConfig
+from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import RolloutConfig
@@ -321,13 +328,52 @@ def evaluate_model(
     prompt = load_prompt(config.rollout.prompt_style, path)
     warn_of_tools(tools, tasks)
     environments = Environments(config.environment, prompt) if config.environment else None
-    policy = local_policy(
-        lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,
-        tools, with_level(tasks, config.rollout.level, config.rollout.format), config.samples,
-        environments, config.agent,
-    )  # fmt: skip
+    tasks = with_level(tasks, config.rollout.level, config.rollout.format)
+    policy = local_policy(lambda: load_model(path), config, tools, tasks, environments)
     about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)
     return evaluate(policy, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
+
+
+def local_policy(
+    load: Callable[[], Model],
+    config: EvaluateConfig,
+    tools: Sequence[Tool],
+    tasks: Sequence[Task],
+    environments: Environments | None = None,
+) -> Policy:
+    """Returns an `engine_policy` whose model is loaded when there are samples to run.
+
+    Args:
+        load: function that loads the model; called only if there are samples to run.
+        config: settings of the evaluation. The shapes of its engine are upper bounds, which are
+            reduced to what the samples need and the memory holds, see `engine.memory.fitted`.
+        tools: live tools.
+        tasks: all tasks of the evaluation. The shapes are derived from all of them, so that a
+            resumed evaluation has the same shapes.
+        environments: creates the environment of each sample; None for the default loop of tools.
+    """
+    shapes, rollout = config.engine, config.rollout
+
+    @functools.cache
+    def ready() -> Policy:
+        model = load()
+        device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
+        free, count = free_memory(device), len(tasks) * config.samples
+        fit = fitted(shapes, model.config, device.platform, count, rollout.max_tokens, free)
+        print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
+        protocols = (task.protocol for task in tasks)
+        constraint = constraint_for(rollout, model.tokenizer, model.config.vocab_size, protocols)
+        if constraint is not None:
+            print(f"constraint: {constraint}", flush=True)
+        stop = eos_ids(model.tokenizer)
+        engines: list[Engine] = make_engines(model.params, model.config, fit, stop, constraint)
+        # Compiles now. Otherwise compilation would use up the time limits of the first
+        # trajectories.
+        for engine in engines if rollout.max_seconds else ():
+            engine.warm_up()
+        return engine_policy(model, engines, config, rollout, tools, environments, config.agent)
+
+    return lambda wanted, about, written: ready()(wanted, about, written)
 
 
 def _check_ready(

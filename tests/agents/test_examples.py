@@ -12,7 +12,7 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.policy import local_policy
+from coa_jax.evaluate.run import local_policy
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.config import OptimizerConfig
@@ -65,15 +65,11 @@ def test_a_program_runs_two_steps_and_an_evaluation(name, tmp_path, monkeypatch)
             assert row["agent/sequences"] == 1
     sampled = read_trajectories(tmp_path / "rl" / "traces.jsonl")
     assert all(t.reward is not None and t.reward.value is not None for t in sampled)
-    policy = local_policy(
-        tiny_policy.policy, shapes, tiny_evaluation.CONFIG.sampling, 0, budget, (),
-        tiny_policy.TASKS, 1, agent=agent,
-    )  # fmt: skip
-    tiny_evaluation.run(
-        tmp_path / "evaluation", dataclasses.replace(
-            tiny_evaluation.CONFIG, samples=1, agent=agent, rollout=budget, engine=shapes
-        ), policy,
-    )  # fmt: skip
+    evaluation = dataclasses.replace(
+        tiny_evaluation.CONFIG, samples=1, agent=agent, rollout=budget, engine=shapes
+    )
+    policy = local_policy(tiny_policy.policy, evaluation, (), tiny_policy.TASKS)
+    tiny_evaluation.run(tmp_path / "evaluation", evaluation, policy)
     found = read_trajectories(tmp_path / "evaluation" / "traces.jsonl")
     assert len(found) == 3
     assert StopReason.FAULT not in {t.stop_reason for t in found}

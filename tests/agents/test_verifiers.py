@@ -20,8 +20,7 @@ import pytest
 from coa_jax.config.extensions import importable
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.policy import local_policy
-from coa_jax.evaluate.run import load
+from coa_jax.evaluate.run import load, local_policy
 from coa_jax.model.api import save_model
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -151,9 +150,7 @@ def trained_and_evaluated(
         engine=shapes,
     )  # fmt: skip
     tasks = load(config)
-    policy = local_policy(
-        tiny_policy.policy, config.engine, config.sampling, 0, budget, (), tasks, 2, agent=agent
-    )
+    policy = local_policy(tiny_policy.policy, config, (), tasks)
     tiny_evaluation.run(folder / f"{name}-evaluation", config, policy, tasks)
     found = read_trajectories(folder / f"{name}-evaluation" / "traces.jsonl")
     assert len(found) == 4

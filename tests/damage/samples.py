@@ -213,7 +213,7 @@ def _write_logs(root: Path) -> None:
         for number in range(2):
             made = trajectory(number=number, calls=[("code", "1", "1", "ok")], **journal.about())
             made.metadata.update(prompt_id=0)
-            journal.grade(journal.add(made, exposure_of([task()], ())).key, Reward(1.0, {"a": 1.0}))
+            journal.grade(journal.add(made).key, Reward(1.0, {"a": 1.0}))
         journal.finish([("t", 0), ("t", 1)])
     said = {"prompt_id": 0, "phase": "rl", "sampling": {"seed": 3, "temperature": 1.0}}
     said |= {"rollout": dataclasses.asdict(RolloutConfig())}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.policy import Policy, local_policy
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, settings
+from coa_jax.evaluate.measure import Policy
+from coa_jax.evaluate.run import EvaluateConfig, evaluate, local_policy, settings
 from coa_jax.model.api import Model, load_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
@@ -37,11 +37,7 @@ ONE = dataclasses.replace(CONFIG, samples=1)
 
 
 def policy_of(config: EvaluateConfig, load: Callable[[], Model] = tiny_policy.policy) -> Policy:
-    tools = list(tiny_policy.tools().values())
-    return local_policy(
-        load, config.engine, config.sampling, config.seed, config.rollout, tools,
-        tiny_policy.TASKS, config.samples,
-    )  # fmt: skip
+    return local_policy(load, config, list(tiny_policy.tools().values()), tiny_policy.TASKS)
 
 
 def run(
