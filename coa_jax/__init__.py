@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from coa_jax.demo.untrained import create_policy
     from coa_jax.distill.readers import Malformed
     from coa_jax.errors import UserError
-    from coa_jax.evaluate.run import EvaluateConfig
+    from coa_jax.evaluate.config import EvaluateConfig
     from coa_jax.model.api import load_model, logits, save_model
     from coa_jax.model.encode import observation_text
     from coa_jax.model.tokenizer import load_tokenizer
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from coa_jax.tools.web_search import SearchResult
     from coa_jax.train.advantages import advantages_of
     from coa_jax.train.algorithms import Algorithm, marked
+    from coa_jax.train.config import SFTConfig
     from coa_jax.train.examples import trajectory_example
     from coa_jax.train.objectives import segment_means
     from coa_jax.train.rl_config import RLConfig
-    from coa_jax.train.sft import SFTConfig
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _HOMES = {
     "coa_jax.demo.untrained": ("create_policy",),
     "coa_jax.distill.readers": ("Malformed",),
     "coa_jax.errors": ("UserError",),
-    "coa_jax.evaluate.run": ("EvaluateConfig",),
+    "coa_jax.evaluate.config": ("EvaluateConfig",),
     "coa_jax.model.api": (
         "load_model",
         "logits",
@@ -128,7 +128,7 @@ _HOMES = {
     "coa_jax.train.examples": ("trajectory_example",),
     "coa_jax.train.objectives": ("segment_means",),
     "coa_jax.train.rl_config": ("RLConfig",),
-    "coa_jax.train.sft": ("SFTConfig",),
+    "coa_jax.train.config": ("SFTConfig",),
 }
 """Maps each module to the names that this package exports from it."""
 

@@ -18,9 +18,10 @@ from coa_jax.config.fields import Name, Place
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import Comparison, compare
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load, settings
+from coa_jax.evaluate.run import evaluate, evaluate_model, load, settings
 from coa_jax.files import durable, jsonl
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy

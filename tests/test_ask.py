@@ -35,7 +35,8 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.train.sft import SFTConfig, train
+from coa_jax.train.config import SFTConfig
+from coa_jax.train.sft import train
 from tests.distill.logs import distill_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -29,8 +29,7 @@ from coa_jax.paper import ablation, economy, quickstart
 from coa_jax.run.command import load_config
 from coa_jax.run.machines import MACHINES
 from coa_jax.run.settings import build_config
-from coa_jax.train.config import DPOConfig, RFTConfig
-from coa_jax.train.sft import SFTConfig
+from coa_jax.train.config import DPOConfig, RFTConfig, SFTConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))

@@ -136,6 +136,8 @@ def test_the_compiled_programs_load_only_arrays_and_the_model(module):
         ("tasks.graders", ("jax", "openai")),
         ("rollout.request", ("jax",)),
         ("rollout.environments.base", ("jax",)),
+        ("evaluate.config", ("jax",)),
+        ("train.rl_config", ("jax",)),
     ],
 )
 def test_settings_texts_and_records_load_neither_jax_nor_clients(module, absent):

@@ -15,13 +15,12 @@ from coa_jax.config.overrides import read_tuple, readable_overrides
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config, complete_config
 from coa_jax.serve.config import ServeConfig
-from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig
+from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.train.sft import SFTConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,9 +51,8 @@ from coa_jax.tasks import Graders
 from coa_jax.tasks.ready import look
 from coa_jax.tools.make import make_tools
 from coa_jax.train import arrays
-from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig
+from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
 from coa_jax.train.questions import questions
-from coa_jax.train.sft import SFTConfig
 
 SETTINGS: dict[str, Any] = {
     "sft": SFTConfig, "rl": RLRun, "rft": RFTConfig, "dpo": DPOConfig, "evaluate": EvaluateRun,

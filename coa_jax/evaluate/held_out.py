@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from coa_jax.config.fields import Natural
 from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.engine import Engine
+from coa_jax.evaluate.config import HeldOutConfig
 from coa_jax.evaluate.figures import training_metrics
-from coa_jax.evaluate.measure import SamplesConfig, finish, wanted
+from coa_jax.evaluate.measure import finish, wanted
 from coa_jax.evaluate.policy import engine_policy
 from coa_jax.evaluate.sample import Key, Sample, digest, measured, sample_of
 from coa_jax.files import durable, jsonl
@@ -33,51 +33,10 @@ from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
-from coa_jax.tasks.mixture import Sources, parts_of
+from coa_jax.tasks.mixture import Sources
 from coa_jax.tools.base import Tool
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldOutConfig(SamplesConfig):
-    """Settings of the evaluations during a training run, in addition to those of `SamplesConfig`.
-
-    If ``tasks`` and ``mixture`` are empty, reinforcement learning evaluates on the sources that the
-    run trains on.
-
-    Attributes:
-        max_tokens: maximum number of tokens of a trajectory; 0 takes ``rollout.max_tokens``.
-        max_turn_tokens: maximum number of tokens that the policy writes in one turn; 0 takes
-            ``rollout.max_turn_tokens``.
-        max_tool_calls: maximum number of tool calls of a trajectory; 0 takes
-            ``rollout.max_tool_calls``.
-        slots: number of sequences that an evaluation decodes at the same time; 0 takes
-            ``engine.slots``. The setting matters only if ``max_staleness`` is above 0: then
-            training rollouts continue during the evaluation, which therefore has a KV cache of its
-            own.
-    """
-
-    max_tokens: Natural = 0
-    max_turn_tokens: Natural = 0
-    max_tool_calls: Natural = 0
-    slots: Natural = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tasks or self.mixture:
-            parts_of(self)
-
-    def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """Returns the limits of a trajectory in evaluations.
-
-        Args:
-            config: limits in training. A limit that this object sets (not 0) replaces the limit in
-                training.
-        """
-        names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
-        own = {name: value for name in names if (value := getattr(self, name))}
-        return dataclasses.replace(config, **own)
 
 
 def held_out_tasks(

@@ -13,69 +13,10 @@ import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from coa_jax.config.fields import Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
 from coa_jax.data.trajectory import Reward, Trajectory
-from coa_jax.engine.config import SamplingParams
 from coa_jax.evaluate.sample import Key, Sample
 from coa_jax.protocol import Messages, Prompt, messages_of
-from coa_jax.rollout.environments.base import EnvironmentConfig
-from coa_jax.rollout.environments.session import graded_by_environment
 from coa_jax.tasks import Graders, Task
-from coa_jax.tasks.mixture import Sources, load_parts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplesConfig(Bounded):
-    """Settings of every evaluation: its tasks, and how they are sampled.
-
-    Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
-        task_options: options of the task source.
-        mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
-        split: split of the task source: ``train``, ``validation`` or ``test``.
-        num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
-        samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
-            if there are at least k samples per task.
-        seed: seed of the random choice of tasks, and of the samples.
-        temperature: sampling temperature; 0 is greedy decoding.
-        top_p: probability mass of nucleus sampling; 1 samples from all tokens.
-        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
-    """
-
-    tasks: Place = ""
-    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    split: Split = "validation"
-    num_tasks: Natural = 0
-    samples: Size = 1
-    seed: Seed = 0
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    top_k: Natural = 0
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Sampling settings (temperature, top_p, top_k) in the form that the engine takes."""
-        return SamplingParams(self.temperature, self.top_p, self.top_k)
-
-    def load(
-        self, environment: EnvironmentConfig, protocol: str = "", sources: Sources | None = None
-    ) -> list[Task]:
-        """Loads the tasks of the evaluation.
-
-        Args:
-            environment: environment in which the policy acts, which may grade the tasks.
-            protocol: default protocol, see `tasks.load_tasks`.
-            sources: task sources that take the place of those of this object; None for none.
-
-        Raises:
-            UserError: the tasks cannot be loaded, or the environment does not fit them.
-        """
-        number = self.num_tasks or None
-        parts = load_parts(sources or self, self.split, number, self.seed, protocol)
-        return graded_by_environment(
-            environment, [task for part in parts.values() for task in part]
-        )
 
 
 @dataclasses.dataclass(frozen=True)

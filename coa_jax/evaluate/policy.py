@@ -11,7 +11,8 @@ from typing import Any
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.evaluate.measure import Policy, SamplesConfig, Wanted, attempt_seed
+from coa_jax.evaluate.config import SamplesConfig
+from coa_jax.evaluate.measure import Policy, Wanted, attempt_seed
 from coa_jax.model.api import Model
 from coa_jax.model.encode import message_ids
 from coa_jax.rollout.agent_config import AgentConfig, agent_programs

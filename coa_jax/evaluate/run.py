@@ -8,37 +8,36 @@ import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 
-from coa_jax.config.fields import Between, Place
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.evaluate.endpoint import PolicyEndpoint
-from coa_jax.evaluate.exposure import BLOCKED, exposure_of
+from coa_jax.evaluate.exposure import exposure_of
 from coa_jax.evaluate.figures import blocks, check_written, result
 from coa_jax.evaluate.journal import Journal
-from coa_jax.evaluate.measure import Policy, SamplesConfig, Wanted, finish, wanted
+from coa_jax.evaluate.measure import Policy, Wanted, finish, wanted
 from coa_jax.evaluate.policy import engine_policy, weights_name
 from coa_jax.evaluate.sample import Key, Measured, digest, measured
-from coa_jax.evaluate.scaling import PickConfig, choose, pick_name, scaling
+from coa_jax.evaluate.scaling import choose, pick_name, scaling
 from coa_jax.files import durable
 from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.constrain import constraint_for
-from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
+from coa_jax.rollout.environments.base import tags_of
 from coa_jax.rollout.environments.session import Environments
-from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.progress import Bar, progress
 from coa_jax.run.run_dir import RunDir
-from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.checks import warn_of_tools
 from coa_jax.tasks.mixture import parts_of
@@ -46,73 +45,6 @@ from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(SamplesConfig):
-    """Settings of an evaluation on a benchmark, in addition to those of `SamplesConfig`.
-
-    Attributes:
-        protocol: protocol of all tasks. Questions without a protocol get this protocol, and a task
-            with another protocol is an error. "" uses the protocol of each task.
-        engine: settings of the engine that decodes on this machine.
-        rollout: budgets of a trajectory.
-        agent: external agent program that solves the tasks instead of the default loop of tools.
-        graders: how answers are graded.
-        environment: environment in which the policy acts, in addition to the tools; see
-            docs/environments.md.
-        endpoint: endpoint of the policy; if its ``url`` is "", the policy decodes on this machine.
-        best_of: settings of best-of-n, in which a model chooses one of a task's samples.
-        blocked: addresses that no sample should open. Tool calls that contain one of these
-            addresses are counted, but not prevented. To prevent them, block the addresses in the
-            settings of the tools.
-        last_suggestion: whether the last ``suggested_answer`` of a sample takes the place of a
-            missing answer, as the AFM release intends. With this setting, with ``attempts`` above
-            1, or with ``rollout.cut_context``, the output says that the result is not a plain
-            pass@1.
-        attempts: maximum number of times that a sample is run. A sample without an answer is run
-            again until it has an answer. The AFM release uses 3.
-        retry_faults: whether to repeat samples that were ended by a fault of a tool or of the
-            machine.
-        probe_s: seconds within which each required server (policy, judge, picker, tools) must
-            answer before the first sample; 0 skips this check.
-    """
-
-    engine: EngineConfig
-    rollout: RolloutConfig
-    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
-    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
-    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
-    endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
-    best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
-    protocol: Place = ""
-    blocked: tuple[Place, ...] = BLOCKED
-    last_suggestion: bool = False
-    attempts: Annotated[int, Between(1, 100)] = 1
-    retry_faults: bool = False
-    probe_s: Annotated[float, Between(0, 600)] = 10.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parts_of(self)
-        if self.best_of.n > self.samples:
-            raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
-        ways = [name for name in ("agent", "environment", "endpoint") if getattr(self, name)]
-        if len(ways) > 1:
-            raise UserError(
-                f"{' and '.join(ways)} are set: an agent program, an environment and a policy "
-                "behind an endpoint exclude each other; give one of them"
-            )
-        for name in ("constrain", "cut_context"):
-            if self.agent and getattr(self.rollout, name):
-                raise UserError(
-                    f"rollout.{name} is True: it applies to the loop of tools, but agent names a "
-                    "program; leave it False"
-                )
-        if self.attempts > 1 and self.temperature == 0:
-            raise UserError(
-                f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
-            )
 
 
 def settings(

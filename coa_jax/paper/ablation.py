@@ -33,9 +33,10 @@ from coa_jax.demo.untrained import ScratchConfig, write_policy
 from coa_jax.distill.dataset import DistilledSplit, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.evaluate.figures import shown_rate
 from coa_jax.evaluate.metrics import student_t
-from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
+from coa_jax.evaluate.run import evaluate_model, load
 from coa_jax.files import durable
 from coa_jax.files.markdown import table
 from coa_jax.model.peft_io import copy_model
@@ -50,8 +51,8 @@ from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.train import sft
+from coa_jax.train.config import SFTConfig
 from coa_jax.train.renaming import renaming
-from coa_jax.train.sft import SFTConfig
 
 UNFILTERED = "unfiltered"
 """Name of the arm that trains on all runs of the teacher, without a filter."""

@@ -30,8 +30,9 @@ from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, te
 from coa_jax.distill.tasks import Tasks
 from coa_jax.distill.token_savings import policy_economy
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.evaluate.figures import shown_rate, table
-from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
+from coa_jax.evaluate.run import evaluate_model, load
 from coa_jax.model.api import describe_model, load_model
 from coa_jax.model.peft_io import copy_model
 from coa_jax.model.tokenizer import load_tokenizer
@@ -48,10 +49,9 @@ from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.make import ToolsConfig, make_tools, with_names
 from coa_jax.train import rejection, rl, sft
-from coa_jax.train.config import RFTConfig
+from coa_jax.train.config import RFTConfig, SFTConfig
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.train.sft import SFTConfig
 
 
 @dataclasses.dataclass(frozen=True)

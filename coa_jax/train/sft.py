@@ -9,127 +9,36 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from coa_jax.config.fields import Natural, OneOf, Place, Positive, Share
-from coa_jax.data.records import ProtocolName, Records
-from coa_jax.engine.config import EngineConfig
+from coa_jax.data.records import Records
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
-from coa_jax.errors import UserError
-from coa_jax.evaluate.held_out import HeldOut, HeldOutConfig, held_out_tasks, is_due
+from coa_jax.evaluate.held_out import HeldOut, held_out_tasks, is_due
 from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
-from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, merge_adapters, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import own_rows, put_batch, training_mesh
-from coa_jax.protocol import FormatName, Level, Prompt
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.environments.base import EnvironmentConfig
-from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
-from coa_jax.tasks import Graders, GradersConfig
+from coa_jax.tasks import Graders
 from coa_jax.tasks.prompts import Wording, load_prompt, make_card, warn_of_prompts
 from coa_jax.tools.base import Tool
-from coa_jax.tools.make import ToolsConfig
 from coa_jax.train import data
 from coa_jax.train.batch import Batch, first_fit
-from coa_jax.train.config import METRICS, FitConfig, check_best
+from coa_jax.train.config import SFTConfig
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.fit import fit
 from coa_jax.train.lengths import TokenCounts, fitting, measure
 from coa_jax.train.losses import Net, SFTLoss
 from coa_jax.train.step import TrainState
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTConfig(FitConfig):
-    """Settings of supervised fine-tuning, in addition to those of `FitConfig`.
-
-    Each example is one record. The Chain-of-Agents paper uses 256 examples per update (§3.1).
-
-    Attributes:
-        data: records to train on: a path, several paths separated by commas, a pattern, a folder,
-            or a data set (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); see docs/data.md.
-        weights: relative frequencies with which records are drawn from the paths in ``data``, one
-            number per path; () draws all records equally often.
-        validation: records on which the validation loss is measured; "" for no validation.
-        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
-            of such a record from its tags.
-        prompt_style: prompt style in which the policy sees the questions, see `tasks.prompts`.
-        level: level of the protocol rules, ``lenient`` or ``paper``; the instructions in the prompt
-            explain the rules of this level. "" takes the level of each record.
-        format: conversation format in which the policy is trained on the records, see
-            `RolloutConfig.format`. Records in the format ``tags`` are rewritten in this format,
-            with their thoughts, calls and answers. "" keeps the format of each record.
-        rename_share: share of the records in which names and numbers are replaced by random ones,
-            see `train.renaming`. Leave it 0 unless the policy is trained from random weights.
-        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint. Metrics of the evaluations on ``held_out``
-            have names that begin with ``eval/``.
-        lora: LoRA adapters to train instead of the whole model.
-        evaluate_every: number of updates between two evaluations on ``held_out``, which use live
-            tools; 0 for no evaluations.
-        held_out: tasks and sampling settings of the evaluations.
-        engine: settings of the decoding engine in evaluations, such as the number of slots.
-        rollout: limits of a trajectory in evaluations. The fields ``prompt_style``, ``level`` and
-            ``format`` of ``rollout`` are ignored; the settings of the same names above apply
-            instead.
-        graders: settings of the graders of answers in evaluations.
-        tools: tools that the policy can call in evaluations.
-    """
-
-    data: Place
-    validation: Place
-    prompt_style: Place
-    rename_share: Share
-    keep_best: Annotated[str, OneOf("", "loss", "validation/loss", *METRICS)] = ""
-    weights: tuple[Positive, ...] = ()
-    protocol: ProtocolName = ""
-    level: Level = ""
-    format: FormatName = ""
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    evaluate_every: Natural = 0
-    held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
-    tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
-
-    @property
-    def parts(self) -> list[str]:
-        """The paths in ``data``, one for each number in ``weights``.
-
-        If ``weights`` is (), the whole text of ``data`` is the only part.
-        """
-        return self.data.split(",") if self.weights else [self.data]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weights and len(self.weights) != len(self.parts):
-            raise UserError(
-                f"weights has {len(self.weights)} numbers, and data {len(self.parts)} paths; give "
-                "one number for each path, or no weights"
-            )
-        check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
-        if self.evaluate_every and not (self.held_out.tasks or self.held_out.mixture):
-            raise UserError(
-                f"evaluate_every is {self.evaluate_every}, and held_out.tasks is empty; name a "
-                "source of tasks"
-            )
-        if self.keep_best.startswith("validation/") and (
-            not self.validation or self.checkpoint_every % self.validate_every
-        ):
-            raise UserError(
-                f"keep_best is {self.keep_best}, which is not known at every "
-                "checkpoint; give validation, and make checkpoint_every a multiple of "
-                "validate_every"
-            )
 
 
 def train(

@@ -30,14 +30,13 @@ from ml_collections import ConfigDict
 
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.tasks import Tasks
-from coa_jax.evaluate.run import EvaluateConfig
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variants
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.config import RFTConfig
+from coa_jax.train.config import RFTConfig, SFTConfig
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.train.sft import SFTConfig
 
 SHOWN = "topics=single/chain"
 UNSHOWN = "topics=comparison/counting/arithmetic"

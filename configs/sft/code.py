@@ -29,7 +29,7 @@ import ml_collections
 
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
-from coa_jax.train.sft import SFTConfig
+from coa_jax.train.config import SFTConfig
 
 _RATE = {"3b": 3e-5, "7b": 3e-5, "32b": 1.4e-5}
 _BATCH = {"3b": 32, "7b": 32, "32b": 64}

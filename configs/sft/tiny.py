@@ -15,7 +15,7 @@ import ml_collections
 
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.sft import SFTConfig
+from coa_jax.train.config import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:

@@ -32,7 +32,7 @@ import ml_collections
 from coa_jax.run.machines import MACHINES
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.train.sft import SFTConfig
+from coa_jax.train.config import SFTConfig
 
 _NAMES = {"4b": "Qwen3-4B"}
 

@@ -37,7 +37,7 @@ from coa_jax.config.fields import (
     parts,
     present,
 )
-from coa_jax.train.sft import SFTConfig
+from coa_jax.train.config import SFTConfig
 
 API = {
     "trajectories": ("Trajectories and records", "data.trajectory", "data.records"),

@@ -12,9 +12,10 @@ import pytest
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, read_trajectories
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import HeldOutConfig
 from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.figures import blocks, figures, table
-from coa_jax.evaluate.held_out import HeldOut, HeldOutConfig
+from coa_jax.evaluate.held_out import HeldOut
 from coa_jax.evaluate.run import load, settings
 from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.model.tokenizer import eos_ids

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.engine.config import EngineConfig
+from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.evaluate.measure import Policy
-from coa_jax.evaluate.run import EvaluateConfig, evaluate, local_policy, settings
+from coa_jax.evaluate.run import evaluate, local_policy, settings
 from coa_jax.model.api import Model, load_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir

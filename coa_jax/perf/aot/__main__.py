@@ -40,8 +40,8 @@ from coa_jax.perf.aot.split import table
 from coa_jax.run.command import config_flag, run_main
 from coa_jax.run.settings import build_config
 from coa_jax.train.arrays import set_up
+from coa_jax.train.config import SFTConfig
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.train.sft import SFTConfig
 
 
 def define_flags() -> None:
