@@ -29,11 +29,13 @@ from coa_jax.data.forms import made_of
 from coa_jax.data.rows import Row, find_files, open_rows
 from coa_jax.data.split import Unusable
 from coa_jax.data.split import parts_of_turns as parts_of_turns
-from coa_jax.data.tables import stamp
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.protocol import find_protocols, get_protocol, names_with_levels
+
+LONGEST = 16 << 20
+"""Maximum size of a row in bytes. A trajectory of 32,768 tokens has only about 150 kB."""
 
 ProtocolName = Annotated[str, OneOf(lambda: ("", *names_with_levels()))]
 """Type of a setting for the protocol of records that name no protocol.
@@ -87,22 +89,30 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
         UserError: a file cannot be read, or a row is damaged. The message names the file and the
             row.
     """
-    for path in _find_files(source):
-        yield from iter(Records(path, protocol))
+    for path in _find_files(source, protocol):
+        info = columns_of(path)
+        for row in open_rows(path, longest=LONGEST):
+            yield _found(row, info, protocol)
 
 
-def _find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Returns the files of a source, and registers the protocols in ``protocols.json`` nearby."""
+def _find_files(source: str | os.PathLike[str], protocol: str) -> list[Path]:
+    """Returns the files of a source, and registers the protocols in ``protocols.json`` nearby.
+
+    Raises:
+        UserError: no file is found, or the protocol is unknown.
+    """
     paths = find_files(source)
     for path in paths:
         find_protocols(path)
+    if protocol:
+        get_protocol(protocol)
     return paths
 
 
 def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
     """Converts a row to a record, see `iterate_records`."""
     value, dropped = row.value, ""
-    if isinstance(value, dict) and value.keys() == {"filter", "record"}:
+    if value.keys() == {"filter", "record"}:
         value, dropped = value["record"], str(value["filter"])
     try:
         made = made_of(renamed(value, info), f"{row.path.stem}:{row.number}", protocol)
@@ -132,10 +142,8 @@ class Records:
             UserError: a file cannot be read, or is so damaged that its rows cannot be separated.
         """
         self.source, self.protocol = os.fspath(source), protocol
-        paths = _find_files(source)
-        if protocol:
-            get_protocol(protocol)
-        self._files = [open_rows(path) for path in paths]
+        paths = _find_files(source, protocol)
+        self._files = [open_rows(path, longest=LONGEST) for path in paths]
         self._columns = [columns_of(path) for path in paths]
         self._ends = list(itertools.accumulate(map(len, self._files)))
 
@@ -160,7 +168,7 @@ class Records:
 
         A cache of results about the rows can use these texts as part of its key.
         """
-        return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
+        return [f"{rows.path.absolute()} {len(rows)} {rows.opened.stamp}" for rows in self._files]
 
 
 def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:

@@ -1,38 +1,39 @@
-"""Finds the files that a setting names, and reads single rows of these files.
+"""Opens files, folders, URLs and data sets as sequences of rows, each with its place for messages.
 
-The first bytes of a file determine its format (parquet, a JSON list, or one JSON object per line),
-and not its name. Rows are read when they are accessed: `open_rows` keeps only the position of each
-row in memory, with 16 bytes per row. A row larger than `LONGEST` is refused before it is decoded.
+The first bytes of a file determine its format (parquet, a JSON list, or one JSON object per line);
+only CSV, TSV and ArrayRecord files are known by their names. Rows are read when they are accessed:
+`open_rows` keeps only the position of each row in memory, with 16 bytes per row. A row larger than
+a limit is refused before it is decoded.
 """
 
 from __future__ import annotations
 
 import array
 import codecs
-import contextlib
 import dataclasses
 import functools
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from coa_jax.data import tables
-from coa_jax.data.data_sets import local_tfds
+from coa_jax.data.data_sets import is_data_set, is_tfds, local_tfds, open_data_set
+from coa_jax.data.tables import Columns, Opened
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
 from coa_jax.storage import local
 
-LONGEST = 16 << 20
-"""Maximum size of a row in bytes. A trajectory of 32,768 tokens has only about 150 kB."""
+SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record", ".csv", ".tsv")
+_LISTS = (b'"data"', b'"Data"', b'"rows"', b'"records"')
+"""Keys of the list of rows, if a file is a JSON object."""
 
-SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record")
-_LISTS = ("data", "rows", "records")  # keys of the list of rows, if a file is a JSON object
-_COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
+Fields = Mapping[str, Any]
+"""The content of a row: field name -> JSON value."""
 
 
 class Row(NamedTuple):
@@ -40,16 +41,16 @@ class Row(NamedTuple):
 
     Attributes:
         path: the file.
-        number: line number of the row in a JSONL file, or row number in a file of another format,
-            counted from 1.
+        number: number of the line at which the row begins, in a JSONL, CSV or TSV file; or row
+            number in a file of another format. Both are counted from 1.
         where: file and row, as text for messages.
-        value: JSON value of the row.
+        value: the fields of the row.
     """
 
     path: Path
     number: int
     where: str
-    value: Any
+    value: Fields
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,36 +61,50 @@ class Rows:
 
     Attributes:
         path: the file.
-        size: number of rows.
-        read: function that returns the JSON value of the row at an index.
-        lines: line number of each row of a JSONL file, counted from 1; None for other files.
+        opened: number of rows, and the functions that read the rows.
     """
 
     path: Path
-    size: int
-    read: Callable[[int], Any]
-    lines: np.ndarray | None = None
+    opened: Opened
 
     def __len__(self) -> int:
-        return self.size
+        return self.opened.size
 
     def __getitem__(self, index: int) -> Row:
         """Reads a row.
 
         Raises:
-            UserError: the row cannot be read, or is not JSON. The message names the file and the
-                row.
+            UserError: the row cannot be read, or is not an object. The message names the file and
+                the row.
         """
-        if not 0 <= index < self.size:
+        if not 0 <= index < len(self):
             raise IndexError(index)
-        number = index + 1 if self.lines is None else int(self.lines[index])
-        where = f"{self.path}: row {number}" if self.lines is None else f"{self.path}:{number}"
+        return self._row(index, functools.partial(self.opened.read, index))
+
+    def __iter__(self) -> Iterator[Row]:
+        """Reads all rows in order; only a few rows are in memory at a time.
+
+        Raises:
+            UserError: as in `__getitem__`.
+        """
+        stream = self.opened.stream
+        values = stream() if stream else map(self.opened.read, range(len(self)))
+        for index in range(len(self)):
+            yield self._row(index, functools.partial(next, values))
+
+    def _row(self, index: int, read: Callable[[], Any]) -> Row:
+        lines = self.opened.lines
+        number = index + 1 if lines is None else int(lines[index])
+        where = f"{self.path}: row {number}" if lines is None else f"{self.path}:{number}"
         try:
-            return Row(self.path, number, where, self.read(index))
+            value = read()
         except UserError:
             raise
         except Exception as error:  # TFDS, Arrow and ArrayRecord each have errors of their own
             raise UserError(f"{where}: {untrusted.reason(error)}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: expected an object, found {type(value).__name__}")
+        return Row(self.path, number, where, value)
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
@@ -114,7 +129,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
         # `Path` would turn the "//" of a URL into "/".
         name = local_tfds(name) if name.startswith("tfds:") else local(name)
         path = Path(name)
-        if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
+        if is_data_set(path):
             files.append(path)
         elif path.is_dir() and is_tfds(path):
             raise UserError(f"{path}: is a TFDS data set; name its split, as in {path}/train")
@@ -146,115 +161,74 @@ def _in_folder(folder: Path) -> list[Path]:
     return found
 
 
-def is_data_set(path: Path) -> bool:
-    """Returns whether a path is the name of a data set, such as ``hf:openai/gsm8k``."""
-    return str(path).startswith(("hf:", "tfds:"))
-
-
-def is_tfds(folder: Path) -> bool:
-    """Returns whether a folder contains a data set that TFDS has prepared."""
-    return (folder / "features.json").is_file() and (folder / "dataset_info.json").is_file()
-
-
-def open_rows(path: Path) -> Rows:
+def open_rows(
+    path: Path, *, columns: Columns = None, longest: int = untrusted.MAX_LINE, **data_set: str
+) -> Rows:
     """Opens a file or data set for random access to its rows.
+
+    Args:
+        path: a result of `find_files`.
+        columns: the columns of a table to read; other formats ignore this argument.
+        longest: maximum size, in bytes, of a row of a JSON, JSONL, CSV or TSV file.
+        data_set: the arguments ``split``, ``revision``, ``data_dir`` and ``setting`` of
+            `data_sets.open_data_set`; other formats ignore these arguments.
 
     Raises:
         UserError: the file cannot be read, or is so damaged that its rows cannot be separated.
     """
-    if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
-        return Rows(path, *tables.data_set(path))
+    if is_data_set(path):
+        return Rows(path, open_data_set(path, columns, **data_set))
     try:
         with untrusted.open_file(path) as file:
             start = file.read(4)
-            if start == b"PAR1":
-                return Rows(path, *tables.parquet(path))
+            if start == b"PAR1" or path.suffix == ".parquet":
+                return Rows(path, tables.parquet(path, columns))
             if path.suffix == ".array_record":
-                return Rows(path, *tables.array_record(path))
-            if program := _COMPRESSED.get(start[:2], _COMPRESSED.get(start)):
-                raise UserError(f"{path}: is compressed; unpack it with {program} first")
-            file.seek(0)
-            if _first_character(file) == b"[":
-                spans = np.fromiter(_list_spans(path, file), np.dtype((np.int64, 2)))
-                return Rows(path, len(spans), functools.partial(_span, path, spans))
-            return _open_lines(path, file)
+                return Rows(path, tables.array_record(path))
+            untrusted.check_text(start)
+            if path.suffix in (".csv", ".tsv"):
+                return Rows(path, tables.delimited(path, longest))
+            spans = _list_items(path, file, longest)
+            if spans is None:
+                return Rows(path, _lines(path, file, longest))
+            read = functools.partial(_span, path, spans)
+            return Rows(path, Opened(len(spans), read, tables.stamp(path)))
+    except ValueError as error:
+        raise UserError(f"{path}: {untrusted.reason(error)}") from error
     except OSError as error:
-        hint = untrusted.made_by(path) if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}{hint}") from error
-
-
-def _first_character(file: IO[bytes]) -> bytes:
-    """Returns the first byte that is not white space, and moves to the beginning of the file."""
-    found = b""
-    while not found and (chunk := file.read(1 << 20)):
-        found = chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    file.seek(0)
-    return found
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 # --- JSON lines ----------------------------------------------------------------------------
 
 
-def _open_lines(path: Path, file: IO[bytes]) -> Rows:
+def _lines(path: Path, file: IO[bytes], longest: int) -> Opened:
+    """Opens a file in which each line is a row; blank lines are skipped."""
     starts, lines = array.array("q"), array.array("q")
     number = at = 0
-    while line := file.readline(LONGEST + 1):
+    file.seek(0)
+    while line := file.readline(longest + 1):
         number += 1
-        if len(line) > LONGEST:
-            raise UserError(f"{path}:{number}: {_too_long('line')}")
-        if number == 1 and (rows := _document(file, line)) is not None:
-            return Rows(path, len(rows), rows.__getitem__)
+        if len(line) > longest:
+            raise UserError(f"{path}:{number}: a line of more than {longest >> 20} MiB")
         if not line.isspace():
             starts.append(at)
             lines.append(number)
         at += len(line)
-    places = np.asarray(starts, np.int64)
-    read = functools.partial(_line, path, places)
-    return Rows(path, len(places), read, np.asarray(lines, np.int64))
+    read = functools.partial(_line, path, np.asarray(starts, np.int64), longest)
+    return Opened(len(starts), read, tables.stamp(path), np.asarray(lines, np.int64))
 
 
-def _line(path: Path, starts: np.ndarray, index: int) -> Any:
+def _line(path: Path, starts: np.ndarray, longest: int, index: int) -> Any:
     with untrusted.open_file(path) as file:
         file.seek(int(starts[index]))
-        line = file.readline(LONGEST + 1)
+        line = file.readline(longest + 1)
     try:
         return jsonl.loads(line)
     except (ValueError, RecursionError) as error:
         if line.endswith(b"\n"):
             raise
         raise ValueError(f"{untrusted.reason(error)} (the last line is cut off)") from error
-
-
-def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
-    """Returns the rows of a file that is a single JSON object, which may have several lines.
-
-    The result is None if each line of the file is a row. The position in the file then stays
-    unchanged.
-    """
-    with contextlib.suppress(ValueError, RecursionError):
-        return _wrapped(jsonl.loads(line))
-    here = file.tell()
-    file.seek(0)
-    text = file.read(LONGEST + 1)
-    file.seek(here)
-    if len(text) <= LONGEST:
-        with contextlib.suppress(ValueError, RecursionError):
-            value = jsonl.loads(text)
-            return _wrapped(value) or [value]
-    return None
-
-
-def _wrapped(value: Any) -> list[Any] | None:
-    """Returns the list of rows in an object that contains only this list; None otherwise."""
-    if isinstance(value, dict) and len(value) == 1:
-        ((key, rows),) = value.items()
-        if key in _LISTS and isinstance(rows, list):
-            return rows
-    return None
-
-
-def _too_long(what: str) -> str:
-    return f"a {what} of more than {LONGEST >> 20} MiB, which no trajectory has"
 
 
 # --- a JSON list ---------------------------------------------------------------------------
@@ -276,36 +250,80 @@ def _span(path: Path, spans: np.ndarray, index: int) -> Any:
         return jsonl.loads(file.read(end - start))
 
 
-def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Yields the byte range [start, end) of each item of a JSON list.
+def _list_items(path: Path, file: IO[bytes], longest: int) -> np.ndarray | None:
+    """Finds the byte range [start, end) of each item of the list in a file; the result is [n, 2].
+
+    The file contains a list, or an object with a list in one of the fields `_LISTS`. If an object
+    of several lines has no such list, then the object itself is the only item. In all other files
+    each line is a row, and the result is None.
+    """
+    first = _first_character(file)
+    if first not in (b"[", b"{"):
+        return None
+    spans, start, end = _scan(path, file, longest)
+    file.seek(end)
+    if not end or any(block.strip() for block in iter(lambda: file.read(_BLOCK), b"")):
+        if first == b"{":
+            return None
+        raise UserError(f"{path}: text follows the list of rows; a file must contain one list")
+    if spans is None:
+        if end - start > longest or b"\n" not in os.pread(file.fileno(), end - start, start):
+            return None
+        spans = array.array("q", (start, end))
+    return np.asarray(spans, np.int64).reshape(-1, 2)
+
+
+def _scan(path: Path, file: IO[bytes], longest: int) -> tuple[array.array[int] | None, int, int]:
+    """Finds the first JSON value of a file, and the list of rows in this value.
 
     Only strings and brackets are found here. An item is decoded when the item is read.
+
+    Returns:
+        (start and end of each item, or None if there is no list; start of the value; its end, or 0
+        if the value has no end).
     """
-    number, depth, start = 1, 0, 0
+    spans: array.array[int] | None = None
+    depth = level = value = start = 0  # depth of the items, or -1 after the list; start of an item
+    key = b""
+
+    def refuse(fault: str) -> UserError:
+        return UserError(f"{path}: row {len(spans or ()) // 2 + 1}: {fault}")
+
     for at, end, sign in _tokens(file):
-        if end - start > LONGEST:
-            raise UserError(f"{path}: row {number}: {_too_long('row')}, or not JSON")
+        if level > 0 and end - start > longest:
+            raise refuse(f"a row of more than {longest >> 20} MiB, or not JSON")
         if sign in b"[{":
-            depth += 1
+            value, depth = value if depth else at, depth + 1
+            if sign == b"[" and not level and (depth == 1 or (depth == 2 and key in _LISTS)):
+                spans, level, start = array.array("q"), depth, end
+        elif sign == b"," and depth == level and spans is not None:
+            spans.extend((start, at))
+            start = end
         elif sign in b"]}":
+            if depth == level and spans is not None:
+                if sign != b"]":
+                    raise refuse("not JSON: expected ']', found '}'")
+                if spans or os.pread(file.fileno(), at - start, start).strip():
+                    spans.extend((start, at))
+                level = -1
             depth -= 1
-        if depth == 0:
-            if sign != b"]":
-                raise UserError(f"{path}: row {number}: not JSON: expected ']', found '}}'")
-            if number > 1 or os.pread(file.fileno(), at - start, start).strip():
-                yield start, at
-            file.seek(end)
-            if any(block.strip() for block in iter(lambda: file.read(_BLOCK), b"")):
-                raise UserError(
-                    f"{path}: text follows the list of rows; a file must contain one list"
-                )
-            return
-        if depth == 1 and sign == b",":
-            yield start, at
-            number, start = number + 1, end
-        elif not start:
-            start = end  # the opening bracket of the list
-    raise UserError(f"{path}: row {number}: not JSON: the list of rows has no end")
+            if depth == 0:
+                return spans, value, end
+        named = sign == b'"' and depth == 1 and end - at < 12
+        key = os.pread(file.fileno(), end - at, at) if named else b""
+    if level:
+        raise refuse("not JSON: the list of rows has no end")
+    return None, value, 0
+
+
+def _first_character(file: IO[bytes]) -> bytes:
+    """Returns the first byte that is not white space, and moves to the beginning of the file."""
+    file.seek(0)
+    found = b""
+    while not found and (chunk := file.read(1 << 20)):
+        found = chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    file.seek(0)
+    return found
 
 
 def _tokens(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:

@@ -175,12 +175,24 @@ def parse_json(data: bytes | str, **hooks: Any) -> Any:
     return value
 
 
-def _decoded(data: bytes) -> str:
-    packed = next((name for head, name in _PACKED.items() if data.startswith(head)), None)
+def check_text(start: bytes) -> None:
+    """Checks that a file is neither compressed nor encoded in UTF-16.
+
+    Args:
+        start: at least the first four bytes of the file.
+
+    Raises:
+        ValueError: the file must be converted first; the message says how.
+    """
+    packed = next((name for head, name in _PACKED.items() if start.startswith(head)), None)
     if packed:
         raise ValueError(f"compressed with {packed}; unpack it first")
-    if data.startswith(_WIDE):
+    if start.startswith(_WIDE):
         raise ValueError("encoded in UTF-16; save it as UTF-8")
+
+
+def _decoded(data: bytes) -> str:
+    check_text(data)
     return data.removeprefix(codecs.BOM_UTF8).decode()
 
 

@@ -369,7 +369,7 @@ DAMAGED = {
     ":2: expected an object, found list": f"{ROW}\n[1]\n",
     ":2: not JSON: .* cut off": f"{ROW}\n{ROW[:-9]}",
     "text follows the list of rows": f"[{ROW}] {ROW}",
-    "is compressed; unpack it with gunzip": "\x1f\x8b\x08",
+    "compressed with gzip; unpack it first": "\x1f\x8b\x08",
     "damaged parquet": "PAR1xxxxPAR1",
     "the field 'output' cannot be int": '{"instruction": "q", "output": 7}',
     "the conversation cannot be str": '{"messages": "hello"}',
@@ -391,7 +391,7 @@ DAMAGED = {
 @pytest.mark.parametrize("reason", DAMAGED)
 def test_a_damaged_file_ends_in_one_line_with_file_and_row(tmp_path, reason):
     path = tmp_path / "data.json"
-    path.write_bytes(DAMAGED[reason].encode("latin-1" if reason.startswith("is comp") else "utf-8"))
+    path.write_bytes(DAMAGED[reason].encode("latin-1" if reason.startswith("comp") else "utf-8"))
     with pytest.raises(UserError, match=f"data.json.*({reason})") as refused:
         read_records(path)
     assert "\n" not in str(refused.value)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import pickle
 import random
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coa_jax.data import rows as rows_module
 from coa_jax.data.records import LeftOut, Read, Records, iterate_records, read_records
@@ -19,6 +20,7 @@ from coa_jax.data.trajectory import write_records
 from coa_jax.distill.export import write_tfds
 from coa_jax.errors import UserError
 from tests import tiny_policy
+from tests.rows import write
 
 ROWS = [{"instruction": f"Grüße {i} 東京 🙂", "output": "[]{},\\ " * (i % 5)} for i in range(40)]
 
@@ -27,50 +29,115 @@ def lines(rows):
     return "".join(json.dumps(row, ensure_ascii=bool(i % 2)) + "\n" for i, row in enumerate(rows))
 
 
-def write(path, form):
-    """Writes the rows in a form."""
-    if form == "parquet":
-        table = pyarrow.Table.from_pylist(ROWS)
-        pyarrow.parquet.write_table(table, path, row_group_size=7)
-    elif form == "array_record":
-        writer = ArrayRecordWriter(str(path), "group_size:1")
-        for row in ROWS:
-            writer.write(json.dumps(row).encode())
-        writer.close()
+def write_form(path, form):
+    text = {
+        "lines": lines(ROWS),
+        "blank lines": "\n" + lines(ROWS).replace("\n", "\n \n"),
+        "no last line end": lines(ROWS).rstrip("\n"),
+        "bom": "\ufeff" + lines(ROWS),
+        "list": json.dumps(ROWS, ensure_ascii=False, indent=1),
+        "list with bom": "\ufeff " + json.dumps(ROWS, ensure_ascii=False),
+        "wrapped": json.dumps({"rows": ROWS}),
+        "wrapped lines": json.dumps({"version": ["1"], "Data": ROWS, "more": [3]}, indent=1),
+    }.get(form)
+    if text is None:
+        write(path, ROWS)
     else:
-        text = {
-            "lines": lines(ROWS),
-            "blank lines": "\n" + lines(ROWS).replace("\n", "\n \n"),
-            "no last line end": lines(ROWS).rstrip("\n"),
-            "bom": "\ufeff" + lines(ROWS),
-            "list": json.dumps(ROWS, ensure_ascii=False, indent=1),
-            "list with bom": "\ufeff " + json.dumps(ROWS, ensure_ascii=False),
-            "wrapped": json.dumps({"rows": ROWS}),
-            "wrapped lines": json.dumps({"data": ROWS}, indent=1),
-        }[form]
         path.write_text(text, encoding="utf-8")
 
 
 FORMS = ("lines", "blank lines", "no last line end", "bom", "list", "list with bom", "wrapped",
-         "wrapped lines", "parquet", "array_record")  # fmt: skip
+         "wrapped lines", "parquet", "array_record", "csv", "tsv")  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_the_same_in_any_order_and_in_another_process(tmp_path, form):
-    # Only the content, and not the name, determines the format.
-    path = tmp_path / ("data.array_record" if form == "array_record" else "data.bin")
-    write(path, form)
+    # The content of a file, and not its name, determines the format of JSON and parquet.
+    path = tmp_path / (f"data.{form}" if form in ("array_record", "csv", "tsv") else "data.bin")
+    write_form(path, form)
+    wanted = ROWS
+    if form in ("csv", "tsv"):  # an empty cell is a missing value
+        wanted = [{key: value or None for key, value in row.items()} for row in ROWS]
     rows = pickle.loads(pickle.dumps(open_rows(path)))
     assert len(rows) == 40
     order = list(range(40))
     random.Random(0).shuffle(order)
     for index in order:
-        assert rows[index].value == ROWS[index]
-    assert [row.value for row in open_rows(path)] == ROWS
+        assert rows[index].value == wanted[index]
+    assert [row.value for row in open_rows(path)] == wanted
     numbers = [row.number for row in open_rows(path)]
-    assert numbers == ([2 * i + 2 for i in range(40)] if form == "blank lines" else [*range(1, 41)])
+    first = 2 if form in ("csv", "tsv") else 1
+    assert numbers == (
+        [2 * i + 2 for i in range(40)] if form == "blank lines" else [*range(first, first + 40)]
+    )
     with pytest.raises(IndexError):
         rows[40]
+
+
+def test_an_object_of_several_lines_is_a_row(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps({"a": [1], "data": {"rows": [2]}}, indent=1))
+    assert [row.value for row in open_rows(path)] == [{"a": [1], "data": {"rows": [2]}}]
+    path.write_text('{"data": [1]}\n{"data": [2]}\n')  # two rows, and no list of rows
+    assert [(row.number, row.value) for row in open_rows(path)] == [
+        (1, {"data": [1]}),
+        (2, {"data": [2]}),
+    ]
+
+
+# --- CSV -------------------------------------------------------------------------------------
+
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@given(
+    st.lists(st.tuples(CELLS, CELLS.filter(bool)), max_size=9),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from([",", "\t"]),
+    st.sampled_from(["", "\ufeff"]),
+)
+def test_a_table_has_the_cells_that_were_written(tmp_path_factory, rows, end, delimiter, bom):
+    path = tmp_path_factory.mktemp("table") / ("a.tsv" if delimiter == "\t" else "a.csv")
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        file.write(bom)
+        table = csv.writer(file, delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL)
+        table.writerows([("é", "b"), *rows])
+    opened = open_rows(path)
+    order = [*range(len(rows))][::-1]
+    assert [opened[i].value for i in order] == [{"é": rows[i][0] or None, "b": rows[i][1]}
+                                                for i in order]  # fmt: skip
+
+
+def test_a_row_of_a_table_is_named_by_its_first_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('a,b\n\n1,"x\ny"\n3,4\n')
+    assert [(row.where, row.value) for row in open_rows(path)] == [
+        (f"{path}:3", {"a": "1", "b": "x\ny"}),
+        (f"{path}:5", {"a": "3", "b": "4"}),
+    ]
+    for text, fault in (
+        (b'a,b\n1,"x\ny"\n3\n', ":4: the number of cells is 1, but the table has 2 columns"),
+        (b'a,b\n1,2\n3,"4\n5', ":3: not a table: unexpected end of data"),
+        (b"a,b\n1,\xff\n", ":2: not a table: not UTF-8"),
+        ("a,b\n1,2\n".encode("utf-16"), "encoded in UTF-16; save it as UTF-8"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(UserError, match=rf"a\.csv(.*){fault}"):
+            open_rows(path)
+
+
+def test_a_cell_may_be_long_but_a_row_has_a_limit(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n" + '"' + "x\n" * 100_000 + '",2\n')
+    assert open_rows(path)[0].value["a"] == "x\n" * 100_000
+    for text in ("a,b\n" + '"' + "x\n" * 100_000, "a,b\n1," + "x" * 200_000):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"a\.csv:2: a row of more than 0 MiB"):
+            open_rows(path, longest=100_000)
+
+
+# --- JSON ------------------------------------------------------------------------------------
 
 
 def test_a_long_list_is_indexed_over_many_chunks(tmp_path):
@@ -88,7 +155,13 @@ def test_a_long_list_is_indexed_over_many_chunks(tmp_path):
 def test_rows_of_a_list_do_not_depend_on_where_the_blocks_end(tmp_path, monkeypatch, block):
     monkeypatch.setattr(rows_module, "_BLOCK", block)
     path = tmp_path / "data.json"
-    values = ['a "quoted\\" \\\\ text\\', [], {"]": '}"'}, 1, "", "\\\\" * 5, None, ROWS[3]]
+    values = [
+        {},
+        {"a": 'a "quoted\\" \\\\ text\\'},
+        {"]": '}"', "": [[], {}]},
+        {"a": "\\\\" * 5},
+        ROWS[3],
+    ]
     path.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
     assert [row.value for row in open_rows(path)] == values
     path.write_text(" [ \n] \n")
@@ -105,23 +178,34 @@ def test_rows_of_a_list_do_not_depend_on_where_the_blocks_end(tmp_path, monkeypa
 
 def test_a_list_that_another_process_truncates_during_the_scan_is_an_error(tmp_path):
     path = tmp_path / "data.json"
-    path.write_text(json.dumps(["x" * 1000] * 5000))
-    with open(path, "rb") as file:
-        spans = rows_module._list_spans(path, file)
-        next(spans)
-        os.truncate(path, 4096)  # a file that is mapped into memory would end this process here
+    write(path, [{"a": "x" * 1000}] * 5000)
+
+    class Truncated(io.FileIO):
+        """A file that another process truncates after the second block has been read."""
+
+        blocks = 0
+
+        def read(self, size=-1):
+            block = super().read(size)
+            self.blocks += 1
+            if self.blocks == 2:  # a file that is mapped into memory would end this process here
+                os.truncate(path, 4096)
+            return block
+
+    with Truncated(path) as file:
         with pytest.raises(UserError, match="the list of rows has no end"):
-            list(spans)
+            rows_module._list_items(path, file, 1 << 20)
+        assert file.blocks > 2
 
 
 @pytest.mark.parametrize("form", ["parquet", "array_record"])
 def test_a_file_that_is_written_anew_is_read_anew(tmp_path, form):
     path = tmp_path / f"data.{form}"
-    write(path, form)
+    write(path, ROWS)
     assert open_rows(path)[0].value == ROWS[0]
     ROWS.reverse()
     try:
-        write(path, form)
+        write(path, ROWS)
         assert open_rows(path)[0].value == ROWS[0]
     finally:
         ROWS.reverse()
@@ -140,7 +224,7 @@ def test_a_damaged_row_is_named_when_it_is_read(tmp_path):
 
 def test_an_array_record_without_its_end_is_refused(tmp_path):
     path = tmp_path / "data.array_record"
-    write(path, "array_record")
+    write(path, ROWS)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="not an ArrayRecord file, or its end is missing"):
         open_rows(path)
@@ -170,7 +254,7 @@ def test_no_file_is_opened_before_the_rows_of_earlier_files_are_read(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
     rows = iterate_records(f"{tmp_path}/*.jsonl")
     assert next(rows).record == record
-    with pytest.raises(UserError, match=r"b\.jsonl: is compressed"):
+    with pytest.raises(UserError, match=r"b\.jsonl: compressed with gzip"):
         next(rows)
 
 

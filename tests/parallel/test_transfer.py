@@ -68,15 +68,14 @@ DATA_SET = (
     + """
 import multiprocessing
 from coa_jax.data.rows import open_rows
-from coa_jax.data.tables import stamp
 from coa_jax.tasks import load_tasks
 
 def main(argv):
     rows = open_rows(Path("hf:me/sums"))
     # A worker, which reads rows ahead of a step, knows nothing of the other processes.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print("rows", pool.map(rows.read, range(len(rows))))
-    print("stamp", stamp(rows.path))
+        print("rows", pool.map(rows.opened.read, range(len(rows))))
+    print("stamp", rows.opened.stamp)
     tasks = load_tasks("hf:me/sums:default:train[1:3]", "train", protocol="web")
     print("tasks", sorted(task.question for task in tasks))
 

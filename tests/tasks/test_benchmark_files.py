@@ -17,8 +17,8 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import format_code, get_protocol
 from coa_jax.tasks import Graders, GradersConfig, load_tasks
 from coa_jax.tasks.benchmark_rows import BENCHMARKS, decrypt
+from tests.rows import write
 from tests.tasks.finished import finished
-from tests.tasks.rows import write
 
 GRADERS = Graders(GradersConfig())
 

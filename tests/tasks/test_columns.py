@@ -6,7 +6,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
-from tests.tasks.rows import write
+from tests.rows import write
 
 ROWS = [
     {"problem": f" {i}+1? ", "solution": f"So it is. #### {i + 1}", "answers": {"text": ["x", "y"]},

@@ -9,7 +9,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks.mixture import load_parts, load_shares, parts_of, stream_of
-from tests.tasks.rows import write
+from tests.rows import write
 
 
 @dataclasses.dataclass

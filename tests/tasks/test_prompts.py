@@ -22,7 +22,7 @@ from coa_jax.tasks.prompts import (
     split_message,
     warn_of_prompts,
 )
-from tests.tasks.rows import write
+from tests.rows import write
 
 RULES = "Use these functions.\n\n1. think: reason.\n2. answer: the end."
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"

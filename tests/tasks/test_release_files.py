@@ -14,8 +14,8 @@ from coa_jax.files import jsonl
 from coa_jax.protocol import format_code, get_protocol
 from coa_jax.tasks import Graders, GradersConfig, load_tasks
 from coa_jax.tasks.code_tests import read_tests
+from tests.rows import write
 from tests.tasks.finished import finished
-from tests.tasks.rows import write
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the sample data are not on this machine")
