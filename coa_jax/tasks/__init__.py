@@ -27,7 +27,7 @@ from coa_jax.tasks.base import SPLITS, Split, Task, check_split
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.graders import Graders, GradersConfig, grade
 from coa_jax.tasks.grading import grade_answer, normalize_answer
-from coa_jax.tasks.rows import SUFFIXES
+from coa_jax.tasks.task_files import SUFFIXES
 
 __all__ = [
     "SOURCES",

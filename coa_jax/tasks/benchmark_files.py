@@ -26,7 +26,7 @@ from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.checks import checked
-from coa_jax.tasks.rows import Row, add_tasks, draw, read_rows
+from coa_jax.tasks.task_files import Row, add_tasks, draw, read_rows
 
 _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from coa_jax.files.untrusted import parse_json
 from coa_jax.protocol import parse_boxed
-from coa_jax.tasks.release_files import contest_task
-from coa_jax.tasks.rows import Row
+from coa_jax.tasks.release_rows import contest_task
+from coa_jax.tasks.task_files import Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,9 @@ from coa_jax.protocol import Messages, get_protocol
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
-from coa_jax.tasks.question_file import load_question_file
-from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, load_release_file
-from coa_jax.tasks.rows import Row, add_tasks, draw, golds, plain, read_rows, split_source
+from coa_jax.tasks.question_rows import load_question_file
+from coa_jax.tasks.release_rows import ANSWERS, QUESTIONS, load_release_file
+from coa_jax.tasks.task_files import Row, add_tasks, draw, golds, plain, read_rows, split_source
 
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
 """Customary column names of the parts of a task."""

@@ -47,7 +47,7 @@ from coa_jax.protocol import (
     messages_of,
 )
 from coa_jax.storage import local
-from coa_jax.tasks.rows import SUFFIXES, Row, read_rows
+from coa_jax.tasks.task_files import SUFFIXES, Row, read_rows
 
 _MARKS = ("\nTask:", "\nQuestion:")
 _COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "question",

@@ -31,7 +31,7 @@ from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
 from coa_jax.tasks.prompts import read_messages, split_message
-from coa_jax.tasks.rows import Row, add_tasks, draw, golds, read_rows, split_source
+from coa_jax.tasks.task_files import Row, add_tasks, draw, golds, read_rows, split_source
 
 QUESTIONS = ("question", "problem", "Question", "Problem")
 ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")

@@ -18,7 +18,7 @@ from coa_jax.storage import local
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
-from coa_jax.tasks.rows import draw, golds, split_source
+from coa_jax.tasks.task_files import draw, golds, split_source
 
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
