@@ -11,7 +11,6 @@ TFDS has prepared.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.config.installed import missing
-from coa_jax.data.tables import Columns, Opened, plain, stamp
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
 from coa_jax.parallel import processes
@@ -36,53 +34,6 @@ def is_data_set(path: Path) -> bool:
 def is_tfds(folder: Path) -> bool:
     """Returns whether a folder contains a data set that TFDS has prepared."""
     return (folder / "features.json").is_file() and (folder / "dataset_info.json").is_file()
-
-
-def open_data_set(
-    path: Path,
-    columns: Columns = None,
-    split: str = "train",
-    revision: str = "",
-    data_dir: str = "",
-    setting: str = "",
-) -> Opened:
-    """Opens a data set of the Hugging Face Hub or of TFDS.
-
-    Args:
-        path: ``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``, or ``FOLDER/SPLIT`` with the folder of
-            a prepared TFDS data set.
-        columns: the columns to read. Images in other columns of the Hub are not decoded.
-        split, revision, data_dir, setting: see `open_hub` and `open_tfds`.
-
-    Raises:
-        UserError: a library is not installed, or the data set, its configuration or its split does
-            not exist.
-    """
-    source = str(path)
-    if source.startswith("hf:"):
-        rows = open_hub(source, split, revision, setting)
-        chosen = rows if columns is None else rows.select_columns(list(columns(rows.column_names)))
-        # A pickled data set consists of the paths of its files, so that workers download nothing.
-        read, stream = functools.partial(_row, chosen), functools.partial(map, plain, chosen)
-        return Opened(len(chosen), read, str(rows._fingerprint), stream=stream)
-    named = source.startswith("tfds:")  # such a name includes the version of the data set
-    seen = "" if named else stamp(path.parent / "dataset_info.json")
-    source = source if named else f"tfds:{path.parent}:{path.name}"
-    arguments = (seen, source, split, data_dir, setting)
-    return Opened(len(_tfds(*arguments)), functools.partial(_tfds_row, arguments), seen)
-
-
-def _row(rows: Sequence[Any], index: int) -> Any:
-    return plain(rows[index])
-
-
-def _tfds_row(arguments: tuple[str, ...], index: int) -> Any:
-    return plain(_tfds(*arguments)[index])
-
-
-@functools.lru_cache(maxsize=64)
-def _tfds(seen: str, source: str, split: str, data_dir: str, setting: str) -> Sequence[Any]:
-    return open_tfds(source, split, data_dir, setting)
 
 
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:

@@ -126,7 +126,8 @@ def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
 class Records:
     """The rows of data files as a sequence of `Read` and `LeftOut`; a row is read when accessed.
 
-    Only the positions of the rows in the files are kept in memory, which takes 16 bytes per row.
+    Only the positions of the rows in the files are kept in memory, which takes at most 24 bytes
+    per row.
     Objects of this class can be pickled.
     """
 
@@ -168,7 +169,7 @@ class Records:
 
         A cache of results about the rows can use these texts as part of its key.
         """
-        return [f"{rows.path.absolute()} {len(rows)} {rows.opened.stamp}" for rows in self._files]
+        return [f"{rows.path.absolute()} {len(rows)} {rows.stamp}" for rows in self._files]
 
 
 def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:

@@ -2,38 +2,45 @@
 
 The first bytes of a file determine its format (parquet, a JSON list, or one JSON object per line);
 only CSV, TSV and ArrayRecord files are known by their names. Rows are read when they are accessed:
-`open_rows` keeps only the position of each row in memory, with 16 bytes per row. A row larger than
-a limit is refused before it is decoded.
+`open_rows` keeps only the positions of the rows in memory, with at most 24 bytes per row. A row
+larger than a limit is refused before it is decoded.
 """
 
 from __future__ import annotations
 
 import array
 import codecs
+import csv
 import dataclasses
+import datetime
+import decimal
 import functools
 import glob
+import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from coa_jax.data import tables
-from coa_jax.data.data_sets import is_data_set, is_tfds, local_tfds, open_data_set
-from coa_jax.data.tables import Columns, Opened
+from coa_jax.config.installed import missing
+from coa_jax.data.data_sets import is_data_set, is_tfds, local_tfds, open_hub, open_tfds
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
 from coa_jax.storage import local
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record", ".csv", ".tsv")
-_LISTS = (b'"data"', b'"Data"', b'"rows"', b'"records"')
-"""Keys of the list of rows, if a file is a JSON object."""
 
 Fields = Mapping[str, Any]
 """The content of a row: field name -> JSON value."""
+
+Columns = Callable[[list[str]], Iterable[str]] | None
+"""A function from the names of all columns of a table to the names of the columns to read.
+
+None reads all columns.
+"""
 
 
 class Row(NamedTuple):
@@ -57,18 +64,29 @@ class Row(NamedTuple):
 class Rows:
     """A sequence of the rows of a file. A row is read when it is accessed.
 
-    Pickling an object of this class does not copy the rows.
+    Pickling an object of this class does not copy the rows. A process that unpickles the object
+    opens the file again.
 
     Attributes:
         path: the file.
-        opened: number of rows, and the functions that read the rows.
+        size: number of rows.
+        read: function that returns the row at an index, as a JSON value.
+        stamp: text that is different after the file has been rewritten.
+        lines: number of the line at which each row begins, counted from 1; None for files without
+            lines.
+        stream: function that returns an iterator over all rows, which needs less memory or time
+            than ``read``; None if there is no such function.
     """
 
     path: Path
-    opened: Opened
+    size: int
+    read: Callable[[int], Any]
+    stamp: str
+    lines: np.ndarray | None = None
+    stream: Callable[[], Iterator[Any]] | None = None
 
     def __len__(self) -> int:
-        return self.opened.size
+        return self.size
 
     def __getitem__(self, index: int) -> Row:
         """Reads a row.
@@ -79,7 +97,7 @@ class Rows:
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._row(index, functools.partial(self.opened.read, index))
+        return self._row(index, functools.partial(self.read, index))
 
     def __iter__(self) -> Iterator[Row]:
         """Reads all rows in order; only a few rows are in memory at a time.
@@ -87,15 +105,13 @@ class Rows:
         Raises:
             UserError: as in `__getitem__`.
         """
-        stream = self.opened.stream
-        values = stream() if stream else map(self.opened.read, range(len(self)))
+        values = self.stream() if self.stream else map(self.read, range(len(self)))
         for index in range(len(self)):
             yield self._row(index, functools.partial(next, values))
 
     def _row(self, index: int, read: Callable[[], Any]) -> Row:
-        lines = self.opened.lines
-        number = index + 1 if lines is None else int(lines[index])
-        where = f"{self.path}: row {number}" if lines is None else f"{self.path}:{number}"
+        number = index + 1 if self.lines is None else int(self.lines[index])
+        where = f"{self.path}: row {number}" if self.lines is None else f"{self.path}:{number}"
         try:
             value = read()
         except UserError:
@@ -168,43 +184,116 @@ def open_rows(
 
     Args:
         path: a result of `find_files`.
-        columns: the columns of a table to read; other formats ignore this argument.
+        columns: the columns of a parquet file or of a data set of the Hub to read. All other
+            formats ignore this argument.
         longest: maximum size, in bytes, of a row of a JSON, JSONL, CSV or TSV file.
-        data_set: the arguments ``split``, ``revision``, ``data_dir`` and ``setting`` of
-            `data_sets.open_data_set`; other formats ignore these arguments.
+        data_set: the arguments of `data_sets.open_hub` or `data_sets.open_tfds` besides the source,
+            for a data set. The split is ``train`` by default.
 
     Raises:
-        UserError: the file cannot be read, or is so damaged that its rows cannot be separated.
+        UserError: the file or data set cannot be read, its library is not installed, or it is so
+            damaged that its rows cannot be separated.
     """
     if is_data_set(path):
-        return Rows(path, open_data_set(path, columns, **data_set))
+        return _data_set(path, columns, **data_set)
     try:
         with untrusted.open_file(path) as file:
             start = file.read(4)
             if start == b"PAR1" or path.suffix == ".parquet":
-                return Rows(path, tables.parquet(path, columns))
+                return _parquet(path, columns)
             if path.suffix == ".array_record":
-                return Rows(path, tables.array_record(path))
-            untrusted.check_text(start)
+                return _array_record(path)
+            if fault := untrusted.fault_of_text(start):
+                raise UserError(f"{path}: {fault}")
             if path.suffix in (".csv", ".tsv"):
-                return Rows(path, tables.delimited(path, longest))
-            spans = _list_items(path, file, longest)
-            if spans is None:
-                return Rows(path, _lines(path, file, longest))
-            read = functools.partial(_span, path, spans)
-            return Rows(path, Opened(len(spans), read, tables.stamp(path)))
-    except ValueError as error:
-        raise UserError(f"{path}: {untrusted.reason(error)}") from error
+                return _table(path, file, longest)
+            items = _list_items(path, file, longest)
+            return _lines(path, file, longest) if items is None else _rows(path, items, jsonl.loads)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _data_set(
+    path: Path,
+    columns: Columns = None,
+    split: str = "train",
+    revision: str = "",
+    data_dir: str = "",
+    setting: str = "",
+) -> Rows:
+    source = str(path)
+    if source.startswith("hf:"):
+        rows = open_hub(source, split, revision, setting)
+        # Images in other columns are not decoded.
+        chosen = rows if columns is None else rows.select_columns(list(columns(rows.column_names)))
+        # A pickled data set consists of the paths of its files, so that workers download nothing.
+        read, stream = functools.partial(_plain_row, chosen), functools.partial(map, plain, chosen)
+        return Rows(path, len(chosen), read, str(rows._fingerprint), stream=stream)
+    named = source.startswith("tfds:")  # such a name includes the version of the data set
+    stamp = "" if named else _stamp(path.parent / "dataset_info.json")
+    source = source if named else f"tfds:{path.parent}:{path.name}"
+    rows = open_tfds(source, split, data_dir, setting)
+    return Rows(path, len(rows), functools.partial(_plain_row, rows), stamp)
+
+
+def _plain_row(rows: Sequence[Any], index: int) -> Any:
+    return plain(rows[index])
+
+
+def _stamp(path: Path) -> str:
+    """Returns a text that changes whenever the file at a path is rewritten."""
+    status = path.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def plain(value: Any) -> Any:
+    """Converts a value of a table to a JSON value.
+
+    Dates, decimals, durations and UTF-8 bytes become strings, and NumPy arrays become lists. Values
+    in dicts and lists are converted too. Bytes that are not UTF-8 stay bytes.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, datetime.date | datetime.time):  # includes datetime
+        return value.isoformat()
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
+
+
+# --- files in which each row has its own bytes ---------------------------------------------------
+
+
+def _rows(
+    path: Path, places: Sequence[int], decode: Callable[[bytes], Any], lines: Sequence[int] = ()
+) -> Rows:
+    """Opens a file, given the start and end of each row in bytes, [2 n]."""
+    pairs = np.asarray(places, np.int64).reshape(-1, 2)
+    read = functools.partial(_at, path, pairs, decode)
+    numbers = np.asarray(lines, np.int64) if len(lines) else None
+    return Rows(path, len(pairs), read, _stamp(path), numbers)
+
+
+def _at(path: Path, pairs: np.ndarray, decode: Callable[[bytes], Any], index: int) -> Any:
+    start, end = map(int, pairs[index])
+    with untrusted.open_file(path) as file:
+        file.seek(start)
+        return decode(file.read(end - start))
 
 
 # --- JSON lines ----------------------------------------------------------------------------
 
 
-def _lines(path: Path, file: IO[bytes], longest: int) -> Opened:
+def _lines(path: Path, file: IO[bytes], longest: int) -> Rows:
     """Opens a file in which each line is a row; blank lines are skipped."""
-    starts, lines = array.array("q"), array.array("q")
+    places, lines = array.array("q"), array.array("q")
     number = at = 0
     file.seek(0)
     while line := file.readline(longest + 1):
@@ -212,17 +301,13 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Opened:
         if len(line) > longest:
             raise UserError(f"{path}:{number}: a line of more than {longest >> 20} MiB")
         if not line.isspace():
-            starts.append(at)
+            places.extend((at, at + len(line)))
             lines.append(number)
         at += len(line)
-    read = functools.partial(_line, path, np.asarray(starts, np.int64), longest)
-    return Opened(len(starts), read, tables.stamp(path), np.asarray(lines, np.int64))
+    return _rows(path, places, _line, lines)
 
 
-def _line(path: Path, starts: np.ndarray, longest: int, index: int) -> Any:
-    with untrusted.open_file(path) as file:
-        file.seek(int(starts[index]))
-        line = file.readline(longest + 1)
+def _line(line: bytes) -> Any:
     try:
         return jsonl.loads(line)
     except (ValueError, RecursionError) as error:
@@ -234,6 +319,8 @@ def _line(path: Path, starts: np.ndarray, longest: int, index: int) -> Any:
 # --- a JSON list ---------------------------------------------------------------------------
 
 
+_LISTS = (b'"data"', b'"Data"', b'"rows"', b'"records"')
+"""Keys of the list of rows, if a file is a JSON object."""
 _TEXT = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
 _REST = re.compile(_TEXT, re.DOTALL)
 """The rest of a JSON string; group 1 is missing if the string does not end in this block."""
@@ -243,15 +330,8 @@ _BLOCK = 1 << 20
 """Number of bytes of a JSON list that are read and scanned at a time."""
 
 
-def _span(path: Path, spans: np.ndarray, index: int) -> Any:
-    start, end = map(int, spans[index])
-    with untrusted.open_file(path) as file:
-        file.seek(start)
-        return jsonl.loads(file.read(end - start))
-
-
-def _list_items(path: Path, file: IO[bytes], longest: int) -> np.ndarray | None:
-    """Finds the byte range [start, end) of each item of the list in a file; the result is [n, 2].
+def _list_items(path: Path, file: IO[bytes], longest: int) -> array.array[int] | None:
+    """Finds the start and end in bytes of each item of the list in a file; the result is [2 n].
 
     The file contains a list, or an object with a list in one of the fields `_LISTS`. If an object
     of several lines has no such list, then the object itself is the only item. In all other files
@@ -270,7 +350,7 @@ def _list_items(path: Path, file: IO[bytes], longest: int) -> np.ndarray | None:
         if end - start > longest or b"\n" not in os.pread(file.fileno(), end - start, start):
             return None
         spans = array.array("q", (start, end))
-    return np.asarray(spans, np.int64).reshape(-1, 2)
+    return spans
 
 
 def _scan(path: Path, file: IO[bytes], longest: int) -> tuple[array.array[int] | None, int, int]:
@@ -353,3 +433,161 @@ def _tokens(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
                 break
             yield base + at, base + end, sign
         base += len(data) - len(rest)
+
+
+# --- CSV and TSV -----------------------------------------------------------------------------
+
+csv.field_size_limit(untrusted.MAX_LINE)  # of the process; the default is 128 kB
+
+
+def _table(path: Path, file: IO[bytes], longest: int) -> Rows:
+    """Opens a CSV or TSV file, whose first line has the names of the columns.
+
+    A row maps each name to the text of its cell, or to None if the cell is empty.
+    """
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    names: list[str] = []
+    places, lines = array.array("q"), array.array("q")
+    for start, end, line, cells in _records(path, file, delimiter, longest):
+        if names and len(cells) != len(names):
+            raise UserError(
+                f"{path}:{line}: the number of cells is {len(cells)}, but the table has "
+                f"{len(names)} columns"
+            )
+        if names:
+            places.extend((start, end))
+            lines.append(line)
+        names = names or cells
+    return _rows(path, places, functools.partial(_cells, names, delimiter), lines)
+
+
+def _records(
+    path: Path, file: IO[bytes], delimiter: str, longest: int
+) -> Iterator[tuple[int, int, int, list[str]]]:
+    """Yields each row of a table: its first and last byte, its first line and its cells."""
+    file.seek(0)
+    at = start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+    file.seek(at)
+    text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+    line = first = 1
+
+    def record_lines() -> Iterator[str]:
+        nonlocal at, line
+        while part := text.readline(longest + 1):
+            encoded = part.encode("utf-8", "surrogateescape")
+            encoded.decode()  # raises an error that names the byte
+            at, line = at + len(encoded), line + 1
+            if at - start > longest:
+                raise UserError(f"{path}:{first}: a row of more than {longest >> 20} MiB")
+            yield part
+
+    reader = csv.reader(record_lines(), delimiter=delimiter, strict=True)
+    try:
+        for cells in reader:
+            if cells:  # not a blank line
+                yield start, at, first, cells
+            start, first = at, line
+    except (csv.Error, ValueError) as error:
+        raise UserError(f"{path}:{first}: not a table: {untrusted.reason(error)}") from error
+
+
+def _cells(names: list[str], delimiter: str, encoded: bytes) -> dict[str, str | None]:
+    text = io.StringIO(encoded.decode(), newline="")
+    (cells,) = csv.reader(text, delimiter=delimiter, strict=True)
+    return {name: cell or None for name, cell in zip(names, cells, strict=True)}
+
+
+# --- ArrayRecord files of JSON -------------------------------------------------------------
+
+
+def _array_record(path: Path) -> Rows:
+    """Opens an ArrayRecord file whose records are JSON.
+
+    Raises:
+        UserError: the file is not an ArrayRecord file, or its end is missing.
+    """
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    try:
+        rows = ArrayRecordDataSource(os.fspath(path))
+    except RuntimeError as error:
+        raise UserError(f"{path}: not an ArrayRecord file, or its end is missing") from error
+    return Rows(path, len(rows), functools.partial(_json_record, rows), _stamp(path))
+
+
+def _json_record(rows: Sequence[bytes], index: int) -> Any:
+    return jsonl.loads(rows[index])
+
+
+# --- parquet -------------------------------------------------------------------------------
+
+
+_HELD = 1 << 30  # maximum number of bytes of decoded parquet in memory
+_MOST_ROWS = 100_000_000
+_BATCH = 64  # rows of a parquet file that are decoded together; a row may have megabytes
+
+
+def _parquet(path: Path, columns: Columns) -> Rows:
+    """Opens a parquet file.
+
+    ``read`` decodes one row group at a time. If the decoded file has more than 1 GiB, only some row
+    groups stay in memory, so that reading rows in random order is slow. ``stream`` decodes a few
+    rows at a time.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is damaged.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise missing(f"{path}: parquet", "pyarrow", "tasks") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            ends = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
+            size = sum(group.total_byte_size for group in groups)
+            names = file.schema_arrow.names
+        if ends[-1] > _MOST_ROWS:
+            raise ValueError(f"it claims to have {ends[-1]:,} rows")
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
+        why = untrusted.reason(error)
+        raise UserError(f"{path}: damaged parquet ({why}); fetch it again") from error
+    held = min(len(groups), _HELD * len(groups) // max(size, 1)) or 1
+    chosen = None if columns is None else tuple(columns(names))
+    read = functools.partial(_parquet_row, path, _stamp(path), chosen, ends, held)
+    stream = functools.partial(_parquet_rows, path, chosen)
+    return Rows(path, int(ends[-1]), read, _stamp(path), stream=stream)
+
+
+def _parquet_row(
+    path: Path, seen: str, columns: tuple[str, ...] | None, ends: np.ndarray, held: int, index: int
+) -> Any:
+    group = int(np.searchsorted(ends, index, side="right")) - 1
+    table = _row_groups(path, seen, columns, held)(group)
+    return plain(table.slice(index - int(ends[group]), 1).to_pylist()[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _row_groups(
+    path: Path, seen: str, columns: tuple[str, ...] | None, held: int
+) -> Callable[[int], Any]:
+    """Returns a function that reads a row group as an Arrow table.
+
+    The function keeps the last ``held`` row groups in memory.
+    """
+    import pyarrow.parquet
+
+    @functools.lru_cache(maxsize=held)
+    def table(group: int) -> Any:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return file.read_row_group(group, columns)
+
+    return table
+
+
+def _parquet_rows(path: Path, columns: tuple[str, ...] | None) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(_BATCH, columns=columns):
+            yield from map(plain, batch.to_pylist())

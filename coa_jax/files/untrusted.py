@@ -175,24 +175,20 @@ def parse_json(data: bytes | str, **hooks: Any) -> Any:
     return value
 
 
-def check_text(start: bytes) -> None:
-    """Checks that a file is neither compressed nor encoded in UTF-16.
+def fault_of_text(start: bytes) -> str:
+    """Returns why a file is not UTF-8 text, given its first bytes; "" if it may be such text.
 
-    Args:
-        start: at least the first four bytes of the file.
-
-    Raises:
-        ValueError: the file must be converted first; the message says how.
+    The reason is that the file is compressed, or encoded in UTF-16.
     """
     packed = next((name for head, name in _PACKED.items() if start.startswith(head)), None)
     if packed:
-        raise ValueError(f"compressed with {packed}; unpack it first")
-    if start.startswith(_WIDE):
-        raise ValueError("encoded in UTF-16; save it as UTF-8")
+        return f"compressed with {packed}; unpack it first"
+    return "encoded in UTF-16; save it as UTF-8" if start.startswith(_WIDE) else ""
 
 
 def _decoded(data: bytes) -> str:
-    check_text(data)
+    if fault := fault_of_text(data):
+        raise ValueError(fault)
     return data.removeprefix(codecs.BOM_UTF8).decode()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,13 +22,14 @@ from coa_jax.config.extensions import (
     refuse_result,
 )
 from coa_jax.config.overrides import suggest
+from coa_jax.data.rows import SUFFIXES
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.graders import Graders, GradersConfig, grade
 from coa_jax.tasks.grading import grade_answer, normalize_answer
-from coa_jax.tasks.task_files import SUFFIXES
+from coa_jax.tasks.task_files import split_path
 
 __all__ = [
     "SOURCES",
@@ -51,16 +53,15 @@ SOURCES = ExtensionKind(
         "textarena": "coa_jax.rollout.environments.textarena:load",
         "openenv": "coa_jax.rollout.environments.openenv:load",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
-        **dict.fromkeys(("hf", "tfds", *SUFFIXES), "coa_jax.tasks.columns:load_rows"),
+        **dict.fromkeys(("hf", "tfds", "path"), "coa_jax.tasks.task_files:load_files"),
     },
     offers=("split", "n", "seed", "protocol", "source"),
 )
 """The setting for a task source, which is a function that returns a list of `Task`.
 
-The same arguments must give the same tasks. A file suffix, such as ``.jsonl``, is the short name of
-the function that reads all files with this suffix. A function with a parameter ``source`` gets the
-whole text of the setting and parses the part after the colon itself. All other functions get the
-part after the colon as options.
+The same arguments must give the same tasks. ``path`` is the short name of the function that reads
+files. A function with a parameter ``source`` gets the whole text of the setting and parses the part
+after the colon itself. All other functions get the part after the colon as options.
 """
 
 _WANTED = "a list of coa_jax.tasks.Task"
@@ -81,11 +82,13 @@ def load_tasks(
 
     * A generator of questions: ``factbook``, ``factbook:hops=1-2,protocol=web``,
       ``arithmetic:gcd,lcm``.
-    * A file of questions: ``questions.jsonl``, ``questions.jsonl:protocol=mhqa``.
+    * A file of questions: ``questions.jsonl``, ``questions.csv:protocol=mhqa``.
     * A file of the AFM release, which ends in ``.json`` or ``.parquet``.
+    * A folder of such files, a pattern such as ``'part-*.parquet'``, or several paths, joined by
+      commas.
     * The file of a benchmark, as its authors publish the file: ``gaia:PATH``. The module
       ``coa_jax.tasks.benchmark_files`` lists the benchmarks and their options.
-    * A data set: ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, see ``coa_jax.tasks.columns``.
+    * A data set: ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, see ``coa_jax.data.data_sets``.
     * A custom function, ``package.module:name`` (docs/extending.md): ``my_tasks:load:level=3``.
 
     Args:
@@ -99,7 +102,7 @@ def load_tasks(
         options: option name -> value, in addition to the options in ``source``. A custom source
             takes the options that its function defines. Files and data sets take ``protocol``,
             which replaces the argument ``protocol``, and the mapping of their columns, see
-            `tasks.columns.Columns`.
+            `question_rows.Columns`.
 
     Raises:
         UserError: the source, split, option or protocol is unknown, ``n`` is negative, or a file
@@ -129,22 +132,19 @@ def _name_of(source: str) -> tuple[str, str]:
     name, _, rest = source.partition(":")
     if SOURCES.knows(name):
         return name, rest
-    for suffix in SUFFIXES:
-        if suffix in source:
-            return suffix, rest
+    if any(suffix in source for suffix in SUFFIXES):
+        return "path", rest
     if own := _OWN.fullmatch(source):
         return own["name"], own["rest"] or ""
-    known = [
-        name
-        for name in SOURCES.names()
-        if name not in (*BENCHMARKS, "hf", "tfds") and name[0] != "."
-    ]
+    if "/" in source or os.path.isdir(split_path(source)[0]):
+        return "path", rest
+    known = [name for name in SOURCES.names() if name not in (*BENCHMARKS, "hf", "tfds", "path")]
     near = suggest(name, (*known, *BENCHMARKS))
     raise UserError(
         f"unknown task source {source!r}{near if 'did you mean' in near else ''}; known are "
-        f"{', '.join(known)}, paths of .jsonl, .json and .parquet files, hf:NAME:CONFIG:SPLIT, "
-        f"tfds:NAME:SPLIT, NAME:PATH with a name of {', '.join(BENCHMARKS)}, and "
-        "package.module:name"
+        f"{', '.join(known)}, paths of {', '.join(SUFFIXES)} files and folders, "
+        "hf:NAME:CONFIG:SPLIT, tfds:NAME:SPLIT, NAME:PATH with a name of "
+        f"{', '.join(BENCHMARKS)}, and package.module:name"
     )
 
 

@@ -4,7 +4,7 @@
     livecodebench:/mnt/data/lcb/test*.jsonl:since=2024-08-01,until=2025-01-31
     musique:/mnt/data/musique_ans_v1.0_dev.jsonl:hops=3+4
 
-The file may be JSON, JSON lines, parquet, CSV or TSV; ``*`` selects several files. The options are:
+The path names files or a data set as in `data.rows.find_files`. The options are:
 
 * ``protocol``: the protocol of the tasks.
 * ``since`` and ``until``: dates, between which (both included) the questions were published.
@@ -15,20 +15,17 @@ The file may be JSON, JSON lines, parquet, CSV or TSV; ``*`` selects several fil
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coa_jax.config.extensions import read_options
-from coa_jax.data.rows import find_files
+from coa_jax.data.rows import Fields, find_files, open_rows
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.checks import checked
-from coa_jax.tasks.task_files import Row, add_tasks, draw, read_rows
-
-_SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
+from coa_jax.tasks.task_files import add_tasks, draw, split_path
 
 
 def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Task]:
@@ -42,25 +39,24 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
 
     Raises:
         UserError: a file cannot be read, the files contain no tasks, an option is invalid, or a row
-            does not belong to the benchmark. In the last case the message begins with
-            ``path: row i:``.
+            does not belong to the benchmark. In the last case the message names the file and the
+            row.
     """
     name, _, rest = source.partition(":")
-    found = _SOURCE.fullmatch(rest)
-    if not found:
-        raise UserError(f"{source}: give {name}:PATH, a file that ends in .json, .jsonl, .parquet,"
-                        " .csv or .tsv")  # fmt: skip
+    path, rest = split_path(rest)
+    if not path:
+        raise UserError(f"{source}: give {name}:PATH, the path of a file")
     benchmark = BENCHMARKS[name]
-    options = read_options(found["options"] or "", source)
+    options = read_options(rest, source)
     protocol = options.pop("protocol", benchmark.protocol)
     get_protocol(protocol)
     attachments = options.pop("attachments", "no")
     if attachments not in ("yes", "no"):
         raise UserError(f"{source}: attachments={attachments}; give yes or no")
     tasks: list[Task] = []
-    for path in find_files(found["path"]):
+    for file in find_files(path):
 
-        def make(row: Row, number: int, path: Path = path) -> Task | None:
+        def make(row: Fields, number: int, file: Path = file) -> Task | None:
             item = benchmark.read(row)
             if item is None:
                 return None
@@ -70,13 +66,13 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
             if attachment and attachments == "no":
                 return None
             if attachment:
-                question += f"\n\nAttached file: {path.parent / attachment}"
+                question += f"\n\nAttached file: {file.parent / attachment}"
             metadata = {**item.metadata, "grader": benchmark.grader}
             task = Task(item.id or str(number), question, protocol, item.gold, source, metadata)
             # The parser has already checked the tests of programs, which may have megabytes.
             return task if task.is_program else checked(task)
 
-        add_tasks(tasks, read_rows(path), make, path)
+        add_tasks(tasks, open_rows(file), make)
     kept = _filtered(tasks, options, source)
     if not kept:
         raise UserError(f"{source}: it contains no question that the benchmark scores")

@@ -21,10 +21,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.data.rows import Fields
 from coa_jax.files.untrusted import parse_json
 from coa_jax.protocol import parse_boxed
 from coa_jax.tasks.release_rows import contest_task
-from coa_jax.tasks.task_files import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Found:
     attachment: str = ""
 
 
-Read = Callable[[Row], Found | None]
+Read = Callable[[Fields], Found | None]
 """A parser of rows.
 
 The result is None for a row that the benchmark does not score. For a row that does not belong to
@@ -71,7 +71,7 @@ class Benchmark:
     grader: str
 
 
-def _text(row: Row, *keys: str) -> str:
+def _text(row: Fields, *keys: str) -> str:
     """Returns the text of the first of the given fields that the row has."""
     key = next((key for key in keys if key in row), None)
     if key is None:
@@ -84,11 +84,11 @@ def _text(row: Row, *keys: str) -> str:
     return str(value).strip()
 
 
-def _identity(row: Row, *keys: str) -> str:
+def _identity(row: Fields, *keys: str) -> str:
     return next((str(row[key]) for key in keys if row.get(key) not in (None, "")), "")
 
 
-def _kept(row: Row, **names: str) -> dict[str, Any]:
+def _kept(row: Fields, **names: str) -> dict[str, Any]:
     """Returns a selection of a row's fields under new names; ``names`` maps new to old names."""
     return {new: row[old] for new, old in names.items() if row.get(old) not in (None, "")}
 
@@ -111,7 +111,7 @@ def _aliases(values: Any) -> tuple[str, ...]:
 # --- the web -------------------------------------------------------------------------------
 
 
-def gaia(row: Row) -> Found:
+def gaia(row: Fields) -> Found:
     """Parses a row of GAIA (arXiv 2311.12983), which is a line of the file metadata.jsonl.
 
     Raises:
@@ -150,7 +150,7 @@ def decrypt(text: str, canary: str) -> str:
         raise ValueError("a field cannot be decrypted with the canary of its row") from error
 
 
-def browsecomp(row: Row) -> Found:
+def browsecomp(row: Fields) -> Found:
     """Parses a row of BrowseComp (arXiv 2504.12516), encrypted or already decrypted."""
     question, answer = _text(row, "problem", "question"), _text(row, "answer")
     if canary := str(row.get("canary") or ""):
@@ -161,7 +161,7 @@ def browsecomp(row: Row) -> Found:
     return Found(_identity(row, "id"), question, (answer,), topic)
 
 
-def hle(row: Row) -> Found | None:
+def hle(row: Fields) -> Found | None:
     """Parses a row of Humanity's Last Exam (arXiv 2501.14249).
 
     The result is None for a question with an image.
@@ -172,7 +172,7 @@ def hle(row: Row) -> Found | None:
     return Found(_identity(row, "id"), _text(row, "question"), (_text(row, "answer"),), metadata)
 
 
-def webwalker(row: Row) -> Found:
+def webwalker(row: Fields) -> Found:
     """Parses a row of WebWalkerQA (arXiv 2501.07572)."""
     info = row.get("info") or {}
     info = parse_json(info) if isinstance(info, str) else info
@@ -185,7 +185,7 @@ def webwalker(row: Row) -> Found:
 # --- questions over an encyclopaedia -------------------------------------------------------
 
 
-def open_question(row: Row) -> Found:
+def open_question(row: Fields) -> Found:
     """Parses a row with the field names of FlashRAG, for example of NQ-open or Bamboogle."""
     key = next((k for k in ("golden_answers", "answers", "answer", "Answer") if k in row), None)
     if key is None:
@@ -197,7 +197,7 @@ def open_question(row: Row) -> Found:
                  metadata)  # fmt: skip
 
 
-def triviaqa(row: Row) -> Found:
+def triviaqa(row: Fields) -> Found:
     """Parses a row of TriviaQA (arXiv 1705.03551). Every alias of the answer is accepted."""
     answer = row.get("Answer", row.get("answer"))
     if not isinstance(answer, dict):
@@ -209,7 +209,7 @@ def triviaqa(row: Row) -> Found:
     return Found(identity, _text(row, "Question", "question"), gold, {})
 
 
-def popqa(row: Row) -> Found:
+def popqa(row: Fields) -> Found:
     """Parses a row of PopQA (arXiv 2212.10511), whose answers are a JSON list in one column."""
     if "possible_answers" not in row:
         return open_question(row)
@@ -219,7 +219,7 @@ def popqa(row: Row) -> Found:
                  _kept(row, kind="prop"))  # fmt: skip
 
 
-def wikipedia_hops(row: Row) -> Found:
+def wikipedia_hops(row: Fields) -> Found:
     """Parses a row of HotpotQA or 2WikiMultihopQA.
 
     The metadata key ``hops`` is the number of pages with supporting facts.
@@ -235,7 +235,7 @@ def wikipedia_hops(row: Row) -> Found:
     return Found(identity, _text(row, "question"), _aliases(row["answer"]), metadata)
 
 
-def musique(row: Row) -> Found | None:
+def musique(row: Fields) -> Found | None:
     """Parses a row of MuSiQue (arXiv 2108.00573).
 
     The result is None for a question that is marked as unanswerable.
@@ -255,7 +255,7 @@ def musique(row: Row) -> Found | None:
 # --- mathematics and programs --------------------------------------------------------------
 
 
-def maths(row: Row) -> Found:
+def maths(row: Fields) -> Found:
     r"""Parses a row of AIME, AMC or MATH500.
 
     If the row has no answer field, the answer is the content of ``\boxed`` in the solution.
@@ -270,7 +270,7 @@ def maths(row: Row) -> Found:
     return Found(identity, question, (gold,), metadata)
 
 
-def olympiadbench(row: Row) -> Found | None:
+def olympiadbench(row: Fields) -> Found | None:
     """Parses a row of OlympiadBench (arXiv 2402.14008).
 
     The result is None for questions with images, for multiple-choice questions, and for questions
@@ -295,7 +295,7 @@ def olympiadbench(row: Row) -> Found | None:
     return Found(_identity(row, "id"), question, gold, metadata)
 
 
-def contest(row: Row) -> Found:
+def contest(row: Fields) -> Found:
     """Parses a row of LiveCodeBench or CodeContests, with its tests.
 
     The tests of LiveCodeBench contain a pickle; reading it runs no code from the file.

@@ -12,8 +12,8 @@ value       content of the user message
 a path      the instructions in the file with this path, and the question
 ==========  =======================================================================================
 
-The file with instructions is a text file, an ``agent.json``, or a data file (parquet, JSON or JSON
-lines, such as a file of the release) whose rows all have the same instructions. In a text file,
+The file with instructions is a text file, an ``agent.json``, or a data file (such as a parquet file
+of the release) whose rows all have the same instructions. In a text file,
 ``{question}`` marks the place of the question. Without this mark, ``Question: `` and the question
 follow after a blank line. ``{libraries}`` marks the place of the sentence about the packages that
 programs can import.
@@ -33,6 +33,7 @@ from typing import Any
 
 from absl import logging
 
+from coa_jax.data.rows import SUFFIXES, Fields, open_rows
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
 from coa_jax.model.card import CARD, read_card
@@ -47,11 +48,10 @@ from coa_jax.protocol import (
     messages_of,
 )
 from coa_jax.storage import local
-from coa_jax.tasks.task_files import SUFFIXES, Row, read_rows
 
 _MARKS = ("\nTask:", "\nQuestion:")
-_COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "question",
-            "extra_info")  # fmt: skip
+_COLUMNS = {"prompt", "messages", "conversations", "instruction", "input", "system", "question",
+            "extra_info"}  # fmt: skip
 _ROLES = {"human": "user", "gpt": "assistant"}
 _LARGEST = 2**20  # bytes of a text file
 
@@ -149,11 +149,11 @@ def _prompt_of_text(path: Path) -> Prompt:
 
 def _prompt_of_rows(path: Path) -> Prompt:
     kinds: dict[_Kind, int] = {}
-    for number, row in enumerate(read_rows(path, _COLUMNS), 1):
+    for row in open_rows(path, columns=_COLUMNS.intersection):
         try:
-            messages, question = _asked_in(row)
+            messages, question = _asked_in(row.value)
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: row {number}: {error}") from error
+            raise UserError(f"{row.where}: {error}") from error
         kind = _kind(messages, question)
         kinds[kind] = kinds.get(kind, 0) + 1
     prompt = _common(kinds)
@@ -167,7 +167,7 @@ def _prompt_of_rows(path: Path) -> Prompt:
     return prompt
 
 
-def _asked_in(row: Row) -> tuple[Messages, str]:
+def _asked_in(row: Fields) -> tuple[Messages, str]:
     """Returns the messages before the first assistant message of a row, and the question.
 
     The row may contain a ``prompt``, an ``instruction``, or a list of messages.

@@ -1,65 +1,64 @@
-"""Loads tasks from a JSON lines file with a question and its answer on each line (docs/data.md).
+"""Converts rows to tasks: those of question files, and those of any data set with named columns.
 
-A line may name its split. A line that names no split belongs to every split.
+docs/data.md lists the fields of question files. A row may name its split. A row that names no split
+belongs to every split.
+
+For a data set with other columns, a mapping gives the column of each part of a task. A dot selects
+a field of a nested column (``answers.text``). For a part without an entry, the columns with the
+customary names are tried:
+
+    tasks=hf:openai/gsm8k:main  task_options.columns.answer=answer  task_options.answer_after=####
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from absl import logging
-
+from coa_jax.config.overrides import suggest
+from coa_jax.data.rows import Fields
 from coa_jax.errors import UserError
-from coa_jax.files import jsonl
 from coa_jax.protocol import Messages, get_protocol
-from coa_jax.storage import local
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
-from coa_jax.tasks.task_files import draw, golds, split_source
 
-_ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
-
-
-def _gold(
-    row: dict[str, Any], protocol: str, metadata: dict[str, Any]
-) -> tuple[tuple[str, ...], str]:
-    """Returns the accepted answers, and the grader that their type requires ("" for none)."""
-    key = next((key for key in _ANSWER_KEYS if key in row), None)
-    if key is None or row[key] in ("", []):
-        # The reward of such a task may come from its environment alone.
-        if metadata.get("grader", "environment" if protocol == "turns" else "") == "environment":
-            return (), ""
-        raise ValueError(
-            ("there is no field 'answer'" if key is None else "the answer is empty")
-            + "; only a task of an environment needs none: the protocol 'turns', or "
-            '"metadata": {"grader": "environment"}'
-        )
-    if isinstance(row[key], dict):  # the tests of a program
-        return (json.dumps(row[key], ensure_ascii=False),), "code"
-    return golds(row[key]), ""
+QUESTIONS = ("question", "problem", "Question", "Problem")
+ANSWERS = ("answer", "answers", "golden_answers", "gold", "Final answer", "Answer")
+_USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
+"""Customary column names of the parts of a task."""
+_PARTS = ("question", "answer", "id", "protocol", "prompt")
 
 
-def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
-    """Parses a line; returns (split or None, task).
+# --- question files ------------------------------------------------------------------------
+
+
+def question_task(row: Fields, split: str, protocol: str, source: str) -> Task | None:
+    """Converts a row to a task; returns None if the row belongs to another split.
+
+    Args:
+        row: the row. A null value counts as a missing field, because tables have all fields.
+        split: split to read.
+        protocol: protocol of the task if the row names none.
+        source: source of the task.
 
     Raises:
-        ValueError: the line is invalid, for the reason in the message.
+        ValueError: the row is invalid, for the reason in the message.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object, found {type(row).__name__}")
+    row = {key: value for key, value in row.items() if value is not None}
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ValueError("the field 'question' must be a string")
-    split, metadata = row.get("split"), row.get("metadata", {})
-    if split is not None and split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")
+    of_split, metadata = row.get("split"), row.get("metadata", {})
+    if of_split is not None and of_split not in SPLITS:
+        raise ValueError(f"unknown split {of_split!r}; the splits are {', '.join(SPLITS)}")
     if not isinstance(metadata, dict):
         raise ValueError("the field 'metadata' must be an object")
     digest = hashlib.sha256(question.strip().encode(errors="replace")).hexdigest()[:16]
-    name = row.get("protocol", protocol)
+    name = row.get("protocol") or protocol
     if not isinstance(name, str):
         raise ValueError("the field 'protocol' must be a string")
     try:
@@ -74,44 +73,157 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     if grader and "scorer" not in metadata:
         metadata = {"grader": grader, **metadata}
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
-    return split, checked(task)
+    return checked(task) if of_split in (None, split) else None
 
 
-def load_question_file(
-    source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
-) -> list[Task]:
-    """Reads tasks from a JSON lines file. The same arguments give the same tasks.
+def _gold(row: Fields, protocol: str, metadata: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Returns the accepted answers, and the grader that their type requires ("" for none)."""
+    key = next((key for key in ANSWERS if key in row), None)
+    if key is None or row[key] in ("", []):
+        # The reward of such a task may come from its environment alone.
+        if metadata.get("grader", "environment" if protocol == "turns" else "") == "environment":
+            return (), ""
+        raise ValueError(
+            ("there is no field 'answer'" if key is None else "the answer is empty")
+            + "; only a task of an environment needs none: the protocol 'turns', or "
+            '"metadata": {"grader": "environment"}'
+        )
+    if isinstance(row[key], dict):  # the tests of a program
+        return (json.dumps(row[key], ensure_ascii=False),), "code"
+    return golds(row[key]), ""
+
+
+def golds(value: Any) -> tuple[str, ...]:
+    """Converts the value of a row's answer field to a tuple of accepted answers.
 
     Args:
-        source: ``PATH`` or ``PATH:protocol=NAME``. NAME is the protocol of all lines that name no
-            protocol.
-        split: split to read. Lines that name no split belong to every split.
-        n: number of tasks, chosen at random; None for all tasks in the order of the file.
-        seed: seed of the random choice and order.
-        protocol: protocol of a line if neither the line nor the source names a protocol; "" for
-            ``generalist``.
+        value: a string, a number, or a list of strings and numbers.
 
     Raises:
-        UserError: the file cannot be read, contains no task of the split, contains an id twice, or
-            contains a malformed line. In the last case the message begins with ``path:line:``.
+        ValueError: the value has another type, or an answer is empty.
     """
-    path, named = split_source(source)
-    protocol = named or protocol or "generalist"
-    rows = jsonl.read_lines(local(path), lambda row: _task(row, protocol, source))
-    tasks = [task for found, task in rows if found in (None, split)]
-    if not tasks:
-        raise UserError(
-            f"{path}: the file has no task of the split {split!r}; add lines or use another split"
-        )
-    others = [task.protocol for task in tasks if task.protocol != protocol]
-    if named and others:
-        logging.warning(
-            "%s: %d of %d lines have a protocol of their own (%s), which is used for them",
-            source, len(others), len(tasks), ", ".join(sorted(set(others))),
-        )  # fmt: skip
-    seen: set[str] = set()
-    for task in tasks:
-        if task.id in seen:
-            raise UserError(f"{path}: the id {task.id!r} occurs twice; give every line its own id")
-        seen.add(task.id)
-    return draw(tasks, n, seed)
+    values = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
+        raise ValueError("an answer must be a string, a number or a list of them")
+    gold = tuple(str(v).strip() for v in values)
+    if not gold or not all(gold):
+        raise ValueError("an answer is empty")
+    return gold
+
+
+# --- rows of any data set ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Settings for converting the rows of a file or data set to tasks.
+
+    Attributes:
+        columns: part of a task -> name of its column. The parts are ``question``, ``answer`` (a
+            string, a number, or a list of accepted answers), ``id``, ``protocol`` and ``prompt``
+            (chat messages). Every other key becomes a metadata field of the task.
+        answer_after: separator in the answers, such as ``####``. The accepted answer is the text
+            after the last separator. "" uses the whole text.
+        grader: name of the reward that grades the answers, see docs/grading.md; "" for the default
+            of the protocol.
+        protocol: protocol of rows that name no protocol.
+        where: name of the file or data set, used in error messages and as ``Task.source``.
+    """
+
+    columns: Mapping[str, str]
+    answer_after: str
+    grader: str
+    protocol: str
+    where: str
+
+    def __post_init__(self) -> None:
+        get_protocol(self.protocol)
+        for part, column in self.columns.items():
+            if not isinstance(column, str) or not column:
+                raise UserError(f"{self.where}: columns.{part} is {column!r}; give a column")
+
+    def resolved(self, there: Iterable[str]) -> dict[str, str]:
+        """Returns the column of each part of a task, after checking that the columns exist.
+
+        Args:
+            there: names of the columns of the data set.
+
+        Returns:
+            A mapping from parts of a task to the names of their columns.
+
+        Raises:
+            UserError: the mapping names a column that does not exist. Or the mapping names no
+                column for the questions or answers, and no column has a customary name such as
+                ``question``.
+        """
+        there = list(there)
+        for part, column in self.columns.items():
+            if column.partition(".")[0] not in there:
+                raise UserError(
+                    f"{self.where}: columns.{part} is {column}; there is no such column"
+                    f"{suggest(column, there)}"
+                )
+        found = {
+            part: next((name for name in usual if name in there), "")
+            for part, usual in _USUAL.items()
+        }
+        found |= self.columns
+        for part in ("question", "answer"):
+            if not found[part]:
+                raise UserError(
+                    f"{self.where}: there is no column {part!r}; give columns.{part} of "
+                    f"{', '.join(there) or 'none'}"
+                )
+        return {part: column for part, column in found.items() if column}
+
+    def needed(self, there: list[str]) -> list[str]:
+        """Returns the columns that the tasks are made of, so that only these are read.
+
+        Args:
+            there: names of the columns of the data set.
+
+        Raises:
+            UserError: see `resolved`.
+        """
+        used = {column.partition(".")[0] for column in self.resolved(there).values()}
+        return [name for name in there if name in used or name == "split"]
+
+    def reader(self, split: str) -> Callable[[Fields, int], Task | None]:
+        """Returns a function that converts the rows of a file, given a row and its number.
+
+        Args:
+            split: split to read. For a row whose field ``split`` names another split, the function
+                returns None; "" reads all rows.
+        """
+        names: dict[str, str] = {}
+        others = [name for name in SPLITS if name != split]
+
+        def make(row: Fields, number: int) -> Task | None:
+            if split and row.get("split") in others:
+                return None
+            names.update(names or self.resolved(row))
+            value = {part: _at(row, column) for part, column in names.items()}
+            known = {part: value.pop(part) for part in _PARTS if part in value}
+            if self.answer_after:
+                known["answer"] = self._shortened(known["answer"])
+            known["id"] = str(number if known.get("id") is None else known["id"])
+            known["metadata"] = value | ({"grader": self.grader} if self.grader else {})
+            return question_task(known, split, self.protocol, self.where)
+
+        return make
+
+    def _shortened(self, answer: Any) -> list[Any]:
+        return [
+            text.rpartition(self.answer_after)[2] if isinstance(text, str) else text
+            for text in (answer if isinstance(answer, list) else [answer])
+        ]
+
+
+def _at(row: Fields, column: str) -> Any:
+    """Returns the value of a column. A name with dots selects a field of a nested column."""
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"there is no {column!r}")
+        value = value[name]
+    return value

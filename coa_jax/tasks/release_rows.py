@@ -1,4 +1,4 @@
-"""Loads tasks from JSON and parquet files of the AFM release and of benchmarks.
+"""Converts rows of the AFM release and of benchmarks to tasks.
 
 The fields of a row determine which kind of row it is:
 
@@ -18,23 +18,18 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from coa_jax.errors import UserError
+from coa_jax.data.rows import Fields
 from coa_jax.files import untrusted
 from coa_jax.protocol import Messages, split_level
-from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
 from coa_jax.tasks.prompts import read_messages, split_message
-from coa_jax.tasks.task_files import Row, add_tasks, draw, golds, read_rows, split_source
+from coa_jax.tasks.question_rows import ANSWERS, QUESTIONS, golds
 
-QUESTIONS = ("question", "problem", "Question", "Problem")
-ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
 _KEPT = {  # field of a row -> metadata key, by which evaluations group their results
     "Level": "level", "level": "level", "topic": "topic", "category": "topic", "subject": "topic",
     "answer_type": "answer_type", "data_source": "data_source", "difficulty": "level",
@@ -44,40 +39,25 @@ _WEB_FIELDS = frozenset({"Level", "root_url", "topic", "answer_type", "Final ans
 _MATHS = ("math", "aime", "amc", "olympiad")
 
 
-def load_release_file(
-    source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
-) -> list[Task]:
-    """Reads tasks from a file of the AFM release or of a benchmark.
-
-    The same arguments give the same tasks.
+def release_task(row: Fields, number: int, protocol: str, source: str, default: str) -> Task:
+    """Converts a row to a task.
 
     Args:
-        source: ``PATH`` or ``PATH:protocol=NAME``. NAME replaces the protocol of all tasks.
-        split: not used, because these files have no splits.
-        n: number of tasks, chosen at random; None for all tasks in the order of the file.
-        seed: seed of the random choice and order.
-        protocol: protocol of rows whose fields do not determine a protocol; "" for ``mhqa``.
+        row: the row.
+        number: number of the task, used as id of a row without an id.
+        protocol: protocol of the task; "" to let the fields of the row determine the protocol.
+        source: source of the task.
+        default: protocol of a row whose fields determine no protocol.
 
     Raises:
-        UserError: the file cannot be read, contains no rows, or contains a row that cannot become a
-            task. In the last case the message begins with ``path: row i:``.
+        KeyError, TypeError, ValueError: the row cannot become a task.
     """
-    name, wanted = split_source(source)
-    path = Path(local(name))
-    tasks: list[Task] = []
-
-    def make(row: Row, number: int) -> Task:
-        task = _task(row, number, wanted, source, protocol or "mhqa")
-        # `_task` has already checked the tests of programs, which may have megabytes.
-        return task if task.is_program else checked(task)
-
-    add_tasks(tasks, read_rows(path), make, path)
-    if not tasks:
-        raise UserError(f"{path}: it has no rows")
-    return draw(tasks, n, seed)
+    task = _task(row, number, protocol, source, default)
+    # `_task` has already checked the tests of programs, which may have megabytes.
+    return task if task.is_program else checked(task)
 
 
-def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, default: str) -> Task:
+def _task(row: Fields, number: int, protocol: str, source: str, default: str) -> Task:
     metadata = {new: row[old] for old, new in _KEPT.items() if row.get(old) not in (None, "")}
     info = row.get("info")
     if isinstance(info, dict):
@@ -103,7 +83,7 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
     return Task(str(identity), question, name, gold, source, metadata, *asked[:2])
 
 
-def _question(row: Mapping[str, Any]) -> str:
+def _question(row: Fields) -> str:
     key = next((key for key in QUESTIONS if key in row), None)
     if key is None:
         raise ValueError("there is no question")
@@ -113,7 +93,7 @@ def _question(row: Mapping[str, Any]) -> str:
 
 
 def _verl_task(
-    row: Mapping[str, Any],
+    row: Fields,
     number: int,
     protocol: str,
     source: str,
@@ -147,7 +127,7 @@ def _verl_task(
     return Task(identity, question, name, gold, source, metadata, *asked[:2])
 
 
-def _by_tools(extra: Mapping[str, Any]) -> str:
+def _by_tools(extra: Fields) -> str:
     """Returns the protocol whose tools are exactly those that a row names; "" if there is none."""
     named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
     known = {"mhqa": {"wiki_search"}, "web": {"web_search", "crawl_page"}, "code": {"code"}}
@@ -170,7 +150,7 @@ def _ground_truth(value: Any) -> Any:
 
 
 def contest_task(
-    row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
+    row: Fields, number: int, protocol: str, source: str, metadata: dict[str, Any]
 ) -> Task:
     """Parses a row of LiveCodeBench or CodeContests, with the field names of the authors.
 

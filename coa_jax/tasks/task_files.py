@@ -1,189 +1,166 @@
-"""Reads rows of data files in any format: JSON, JSON lines, parquet, CSV, TSV."""
+"""Loads tasks from files and data sets, whose rows `data.rows` reads.
+
+    questions.csv                                   a file of questions
+    '/mnt/data/afm-web-rl/*.parquet:protocol=web'   files of the AFM release
+    hf:openai/gsm8k:main                            a data set, whose columns a mapping names
+
+`question_rows` and `release_rows` convert the rows.
+"""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import datetime
-import decimal
-import functools
 import hashlib
-import io
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
+from absl import logging
 
-from coa_jax.config.installed import missing
+from coa_jax.config.extensions import read_options
+from coa_jax.data.data_sets import is_data_set
+from coa_jax.data.rows import SUFFIXES, Fields, Row, find_files, open_rows
 from coa_jax.errors import UserError
-from coa_jax.files import jsonl, untrusted
+from coa_jax.files import untrusted
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
+from coa_jax.tasks.question_rows import Columns, question_task
+from coa_jax.tasks.release_rows import release_task
 
-Row = Mapping[str, Any]
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Suffixes of files whose path alone is a task source, without a name such as ``gaia:``."""
-_MOST_ROWS = 100_000_000
-_LISTS = ("data", "Data", "rows")  # keys of the list of rows in JSON files
-
-
-def split_source(source: str) -> tuple[str, str]:
-    """Splits a source of the form ``PATH:protocol=NAME``.
-
-    Returns:
-        (path, name of the protocol). The name is "" for a source of the form ``PATH``.
-
-    Raises:
-        UserError: the source has another option, or the protocol is unknown.
-    """
-    suffix = next(suffix for suffix in SUFFIXES if suffix in source)
-    path, _, rest = source.rpartition(suffix)
-    protocol = rest.removeprefix(":protocol=")
-    if rest and (protocol == rest or not protocol):
-        raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
-    if protocol:
-        get_protocol(protocol)
-    return path + suffix, protocol
+_RELEASE = (".json", ".parquet")
+"""Suffixes of the files of the AFM release and of benchmarks; other files are question files."""
+_ENDS = "|".join(map(re.escape, SUFFIXES))
+_SOURCE = re.compile(rf"(?P<path>.*?(?P<end>{_ENDS})?)(?::(?P<options>(?(end).*|\w+=.*)))?")
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yields the rows of a file, each as a mapping from field name to value.
+def load_files(
+    source: str,
+    split: str,
+    n: int | None = None,
+    seed: int = 0,
+    protocol: str = "",
+    columns: Mapping[str, str] | None = None,
+    answer_after: str = "",
+    grader: str = "",
+    revision: str = "",
+    data_dir: str = "",
+) -> list[Task]:
+    """Reads tasks from files or from a data set. The same arguments give the same tasks.
+
+    A file ``.json`` or ``.parquet`` belongs to the AFM release or a benchmark (see `release_rows`),
+    and any other file is a question file. `question_rows.Columns` converts the rows of a data set,
+    and the rows of all files if ``columns``, ``answer_after`` or ``grader`` is set.
 
     Args:
-        path: the file. Its suffix determines the format: ``.parquet``, ``.jsonl``, ``.csv`` or
-            ``.tsv``. A file with any other suffix is read as JSON.
-        columns: names of the fields that the caller uses. The other columns of a parquet file are
-            not read. None reads all columns.
+        source: files or a data set as in `data.rows.find_files`, or ``PATH:protocol=NAME``.
+        split: split to read. Rows of question files and mapped files may name their split. A data
+            set is read from this split if the source names none.
+        n: number of tasks, chosen at random; None for all tasks in the order of the rows.
+        seed: seed of the random choice and order.
+        protocol: protocol of rows for which neither the row nor the source names a protocol; ""
+            for ``mhqa`` (rows of the release) or ``generalist``.
+        columns, answer_after, grader: see `Columns`.
+        revision: branch, tag or commit of a data set of the hub; "" for the newest commit.
+        data_dir: folder of the prepared TFDS data sets, see `data.data_sets.open_tfds`.
 
     Raises:
-        UserError: the file cannot be read, or contains something other than rows.
+        UserError: a file or data set cannot be read, its library is not installed, its
+            configuration, split or column does not exist, there is no task of the split, or a row
+            cannot become a task. In the last case the message names the file and the row.
     """
-    if not os.path.lexists(path):
-        raise UserError(f"{path}: cannot be read: no such file; download it or correct the path")
-    number = 0
-    readers: dict[str, Callable[[Path], Iterator[Any]]] = {
-        ".parquet": functools.partial(_parquet, columns=columns),
-        ".jsonl": lambda path: jsonl.read_lines(path, lambda row: row),
-        ".csv": _table,
-        ".tsv": _table,
-    }
-    try:
-        for number, row in enumerate(readers.get(path.suffix, _json)(path), 1):
-            if not isinstance(row, Mapping):
-                kind = type(row).__name__
-                raise UserError(f"{path}: row {number}: expected an object, found {kind}")
-            yield row
-    except (OSError, csv.Error, NotImplementedError, *untrusted.MALFORMED) as error:
-        why = untrusted.reason(error)
-        raise UserError(f"{path}: cannot be read after row {number}: {why}") from error
+    kind = source.partition(":")[0]
+    for name, value, its in (("revision", revision, "hf"), ("data_dir", data_dir, "tfds")):
+        if value and kind != its:
+            raise UserError(f"{source}: the option {name} belongs to a data set {its}:NAME")
+    path, text = split_path(source)
+    options = read_options(text, source)
+    named = options.pop("protocol", "")
+    if named:
+        get_protocol(named)
+    if options:
+        raise UserError(f"{source}: there is no option {min(options)}; use :protocol=NAME")
+    mapping = Columns(
+        columns or {}, answer_after, grader, named or protocol or "generalist", source
+    )
+    mapped = bool(columns or answer_after or grader)
+
+    def question(row: Fields, number: int) -> Task | None:
+        return question_task(row, split, named or protocol or "generalist", source)
+
+    def release(row: Fields, number: int) -> Task:
+        return release_task(row, number, named, source, protocol or "mhqa")
+
+    tasks: list[Task] = []
+    for file in find_files(path):
+        by_mapping = mapped or is_data_set(file)
+        make: Make = release if file.suffix in _RELEASE else question
+        if by_mapping:
+            make = mapping.reader("" if is_data_set(file) else split)
+        rows = open_rows(
+            file, columns=mapping.needed if by_mapping else None,
+            split=split, revision=revision, data_dir=data_dir, setting="tasks",
+        )  # fmt: skip
+        add_tasks(tasks, rows, make, rename=make is not question)
+    if not tasks:
+        raise UserError(
+            f"{path}: there is no task of the split {split!r}; add rows or use another split"
+        )
+    others = sorted({task.protocol for task in tasks} - {named})
+    if named and others:
+        number = sum(task.protocol != named for task in tasks)
+        logging.warning(
+            "%s: %d of %d rows have a protocol of their own (%s), which is used for them",
+            source, number, len(tasks), ", ".join(others),
+        )  # fmt: skip
+    return draw(tasks, n, seed)
 
 
-def _json(path: Path) -> Iterator[Any]:
-    rows = untrusted.read_json(path, limit=None)
-    if isinstance(rows, dict):
-        rows = next((rows[key] for key in _LISTS if isinstance(rows.get(key), list)), None)
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: expected a list of objects")
-    yield from rows
+def split_path(source: str) -> tuple[str, str]:
+    """Splits ``PATH:OPTIONS`` into the path and the options; the options are "" for ``PATH``.
 
-
-def _table(path: Path) -> Iterator[Any]:
-    file = io.StringIO(untrusted.read_text(path), newline="")
-    rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-    for row in rows:
-        if None in row or None in row.values():
-            raise ValueError(f"line {rows.line_num} does not have as many fields as line 1")
-        yield row
-
-
-def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing(f"{path}: reading parquet", "pyarrow", "tasks") from None
-    with untrusted.open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
-        if file.metadata.num_rows > _MOST_ROWS:
-            raise ValueError(f"it claims to have {file.metadata.num_rows:,} rows")
-        there = file.schema_arrow.names
-        wanted = None if columns is None else [name for name in columns if name in there]
-        # Batches are small, because a row with tests may have megabytes.
-        for batch in file.iter_batches(batch_size=64, columns=wanted):
-            yield from map(plain, batch.to_pylist())
-
-
-def plain(value: Any) -> Any:
-    """Converts a value from a data file to a JSON value.
-
-    Dates, decimals, durations and bytes become strings, and NumPy arrays become lists. Values in
-    dicts and lists are converted too.
+    PATH may contain colons, as in the URL of a folder or ``hf:NAME:CONFIG:SPLIT``. The options
+    begin after a suffix such as ``.csv``, or have the form ``KEY=VALUE``.
     """
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, datetime.date | datetime.time):  # includes datetime
-        return value.isoformat()
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
+    found = _SOURCE.fullmatch(source)
+    return (found["path"], found["options"] or "") if found else (source, "")
 
 
-def golds(value: Any) -> tuple[str, ...]:
-    """Converts the value of a row's answer field to a tuple of accepted answers.
+Make = Callable[[Fields, int], Task | None]
+"""A function that converts a row to a task. If the function returns None, the row is left out.
 
-    Args:
-        value: a string, a number, or a list of strings and numbers.
-
-    Raises:
-        ValueError: the value has another type, or an answer is empty.
-    """
-    values = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
-        raise ValueError("an answer must be a string, a number or a list of them")
-    gold = tuple(str(v).strip() for v in values)
-    if not gold or not all(gold):
-        raise ValueError("an answer is empty")
-    return gold
+The second argument is the number of the task, from 1, for rows without an id.
+"""
 
 
-def add_tasks(
-    tasks: list[Task], rows: Iterable[Row], make: Callable[[Row, int], Task | None], where: object
-) -> None:
+def add_tasks(tasks: list[Task], rows: Iterable[Row], make: Make, *, rename: bool = True) -> None:
     """Converts the rows of a file to tasks, and appends them to the tasks of earlier files.
-
-    If several tasks have the same id, the first task keeps it. The id of a later task becomes
-    ``ID#ROW``, with the row number of this task. If another file has led to the same ``ID#ROW``,
-    the id becomes ``ID#ROW.COUNT``.
 
     Args:
         tasks: tasks of earlier files; the function changes this list.
         rows: the rows.
-        make: function that converts a row to a task. If the function returns None, the row is left
-            out. Its second argument is the number of the task, from 1, for rows without an id.
-        where: name of the file, used in error messages.
+        make: function that converts a row.
+        rename: whether several tasks may have the same id. The first task then keeps the id. The id
+            of a later task becomes ``ID#ROW``, with the row number of this task. If another file
+            has led to the same ``ID#ROW``, the id becomes ``ID#ROW.COUNT``.
 
     Raises:
-        UserError: a row cannot become a task; the message begins with ``where: row i:``.
+        UserError: a row cannot become a task; the message names the file and the row.
     """
     seen = {task.id for task in tasks}
     for number, row in enumerate(rows, 1):
         try:
-            task = make(row, len(tasks) + 1)
+            task = make(row.value, len(tasks) + 1)
+            if task is not None and task.id in seen and not rename:
+                raise ValueError(f"the id {task.id!r} occurs twice; give every row its own id")
         except untrusted.MALFORMED as error:
-            raise UserError(f"{where}: row {number}: {untrusted.reason(error)}") from error
+            raise UserError(f"{row.where}: {untrusted.reason(error)}") from error
         if task is None:
             continue
-        found, copies = task.id, 1
-        while found in seen:
-            found = f"{task.id}#{number}" if copies == 1 else f"{task.id}#{number}.{copies}"
+        unique, copies = task.id, 1
+        while unique in seen:
+            unique = f"{task.id}#{number}" if copies == 1 else f"{task.id}#{number}.{copies}"
             copies += 1
-        seen.add(found)
-        tasks.append(dataclasses.replace(task, id=found))
+        seen.add(unique)
+        tasks.append(dataclasses.replace(task, id=unique))
 
 
 def draw(tasks: Sequence[Task], n: int | None, seed: int) -> list[Task]:

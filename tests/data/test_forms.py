@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import shutil
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.data.forms import made_of
-from coa_jax.data.records import LeftOut, iterate_records, read_records
+from coa_jax.data.records import LeftOut, Records, iterate_records, read_records
 from coa_jax.data.split import Unusable, parts_of
 from coa_jax.data.trajectory import write_records
 from coa_jax.demo.bpe import train_bpe
@@ -24,6 +25,7 @@ from coa_jax.model.tokenizer import decode_ids
 from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt
 from coa_jax.train.examples import record_example
 from tests.data.published import HOPS, RIVER, STORIES, SUMS, Story, alpaca, message, sharegpt
+from tests.rows import write
 
 
 @functools.cache
@@ -338,6 +340,27 @@ def test_records_in_parquet_are_our_own(tmp_path):
     *ours, chat = read_records(tmp_path)
     assert ours == [story.record(id=story.protocol, gold=("x",)) for story in STORIES]
     assert_same(chat, wanted(RIVER))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_table_trains_as_our_own_records(tmp_path, suffix):
+    rows = [{**alpaca(story), "protocol": story.protocol, "id": ""} for story in STORIES]
+    bad = {**rows[0], "output": DOUBTFUL["never closed"]}
+    path = tmp_path / f"set{suffix}"
+    write(path, [*rows, bad])
+    line = path.read_bytes().count(b"\n") + 1  # where the last row begins
+    write(path, [*rows, bad, {**bad, "output": ""}])
+    *found, cut, silent = iterate_records(path)
+    for read, story in zip(found, STORIES, strict=True):
+        assert_same(read.record, wanted(story))
+        assert read.record.id == f"set:{read.row.number}"
+    assert (silent.row.where, silent.reason) == (f"{path}:{line}", "the assistant says nothing")
+    assert cut.reason == "an observation is never closed"
+    records = pickle.loads(pickle.dumps(Records(path)))
+    assert [records[i] for i in range(len(records))] == [*found, cut, silent]
+    write(path, [{"a": "1"}])
+    with pytest.raises(UserError, match=rf"set\{suffix}:2: no record of a known form"):
+        read_records(path)
 
 
 def test_several_files_may_be_named(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import io
 import json
 import os
@@ -137,7 +139,33 @@ def test_a_cell_may_be_long_but_a_row_has_a_limit(tmp_path):
             open_rows(path, longest=100_000)
 
 
+# --- parquet ---------------------------------------------------------------------------------
+
+
+def test_only_the_columns_that_are_used_are_read_from_parquet(tmp_path):
+    moment = datetime.datetime(2024, 9, 1, tzinfo=datetime.UTC)
+    rows = [{"a": i, "b": {"c": b"x", "d": decimal.Decimal("1.5")}, "e": moment, "f": b"\xff"}
+            for i in range(200)]  # fmt: skip
+    write(tmp_path / "x.parquet", rows)
+    opened = open_rows(tmp_path / "x.parquet")
+    value = {"b": {"c": "x", "d": "1.5"}, "e": "2024-09-01T00:00:00+00:00", "f": b"\xff"}
+    assert opened[150].value == {"a": 150, **value}
+    assert [row.value for row in opened] == [{"a": i, **value} for i in range(200)]
+    opened = open_rows(tmp_path / "x.parquet", columns={"a", "absent"}.intersection)
+    assert opened[150].value == {"a": 150}
+    assert [(row.number, row.value) for row in opened] == [(i + 1, {"a": i}) for i in range(200)]
+
+
 # --- JSON ------------------------------------------------------------------------------------
+
+
+def test_a_task_may_be_longer_than_a_record(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for text, place in (('{"a": "%s"}\n', ":1: a line"), ('[{"a": "%s"}]', ": row 1: a row")):
+        path.write_text(text % ("x" * (17 << 20)))
+        assert len(open_rows(path)[0].value["a"]) == 17 << 20
+        with pytest.raises(UserError, match=f"{place} of more than 16 MiB"):
+            read_records(path)
 
 
 def test_a_long_list_is_indexed_over_many_chunks(tmp_path):

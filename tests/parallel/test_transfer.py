@@ -74,8 +74,8 @@ def main(argv):
     rows = open_rows(Path("hf:me/sums"))
     # A worker, which reads rows ahead of a step, knows nothing of the other processes.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print("rows", pool.map(rows.opened.read, range(len(rows))))
-    print("stamp", rows.opened.stamp)
+        print("rows", pool.map(rows.read, range(len(rows))))
+    print("stamp", rows.stamp)
     tasks = load_tasks("hf:me/sums:default:train[1:3]", "train", protocol="web")
     print("tasks", sorted(task.question for task in tasks))
 

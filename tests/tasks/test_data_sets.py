@@ -126,6 +126,8 @@ def test_tfds_is_read_from_its_folder(tmp_path):
     tasks = load_tasks(f"tfds:{folder}:test", "train", protocol="mhqa", options=options)
     assert [task.question for task in tasks] == [record.question for record in records]
     assert [task.id for task in tasks] == [record.id for record in records]
+    by_path = load_tasks(f"{folder}/test[:2]", "train", protocol="mhqa", options=options)
+    assert [task.id for task in by_path] == [record.id for record in records[:2]]
     with pytest.raises(UserError, match="there is no split 'dev'; there are test"):
         load_tasks(f"tfds:{folder}:dev", "train", options=options)
     with pytest.raises(UserError, match="tasks=tfds:no_such_set: DatasetNotFoundError"):

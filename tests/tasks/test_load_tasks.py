@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.tasks import SPLITS, grade_answer, load_splits, load_tasks
 from coa_jax.tasks.rewards import generator
+from tests.rows import write as write_rows
 from tests.tasks.finished import finished
 
 
@@ -69,6 +71,58 @@ def test_question_files_are_read(tmp_path):
     assert tasks[1].gold == ("1 May", "May 1") and tasks[1].protocol == "mhqa" and len(tasks) == 2
     assert load_tasks(path + ":protocol=web", "train")[1].protocol == "web"
     assert load_tasks(path, "train")[1].gold == ("3",)
+
+
+ASKED = [
+    {"question": "Who?", "answer": "Me", "id": "a", "split": "test", "protocol": ""},
+    {"question": 'When,\n"exactly"?', "answer": "1 May", "id": "", "split": "", "protocol": "web"},
+    {"question": "How many?", "answer": "3", "id": "c", "split": "train", "protocol": "mhqa"},
+]
+
+
+def known(tasks):
+    return [(t.id, t.question, t.gold, t.protocol, t.metadata) for t in tasks]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".array_record"])
+def test_a_table_and_an_array_record_ask_as_json_lines_do(tmp_path, suffix):
+    rows = [{key: value or None for key, value in row.items()} for row in ASKED]
+    lines = load_tasks(write_rows(tmp_path / "q.jsonl", rows), "test")
+    assert [task.gold for task in lines] == [("Me",), ("1 May",)]
+    other = ASKED if suffix != ".array_record" else rows
+    path = write_rows(tmp_path / f"q{suffix}", other)
+    assert known(load_tasks(path, "test")) == known(lines)
+    assert known(load_tasks(f"{path}:protocol=mhqa", "test"))[0][3] == "mhqa"
+    mapped = {"columns": {"question": "question", "shard": "split"}, "grader": "exact_match"}
+    task = load_tasks(path, "train", options=mapped)[-1]
+    assert task.metadata == {"shard": "train", "grader": "exact_match"}
+    path = write_rows(tmp_path / f"q{suffix}", [*other, {**ASKED[0], "answer": ""}])
+    where = ": row 4: " if suffix == ".array_record" else ":6: "  # the second row has two lines
+    with pytest.raises(UserError, match=rf"q\{suffix}{where}(the answer|there is no field)"):
+        load_tasks(path, "test")
+
+
+def test_folders_patterns_and_lists_of_files_are_read(tmp_path, monkeypatch):
+    folder = tmp_path / "release"
+    folder.mkdir()
+    for number in range(3):
+        row = {"id": f"r{number}", "question": f"{number}?", "answer": "x", "Level": 1}
+        write_rows(folder / f"part-{number}.parquet", [row])
+    for source in (f"{folder}", f"{folder}/part-*.parquet", f"{folder}:protocol=mhqa"):
+        tasks = load_tasks(source, "train")
+        assert [task.id for task in tasks] == ["r0", "r1", "r2"]
+        assert {task.protocol for task in tasks} == {"mhqa" if "mhqa" in source else "web"}
+    monkeypatch.chdir(tmp_path)
+    assert load_tasks("release", "train") == [
+        dataclasses.replace(task, source="release") for task in load_tasks(f"{folder}", "train")
+    ]
+    write_rows(tmp_path / "q.csv", ASKED[:1])
+    both = load_tasks("q.csv,release/part-1.parquet:protocol=mhqa", "test")
+    assert [(task.id, task.protocol) for task in both] == [("a", "mhqa"), ("r1", "mhqa")]
+    with pytest.raises(UserError, match="no file matches"):
+        load_tasks(f"{folder}/*.json", "train")
+    with pytest.raises(UserError, match=r"absent/questions: cannot be read"):
+        load_tasks("absent/questions", "train")
 
 
 def test_samples_of_a_file_are_fixed(tmp_path):
@@ -160,7 +214,7 @@ def test_a_protocol_is_the_row_s_own_then_the_source_s_then_the_caller_s(tmp_pat
     }
     for protocol, tasks in told.items():
         assert [task.protocol for task in tasks] == [protocol, "web"]
-    assert "1 of 2 lines have a protocol of their own (web)" in caplog.text
+    assert "1 of 2 rows have a protocol of their own (web)" in caplog.text
     with pytest.raises(UserError, match="protocol 'morse' is unknown"):
         load_tasks(path, "test", protocol="morse")
 

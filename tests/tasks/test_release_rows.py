@@ -184,8 +184,8 @@ def test_ids_that_repeat_are_told_apart_and_samples_are_fixed(tmp_path):
             [{"reward_model": {"ground_truth": "1"}, "prompt": []}],
             "row 1: the prompt has no message",
         ),
-        ([], "no row"),
-        ({"a": 1}, "list of objects"),
+        ([], "no task of the split"),
+        ({"a": 1}, ":1: there is no question"),
         ([1], "row 1: expected an object, found int"),
     ],
 )
@@ -198,7 +198,7 @@ def test_files_that_cannot_be_read_are_explained(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         load_tasks(str(tmp_path / "absent.json"), "test")
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"b\.parquet: damaged parquet"):
         load_tasks(str(tmp_path / "b.parquet"), "test")
     with pytest.raises(UserError, match="protocol=NAME"):
         load_tasks(write(tmp_path / "c.json", TABLE) + ":x=1", "test")
