@@ -22,7 +22,6 @@ from coa_jax.config.installed import missing
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
 from coa_jax.parallel import processes
-from coa_jax.parallel.transfer import from_first
 from coa_jax.storage import is_url, local
 
 
@@ -94,6 +93,8 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
                 shutil.rmtree(folder, ignore_errors=True)
                 durable.make_folder(folder, found.save_to_disk)
         return sorted(folder.glob("[!.]*"))
+
+    from coa_jax.parallel.transfer import from_first  # here, because it loads JAX
 
     folder = from_first(root, fetch, where)[0].parent
     with _telling(where):
