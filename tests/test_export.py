@@ -17,7 +17,7 @@ from coa_jax.model.api import Model, load_model, logits
 from coa_jax.model.params import num_params
 from coa_jax.run.settings import complete_config
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
 from tests.devices import on_devices
 from tests.tiny_policy import write_untrained

@@ -120,7 +120,7 @@ def test_an_extra_that_there_is_not_gets_one_line(tree, extra):
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(
-        f"[setup] error: no extra is named {extra}; there are: gguf tasks gcs s3 hub web "
+        f"[setup] error: no extra is named {extra}; there are: demo gguf tasks gcs s3 hub web "
     )
 
 
@@ -205,7 +205,7 @@ def test_torch_comes_first_for_the_tests(tree):
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
     assert calls[1].endswith(
-        "[distill,endpoint,gguf,hub,maths,mcp,notebook,openenv,serve,tasks,test,testjax,tfds,web]"
+        "[demo,distill,endpoint,gguf,hub,maths,mcp,notebook,openenv,serve,tasks,test,testjax,tfds,web]"
     )
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0

@@ -373,11 +373,14 @@ def test_the_preset_none_sets_no_variable():
 
 def test_without_a_python_the_packages_of_all_tools_are_installed():
     done = launch("xpk.sh", *FLAGS["xpk.sh"], "--dry-run", *RUN, COA_JAX_PYTHON="/nowhere/python")
-    assert "setup_env.sh tpu endpoint gguf maths mcp tasks web" in shlex.split(done.stdout)[-1]
+    assert "setup_env.sh tpu demo endpoint gguf maths mcp tasks web" in shlex.split(done.stdout)[-1]
     assert done.stderr.startswith("note: /nowhere/python is not there to read the config")
     flags = (*FLAGS["xpk.sh"], "--dry-run", *RUN, "--workdir=gs://b/a")
     done = launch("xpk.sh", *flags, COA_JAX_PYTHON="/nowhere/python")
-    assert "setup_env.sh tpu endpoint gguf maths mcp tasks web gcs " in shlex.split(done.stdout)[-1]
+    assert (
+        "setup_env.sh tpu demo endpoint gguf maths mcp tasks web gcs "
+        in shlex.split(done.stdout)[-1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,29 @@ PAPER = {
     "evaluate mhqa.py": (("gguf",), ()),
     "evaluate code.py": (("gguf", "tasks"), ()),
     "evaluate maths.py": (("gguf", "maths", "tasks"), ()),
-    "distill endpoint.py": (("endpoint", "gguf"), ("OPENAI_API_KEY",)),
+    "distill endpoint.py": (("demo", "endpoint", "gguf"), ("OPENAI_API_KEY",)),
 }
 
 
 def needs(command, file):
     return needs_of(command, load_config(f"configs/{command}/{file}").to_dict())
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "needed"),
+    [
+        ("rl", {}, True),  # wiki_search reads its pages
+        ("rl", {"tools.corpus": "pages.jsonl"}, False),
+        ("rl", {"tools.wiki_url": "http://pages:8000/retrieve"}, False),
+        ("rl", {"tools.names": ("code",)}, False),
+        ("evaluate", {"tools.names": ("code",), "tasks": "factbook:hops=1"}, True),
+        ("sft", {}, False),
+        ("sft", {"evaluate_every": 1, "held_out.tasks": "tasks.jsonl"}, True),
+    ],
+)
+def test_the_demonstration_is_needed_where_something_reads_it(command, changes, needed):
+    config = load_config(f"configs/{command}/tiny.py", changes).to_dict()
+    assert ("demo" in needs_of(command, config).extras) == needed
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -33,9 +33,9 @@ from coa_jax.tools.code import CodeTool
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.wiki_search import WikiSearch
 from coa_jax.train.batch import pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.examples import record_example
 from coa_jax.train.losses import SFTLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 
 ROW_LENGTH = 192

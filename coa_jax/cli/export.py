@@ -48,7 +48,7 @@ from coa_jax.run.settings import build_config
 from coa_jax.storage.arrays import checkpoints_of
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.checkpoint import Checkpoints, Damaged
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import run_state
 
 PHASES = ("rl", "sft", "rft", "dpo")

@@ -120,6 +120,7 @@ def _extras(
     groups = list(_groups(config))
     wanted = {
         "gguf": True,
+        "demo": _asks_demo(command, config, sources),
         "web": bool(names & {"web_search", "crawl_page"}),
         "mcp": bool(tools.get("mcp")),
         "tasks": ".parquet" in read or "arithmetic" in read,
@@ -136,6 +137,17 @@ def _extras(
         "wandb": wandb,
     }
     return {extra for extra, asked in wanted.items() if asked}
+
+
+def _asks_demo(command: str, config: Mapping[str, Any], sources: Mapping[str, str]) -> bool:
+    """Returns whether tasks or tools come from the World Factbook."""
+    tools, mixture = config.get("tools", {}), config.get("mixture", {})
+    parts = [part.get("tasks", "") for part in mixture.values() if isinstance(part, Mapping)]
+    searches = "wiki_search" in tools.get("names", ()) and not tools.get("wiki_url")
+    searches &= command != "sft" or bool(config.get("evaluate_every"))
+    return (searches and not tools.get("corpus")) or any(
+        str(source).startswith("factbook") for source in (*sources.values(), *parts)
+    )
 
 
 def _stores(config: Mapping[str, Any], workdir: str) -> set[str]:

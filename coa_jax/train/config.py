@@ -1,4 +1,4 @@
-"""Settings of training runs: the optimiser, fine-tuning, preferences, and rejection sampling.
+"""Settings of training runs: fine-tuning, preferences, and rejection sampling.
 
 `rl_config` has the settings of reinforcement learning.
 """
@@ -36,6 +36,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.net.chat import ServedModel
+from coa_jax.train.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -45,39 +46,6 @@ if TYPE_CHECKING:
 
 METRICS = ("eval/pass_at_1", "eval/reward")
 """Metrics of an evaluation by which ``keep_best`` can select a checkpoint; the highest is best."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig(Bounded):
-    """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
-
-    Attributes:
-        learning_rate: peak of the learning rate.
-        total_steps: number of updates of the whole run.
-        warmup_steps: number of updates until the learning rate reaches its peak.
-        final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
-            learning rate constant after the warm-up.
-        b1: decay of AdamW's first moment.
-        b2: decay of AdamW's second moment.
-        eps: AdamW's epsilon, which is added to the root of the second moment.
-        weight_decay: factor of AdamW's weight decay, which applies to all parameters except the
-            scales of norms and the biases.
-        clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
-            1e9 turns clipping off.
-        max_skipped: number of consecutive skipped updates (see `train_step`) after which training
-            ends with an error.
-    """
-
-    learning_rate: Annotated[float, Between(0, 10)]
-    total_steps: Count
-    warmup_steps: Natural = 0
-    final_ratio: Share = 0.0
-    b1: Annotated[float, Between(0, 1, below=True)] = 0.9
-    b2: Annotated[float, Between(0, 1, below=True)] = 0.95
-    eps: Annotated[float, Between(1e-30, 1)] = 1e-8
-    weight_decay: Annotated[float, Between(0, 10)] = 0.01
-    clip_norm: Positive = 1.0
-    max_skipped: Count = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

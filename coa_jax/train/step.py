@@ -25,9 +25,9 @@ from coa_jax.model.params import Params, abstract_params, join, select
 from coa_jax.parallel.launch_order import turn
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch, stack
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.losses import Loss, Net
 from coa_jax.train.objectives import Stats
+from coa_jax.train.optimizer import OptimizerConfig, make_optimizer, schedule
 
 
 class TrainState(NamedTuple):
@@ -55,39 +55,6 @@ class TrainState(NamedTuple):
     def model(self) -> Params:
         """All parameters of the model, trained and frozen."""
         return join(self.params, self.frozen)
-
-
-def schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Returns the learning rate as a function of the number of updates.
-
-    Linear warm-up is followed by cosine decay to ``final_ratio`` times the peak.
-    """
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(config.total_steps, config.warmup_steps + 1),
-        end_value=config.learning_rate * config.final_ratio,
-    )
-
-
-@functools.lru_cache
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Creates the optimiser of a run from its settings."""
-    decays = functools.partial(
-        jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key not in ("scale", "bias")
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule(config),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=decays,
-        ),
-    )
 
 
 def init_state(

@@ -20,12 +20,12 @@ from coa_jax.parallel.placement import replicate
 from coa_jax.train.advantages import advantages_of
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch, Example, merge_identical, pack, split_rows, unpack
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import complete_experience, inputs
 from coa_jax.train.losses import PolicyLoss, ValueLoss
 from coa_jax.train.movement import EVERY, movement
 from coa_jax.train.objectives import weigh
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import TrainState, abstract_state, init_state, train_step
 from coa_jax.train.teacher import Teacher, scored_by_server

@@ -48,7 +48,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variant
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
 FURTHER = "configs/pretrained/further_questions.jsonl"

@@ -22,7 +22,7 @@ from coa_jax.model.config import cpu_dtype
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.settings import complete_config
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 
 # 60 % of the questions have one hop; each kind of question has a single wording.
 TASKS = "factbook:weights=60/25/10/5,templates=1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.run.command import run_main
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests.train.tiny_runs import rl_config, run_rl
 
 STEPS = 3

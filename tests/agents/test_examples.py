@@ -15,7 +15,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.run import local_policy
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.evaluate import tiny_evaluation
 from tests.train.tiny_runs import rl_config, rows, run_rl

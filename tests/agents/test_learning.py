@@ -21,7 +21,7 @@ from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.record import checksum, oldest_of
 from coa_jax.train.rl import repeat
 from coa_jax.train.update import group_examples

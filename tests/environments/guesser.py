@@ -24,8 +24,8 @@ from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import Request
 from coa_jax.tasks import Task
 from coa_jax.train.batch import Example, pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.losses import SFTLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from tests.rollout.small_loop import GREEDY
 

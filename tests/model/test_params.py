@@ -33,7 +33,7 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.parallel.mesh import AXES, make_mesh
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
 
 MODEL = ModelConfig(

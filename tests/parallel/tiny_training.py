@@ -27,7 +27,8 @@ from coa_jax.run.command import run_main
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.train import rl, sft
-from coa_jax.train.config import DistilledConfig, OptimizerConfig
+from coa_jax.train.config import DistilledConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.renaming import renaming
 from tests import tiny_policy
 from tests.train.tiny_runs import pooled, rl_config, sft_config

@@ -29,8 +29,8 @@ from coa_jax.model.params import init_params
 from coa_jax.model.tokenizer import conversation_ids, encode_plain, eos_ids
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.train.batch import Example, pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.losses import SFTLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from tests import tiny_policy
 from tests.serve.live import CONFIG, server

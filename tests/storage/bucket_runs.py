@@ -16,7 +16,7 @@ from coa_jax.files import jsonl
 from coa_jax.parallel import processes
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.command import run_main
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.train.tiny_runs import rl_config, sft_config
 

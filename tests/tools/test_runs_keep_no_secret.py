@@ -24,7 +24,7 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.tools import fault_server
 from tests.tools.echo_services import CALLS, FURTHER, KEY, NAME, WAYS, configured, open_services

@@ -34,9 +34,9 @@ from coa_jax.parallel.mesh import make_mesh, sharding_for
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.losses import SFTLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import TrainState, init_state, train_step
 from coa_jax.train.update import critic_state, reference_params, update

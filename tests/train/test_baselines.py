@@ -19,8 +19,9 @@ from coa_jax.model.api import Model, save_model
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train import preference, rejection
-from coa_jax.train.config import DPOConfig, OptimizerConfig, RFTConfig
+from coa_jax.train.config import DPOConfig, RFTConfig
 from coa_jax.train.experience import score
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.preference import dpo_objective, make_pairs, pair_batches
 from coa_jax.train.rejection import read_graded, select
 from tests import tiny_policy

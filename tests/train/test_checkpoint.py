@@ -23,8 +23,8 @@ from coa_jax.errors import UserError
 from coa_jax.model.params import DecodeParams
 from coa_jax.run.command import explain
 from coa_jax.train.checkpoint import Checkpoints, Damaged
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.fingerprints import fingerprint
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import TrainState, init_state
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,9 @@ from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.mixture import stream_of
 from coa_jax.train import rl
-from coa_jax.train.config import DistilledConfig, OptimizerConfig
+from coa_jax.train.config import DistilledConfig
 from coa_jax.train.distilled import find_distilled, trained_on
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.questions import questions
 from tests import tiny_policy
 from tests.killing import ROOT, stopped_after

@@ -32,7 +32,7 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.train import rl, stream
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.record import StepLog
 from tests import tiny_policy
 from tests.parallel.launched import launch

@@ -18,7 +18,7 @@ from coa_jax.evaluate.held_out import held_out_tasks
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.train.test_rl import assert_same_run
 from tests.train.tiny_runs import STREAM, rl_config, rows, run_rl, run_sft, sft_config

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 from coa_jax.data.trajectory import write_records
 from coa_jax.model.config import LoraConfig
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.test_rl import assert_same_run, interrupt, train

@@ -19,10 +19,10 @@ from coa_jax.model.params import bind, specs
 from coa_jax.train import logps, step
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Example, pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.logps import token_logps
 from coa_jax.train.losses import Net, PolicyLoss, SFTLoss
-from coa_jax.train.step import init_state, make_optimizer, schedule, train_step
+from coa_jax.train.optimizer import OptimizerConfig, make_optimizer, schedule
+from coa_jax.train.step import init_state, train_step
 from tests.random_params import random_params
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)

@@ -15,9 +15,9 @@ from coa_jax.model.params import bind, init_params, merge_adapters, select, with
 from coa_jax.model.peft_io import write_adapters
 from coa_jax.storage import Origin
 from coa_jax.train.batch import Example, merge_identical, pack
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.metrics import variety
 from coa_jax.train.movement import movement, norm_before
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
 from coa_jax.train.watch import Watch
 from tests.train.bare import bare

@@ -12,7 +12,8 @@ from coa_jax.files import durable
 from coa_jax.run.run_dir import RunDir, read_config_changes
 from coa_jax.train import rl
 from coa_jax.train.command import run_at
-from coa_jax.train.config import DPOConfig, OptimizerConfig, RFTConfig
+from coa_jax.train.config import DPOConfig, RFTConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.replay import ReplayResult
 from tests import tiny_policy
 from tests.train.tiny_runs import rl_config, rows, sft_config

@@ -10,7 +10,7 @@ import pytest
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.train import rl
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.pool import Pool
 from coa_jax.train.record import StepLog
 from tests import tiny_policy

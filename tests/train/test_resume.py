@@ -13,7 +13,7 @@ from coa_jax.model.api import describe_model
 from coa_jax.model.params import num_params
 from coa_jax.train import fit, learner
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.train.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
 

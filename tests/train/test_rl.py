@@ -16,7 +16,7 @@ from coa_jax.model.compute import local_compute
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm, presets
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
 from coa_jax.train.update import update
 from tests import tiny_policy

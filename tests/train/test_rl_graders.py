@@ -15,8 +15,8 @@ from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.groups import graded
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
 from tests import tiny_policy
 from tests.tasks.finished import finished

@@ -21,8 +21,8 @@ from coa_jax.protocol import Prompt
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train import sft
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.examples import record_example
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
 from tests import tiny_policy
 from tests.tiny_policy import HEAD_DIM, KV_HEADS, LAYERS

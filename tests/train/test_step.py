@@ -15,8 +15,8 @@ from coa_jax.perf.bench.measure import compile_count
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Example, pack, split_rows
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.losses import PolicyLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import check_updates, init_state, train_step
 from tests import tiny_policy
 from tests.random_params import random_params

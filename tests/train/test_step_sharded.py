@@ -17,7 +17,7 @@ from coa_jax.train.batch import Batch
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.losses import PolicyLoss, SFTLoss
 from coa_jax.train.step import (init_state, train_step)
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.compute import local_compute
 from coa_jax.parallel.mesh import make_mesh

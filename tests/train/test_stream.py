@@ -23,7 +23,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.train import rl
 from coa_jax.train.admission import AdmissionRules, Ledger
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.record import GRADING, Spool, checksum, versions_of
 from coa_jax.train.stream import Stream
 from tests import tiny_policy

@@ -24,9 +24,10 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import pack
-from coa_jax.train.config import OptimizerConfig, TeacherConfig
+from coa_jax.train.config import TeacherConfig
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import complete_experience, score
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
 from coa_jax.train.teacher import Teacher, load_teacher, request_logprobs, scored_by_server
 from coa_jax.train.update import update

@@ -19,9 +19,9 @@ from coa_jax.model.params import init_params
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm, presets
 from coa_jax.train.batch import pack
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import complete_experience, score
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from coa_jax.train.update import (
     _merged,

@@ -15,7 +15,7 @@ from coa_jax.run.command import run_main
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train import rl, sft
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.pool import PoolConfig
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig

@@ -17,7 +17,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
 from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
 
 # --help lists the flags that this module defines under the command that calls the function below.

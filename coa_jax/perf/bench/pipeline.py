@@ -84,7 +84,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.train import learner, rl
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
 
 EDGE = 3

@@ -49,7 +49,7 @@ from coa_jax.perf.bench.workload import Workload
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import run_main
 from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.config import OptimizerConfig
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import init_state
 from coa_jax.train.update import update

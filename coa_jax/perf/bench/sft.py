@@ -30,8 +30,8 @@ from coa_jax.perf.bench.measure import after_warm_up, given, output_path, peak_f
 from coa_jax.perf.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.run.command import run_main
 from coa_jax.train.batch import Example, pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.losses import SFTLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 
 

@@ -31,10 +31,10 @@ from coa_jax.perf.device.attention import runs_here
 from coa_jax.perf.device.checks import Check, executor, guarded, within
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch, Example, pack, split_rows
-from coa_jax.train.config import OptimizerConfig
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import score
 from coa_jax.train.losses import SFTLoss
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from coa_jax.train.update import update
 

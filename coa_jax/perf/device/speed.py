@@ -25,7 +25,8 @@ from coa_jax.perf.bench.measure import read_bandwidth
 from coa_jax.perf.bench.models import Subject, random_subject
 from coa_jax.perf.device.checks import Check, Verdict
 from coa_jax.train.arrays import set_up
-from coa_jax.train.config import OptimizerConfig, SFTConfig
+from coa_jax.train.config import SFTConfig
+from coa_jax.train.optimizer import OptimizerConfig
 
 GROUP = "speed and memory"
 
