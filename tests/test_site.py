@@ -134,7 +134,7 @@ def test_further_groups_are_those_that_the_code_reads_from_tables(reference, pag
     for path in (REPOSITORY / "coa_jax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:  # the name of the config has a key in it
-                case ast.Call(ast.Name("build"), [ast.Name(cls), _, ast.JoinedStr()]):
+                case ast.Call(ast.Name("build_config"), [ast.Name(cls), _, ast.JoinedStr()]):
                     read.add(cls)
     assert shown == read - of_commands
     assert {"McpConfig", "RewardConfig"} < shown

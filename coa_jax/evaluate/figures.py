@@ -117,19 +117,19 @@ def training_metrics(groups: Sequence[Measured], numbers: int) -> dict[str, floa
 
 def _training_rates(groups: Sequence[Measured], numbers: int) -> dict[str, float | None]:
     """Returns the rates of graded samples; a rate is None if the samples do not determine it."""
-    found = figures(groups, numbers)
-    if not found["n"]:
+    rates = figures(groups, numbers)
+    if not rates["n"]:
         return {"tasks": 0}
     solved = [group.solved for group in groups if group.values]
     return {
-        "tasks": found["n"],
-        "pass_at_1": found["pass_at_1"],
-        "pass_at_1_se": found["se"],
-        "pass_at_1_low": found["ci95"][0],
-        "pass_at_1_high": found["ci95"][1],
-        "reward": found["mean_value"],
+        "tasks": rates["n"],
+        "pass_at_1": rates["pass_at_1"],
+        "pass_at_1_se": rates["se"],
+        "pass_at_1_low": rates["ci95"][0],
+        "pass_at_1_high": rates["ci95"][1],
+        "reward": rates["mean_value"],
         "any_right": metrics.mean(list(map(any, solved))) if max(map(len, solved)) > 1 else None,
-        **{f"pass_at_{k}": entry["value"] for k, entry in found["at_k"].items() if k != "1"},
+        **{f"pass_at_{k}": entry["value"] for k, entry in rates["at_k"].items() if k != "1"},
     }
 
 
