@@ -2,8 +2,7 @@
 
     coa-jax COMMAND [--flag=value ...]
 
-``coa-jax sft ...`` runs the same code as ``coa-jax sft ...``. Only the module of the
-requested command is imported.
+``python -m coa_jax sft ...`` is the same. Only the module of the requested command is imported.
 """
 
 from __future__ import annotations
