@@ -175,7 +175,7 @@ _LIMITS = (
         "tool/fail_frac",
         0.5,
         "{share:.0%} of the tool calls failed: read their outcomes in traces.jsonl, and run "
-        "`python -m coa_jax.tools.doctor`",
+        "`coa-jax doctor`",
     ),
     Limit(
         "group/frac_all_pass",
