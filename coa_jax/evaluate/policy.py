@@ -81,7 +81,7 @@ async def _by_program(
     written: Callable[[int], None],
 ) -> AsyncGenerator[Trajectory, None]:
     """Lets an external agent program solve the requests, and yields the trajectories."""
-    sampler = agent_programs().agent_sampler(model, engines, agent, config, 0)
+    sampler = agent_programs().sampler(model, engines, agent, config, 0)
     for request in requests:
         sampler.submit(request)
     left = sum(len(request.samples) for request in requests)

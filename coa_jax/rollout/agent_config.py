@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from coa_jax.config.extensions import ExtensionKind, Named
+from coa_jax.config.extensions import ExtensionKind, Named, find
 from coa_jax.config.fields import Bounded, Natural, Place, Port, Seconds, Size
 from coa_jax.errors import UserError
 
@@ -74,9 +73,13 @@ class AgentConfig(Bounded):
         return bool(self.command or self.function)
 
 
-def agent_programs() -> Any:
-    """Returns the package `coa_jax.serve.agents`, which runs agent programs against the policy.
+RUNNERS = ExtensionKind("runner of agent programs", "coa_jax.agent_programs", {})
+"""Classes that let agent programs call the policy, see `serve.agents.AgentPrograms`."""
 
-    Only runs with agent programs import it, because it contains an HTTP server.
+
+def agent_programs() -> Any:
+    """Returns the runner ``http`` of agent programs, which contains an HTTP server.
+
+    It is imported only now, so that other runs need no server.
     """
-    return importlib.import_module("coa_jax.serve.agents")
+    return find(RUNNERS, "http", "agent")()

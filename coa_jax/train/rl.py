@@ -249,7 +249,7 @@ class Source:
         sampler: Sampler
         if config.agent:
             agent = config.agent
-            sampler = agent_programs().agent_sampler(
+            sampler = agent_programs().sampler(
                 model, engines, agent, budgets, version, recompute=recompute
             )
         else:

@@ -49,3 +49,11 @@ def replay_episodes(engine: Any, tokenizer: Any) -> ServedEpisodes:
     from coa_jax.serve.agents import replay
 
     return replay.replay_episodes(engine, tokenizer)
+
+
+class AgentPrograms:
+    """Samplers that run agent programs, and the replay of their samples."""
+
+    sampler = staticmethod(agent_sampler)
+    recorded_session = staticmethod(recorded_session)
+    replay_episodes = staticmethod(replay_episodes)
