@@ -17,6 +17,7 @@ import decimal
 import functools
 import glob
 import io
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -319,15 +320,60 @@ def _line(line: bytes) -> Any:
 # --- a JSON list ---------------------------------------------------------------------------
 
 
-_LISTS = (b'"data"', b'"Data"', b'"rows"', b'"records"')
+_LISTS = ("data", "Data", "rows", "records")
 """Keys of the list of rows, if a file is a JSON object."""
-_TEXT = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
-_REST = re.compile(_TEXT, re.DOTALL)
-"""The rest of a JSON string; group 1 is missing if the string does not end in this block."""
-_TOKEN = re.compile(b'"' + _TEXT + rb"|[][{},]", re.DOTALL)
-"""A JSON string as in `_REST`, or a sign that separates JSON values."""
-_BLOCK = 1 << 20
-"""Number of bytes of a JSON list that are read and scanned at a time."""
+_BLOCK = 1 << 20  # number of bytes of a JSON list that are read at a time
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_parse = json.JSONDecoder(parse_int=str).raw_decode  # numbers may have too many digits for `int`
+
+
+class _Values:
+    """The JSON values of a file, one after the other; only one of them is in memory at a time.
+
+    The file is decoded as Latin-1, so that each byte is a character. A value that is needed is
+    decoded again as UTF-8.
+    """
+
+    def __init__(self, file: IO[bytes], longest: int) -> None:
+        self.file, self.longest = file, longest
+        file.seek(0)
+        start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+        file.seek(start)
+        self.text, self.base, self.at = "", start, 0  # text from the byte ``base``, index in it
+
+    def fill(self) -> bool:
+        """Drops the text before the position and reads more; returns False at the end."""
+        have = len(self.text) - self.at
+        block = self.file.read(max(_BLOCK, min(have, self.longest + 1 - have)))
+        self.text = self.text[self.at :] + block.decode("latin-1")
+        self.base, self.at = self.base + self.at, 0
+        return bool(block)
+
+    def sign(self) -> str:
+        """Moves to the next character that is not white space; returns it, or "" at the end."""
+        while True:
+            self.at = _BLANKS.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self.fill():
+                return self.text[self.at : self.at + 1]
+
+    def value(self) -> tuple[int, int, Any]:
+        """Moves over a value; returns its start and end in bytes, and the value in Latin-1."""
+        self.sign()
+        while True:
+            try:
+                (value, end), fault = _parse(self.text, self.at), ""
+            except RecursionError:
+                raise ValueError("nested too deeply") from None
+            except json.JSONDecodeError as error:
+                value, end, fault = None, len(self.text), f"not JSON: {error.msg}"
+            if end - self.at > self.longest:
+                raise ValueError(f"a row of more than {self.longest >> 20} MiB, or not JSON")
+            if not fault:
+                break
+            if not self.fill():
+                raise ValueError(fault)
+        start, self.at = self.at, end
+        return self.base + start, self.base + end, value
 
 
 def _list_items(path: Path, file: IO[bytes], longest: int) -> array.array[int] | None:
@@ -337,102 +383,61 @@ def _list_items(path: Path, file: IO[bytes], longest: int) -> array.array[int] |
     of several lines has no such list, then the object itself is the only item. In all other files
     each line is a row, and the result is None.
     """
-    first = _first_character(file)
-    if first not in (b"[", b"{"):
-        return None
-    spans, start, end = _scan(path, file, longest)
-    file.seek(end)
-    if not end or any(block.strip() for block in iter(lambda: file.read(_BLOCK), b"")):
-        if first == b"{":
+    values, places = _Values(file, longest), array.array("q")
+    if values.sign() != "[":
+        try:
+            return _object_items(values, places)
+        except ValueError:  # each line is a row, which may be damaged
             return None
+    try:
+        _add_items(values, places)
+    except ValueError as error:
+        raise UserError(f"{path}: row {len(places) // 2 + 1}: {error}") from error
+    if values.sign():
         raise UserError(f"{path}: text follows the list of rows; a file must contain one list")
-    if spans is None:
-        if end - start > longest or b"\n" not in os.pread(file.fileno(), end - start, start):
+    return places
+
+
+def _add_items(values: _Values, places: array.array[int]) -> None:
+    """Moves over a list, and appends the start and end of each item to ``places``."""
+    values.at += 1
+    sign = values.sign()
+    while sign != "]":
+        places.extend(values.value()[:2])
+        sign = values.sign()
+        if sign == ",":
+            values.at += 1
+        elif sign != "]":
+            raise ValueError(f"not JSON: expected ',' or ']', found {sign or 'the end'}")
+    values.at += 1
+
+
+def _object_items(values: _Values, places: array.array[int]) -> array.array[int] | None:
+    """Finds the items of the object that is the only value of a file, see `_list_items`."""
+    if values.sign() != "{":
+        return None
+    start = values.base + values.at
+    sign, listed = ",", False
+    while sign == ",":
+        values.at += 1
+        key = values.value()[2]
+        if values.sign() != ":":
             return None
-        spans = array.array("q", (start, end))
-    return spans
-
-
-def _scan(path: Path, file: IO[bytes], longest: int) -> tuple[array.array[int] | None, int, int]:
-    """Finds the first JSON value of a file, and the list of rows in this value.
-
-    Only strings and brackets are found here. An item is decoded when the item is read.
-
-    Returns:
-        (start and end of each item, or None if there is no list; start of the value; its end, or 0
-        if the value has no end).
-    """
-    spans: array.array[int] | None = None
-    depth = level = value = start = 0  # depth of the items, or -1 after the list; start of an item
-    key = b""
-
-    def refuse(fault: str) -> UserError:
-        return UserError(f"{path}: row {len(spans or ()) // 2 + 1}: {fault}")
-
-    for at, end, sign in _tokens(file):
-        if level > 0 and end - start > longest:
-            raise refuse(f"a row of more than {longest >> 20} MiB, or not JSON")
-        if sign in b"[{":
-            value, depth = value if depth else at, depth + 1
-            if sign == b"[" and not level and (depth == 1 or (depth == 2 and key in _LISTS)):
-                spans, level, start = array.array("q"), depth, end
-        elif sign == b"," and depth == level and spans is not None:
-            spans.extend((start, at))
-            start = end
-        elif sign in b"]}":
-            if depth == level and spans is not None:
-                if sign != b"]":
-                    raise refuse("not JSON: expected ']', found '}'")
-                if spans or os.pread(file.fileno(), at - start, start).strip():
-                    spans.extend((start, at))
-                level = -1
-            depth -= 1
-            if depth == 0:
-                return spans, value, end
-        named = sign == b'"' and depth == 1 and end - at < 12
-        key = os.pread(file.fileno(), end - at, at) if named else b""
-    if level:
-        raise refuse("not JSON: the list of rows has no end")
-    return None, value, 0
-
-
-def _first_character(file: IO[bytes]) -> bytes:
-    """Returns the first byte that is not white space, and moves to the beginning of the file."""
-    file.seek(0)
-    found = b""
-    while not found and (chunk := file.read(1 << 20)):
-        found = chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    file.seek(0)
-    return found
-
-
-def _tokens(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the byte range [start, end) and the first byte of each match of `_TOKEN` in a file.
-
-    A string that ends in a later block is yielded once for each block, with its part so far.
-
-    The file is read in blocks and not mapped into memory: if another process truncates a mapped
-    file, the next access kills this process.
-    """
-    base, rest = 0, b""  # position of ``data`` in the file; a backslash whose next byte follows
-    string = -1  # position of a string that began in an earlier block
-    while block := file.read(_BLOCK):
-        data, rest, at = rest + block, b"", 0
-        found = _REST.match(data) if string >= 0 else None
-        if found is not None and found[1]:
-            yield string, base + found.end(), b'"'
-            at, string = found.end(), -1
-        elif found is not None:
-            rest = data[found.end() :]
-            yield string, base + found.end(), b'"'  # the part so far: its row may be too long
-        for token in _TOKEN.finditer(data, at) if string < 0 else ():
-            at, end = token.span()
-            sign = data[at : at + 1]
-            if sign == b'"' and not token[1]:
-                string, rest = base + at, data[end:]
-                break
-            yield base + at, base + end, sign
-        base += len(data) - len(rest)
+        values.at += 1
+        if values.sign() == "[" and key in _LISTS and not listed:
+            _add_items(values, places)
+            listed = True
+        else:
+            values.value()
+        sign = values.sign()
+    values.at += 1
+    end = values.base + values.at
+    if sign != "}" or values.sign():
+        return None
+    if listed:
+        return places
+    one_line = b"\n" not in os.pread(values.file.fileno(), end - start, start)
+    return None if one_line or end - start > values.longest else array.array("q", (start, end))
 
 
 # --- CSV and TSV -----------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def test_rows_of_a_list_do_not_depend_on_where_the_blocks_end(tmp_path, monkeypa
     assert not open_rows(path)
     for text, fault in (
         ("[1] 2", "text follows"),
-        ('["a\\', "has no end"),
-        ("[1}", "expected ']'"),
+        ('["a\\', "row 1: not JSON"),
+        ("[1}", "row 2: not JSON: expected"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=fault):
@@ -221,7 +221,7 @@ def test_a_list_that_another_process_truncates_during_the_scan_is_an_error(tmp_p
             return block
 
     with Truncated(path) as file:
-        with pytest.raises(UserError, match="the list of rows has no end"):
+        with pytest.raises(UserError, match=r"row \d+: not JSON"):
             rows_module._list_items(path, file, 1 << 20)
         assert file.blocks > 2
 
