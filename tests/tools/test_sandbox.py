@@ -8,6 +8,8 @@ import dataclasses
 import fcntl
 import functools
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.sandbox import supervise, trial, watch
+from coa_jax.sandbox import isolation, supervise, trial, watch
 from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.sandbox.limits import Job, Limits, Scratch
@@ -416,3 +418,17 @@ def test_the_time_of_the_programs_own_processes_is_not_credited(rivals, monkeypa
     credited = watching._starved_s()
     ran = [ran_and_waited(process)[0] for process in rivals[:2]]
     assert min(waits[:2]) - max(ran) - 0.1 <= credited <= max(waits) - min(ran) + 0.1
+
+
+def test_the_sandbox_runs_alone_as_its_page_shows(tmp_path):
+    package = Path(isolation.__file__).parents[1]
+    (tmp_path / "coa_jax").mkdir()
+    (tmp_path / "coa_jax" / "__init__.py").touch()
+    shutil.copy(package / "errors.py", tmp_path / "coa_jax")
+    shutil.copytree(package / "sandbox", tmp_path / "coa_jax" / "sandbox")
+    page = (package.parent / "docs" / "isolation.md").read_text()
+    (code,) = re.findall(r"## Use the sandbox alone\n.*?```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["42", "exit", "0"], done.stderr
