@@ -217,4 +217,4 @@ async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     if config.corpus:
         there = Path(local(config.corpus)).expanduser().is_file()
         return there, f"{how} of {config.corpus}{'' if there else ', which does not exist'}"
-    return bool(default_corpus().version), f"{how} of the default corpus"
+    return bool(default_corpus().version), f"{how} of the corpus factbook"
