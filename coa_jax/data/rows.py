@@ -118,6 +118,10 @@ class Rows:
         except UserError:
             raise
         except Exception as error:  # TFDS, Arrow and ArrayRecord each have errors of their own
+            if self.path.is_file() and _stamp(self.path) != self.stamp:
+                raise UserError(
+                    f"{self.path}: the data changed; start the command again"
+                ) from error
             raise UserError(f"{where}: {untrusted.reason(error)}") from error
         if not isinstance(value, dict):
             raise UserError(f"{where}: expected an object, found {type(value).__name__}")

@@ -6,6 +6,7 @@ import importlib.metadata
 
 import pytest
 
+from coa_jax.parallel import processes
 from coa_jax.train import command
 
 
@@ -13,7 +14,7 @@ from coa_jax.train import command
 def test_the_first_line_of_a_run_says_that_its_versions_are_not_tested(
     monkeypatch, tmp_path, capsys, process, lines
 ):
-    monkeypatch.setattr(command.processes, "index", lambda: process)
+    monkeypatch.setattr(processes, "index", lambda: process)
     monkeypatch.setattr(importlib.metadata, "version", {"jax": "0.99.0"}.__getitem__)
     with command.run_at(tmp_path, {}):
         told = capsys.readouterr()
