@@ -172,6 +172,8 @@ coa_install() {
   extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
     sort -u | grep . | paste -sd ' ' -)"
   rm -f "$COA_VENV/.coa_jax"
+  # What an earlier installation says of the package would hide what this one says.
+  rm -rf "$COA_ROOT/coa_jax.egg-info"
   case " $extras " in
     *" test "* | *" dev "*)
       # Install torch first and by version, so that pip prefers a local CPU build.
