@@ -117,7 +117,7 @@ def train_sft(
     """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        config: settings of SFT, see `train.sft.SFTConfig`.
+        config: settings of SFT, see `train.config.SFTConfig`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         records: training records; None to read the files that ``config.data`` names.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for

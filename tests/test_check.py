@@ -84,7 +84,7 @@ def test_training_on_a_fixed_set_is_checked_like_sft(folder, looked, tmp_path):
     assert found["mesh"][0] and found["memory"][0] and found["disk"][0]
     assert found["programs"] == (
         True,
-        "not compiled: coa_jax.perf.aot compiles the programs of sft and rl only",
+        "not compiled: coa-jax aot compiles the programs of sft and rl only",
     )
 
 

@@ -80,7 +80,7 @@ def test_a_notebook_is_stored_with_small_outputs_and_without_faults(path):
 def test_one_variable_of_the_first_cell_names_the_wheel(path):
     first = code_cells(nbformat.read(path, as_version=4))[0].source
     assert re.search(r'^COA_JAX = os\.environ\.get\("COA_JAX", ""\)$', first, re.MULTILINE)
-    assert '%pip install --quiet "{COA_JAX}[notebook]"' in first
+    assert re.search(r'%pip install --quiet "\{COA_JAX\}\[(demo,)?notebook\]"', first)
 
 
 def execute(name: str, monkeypatch, seconds: int = 300) -> list:

@@ -365,9 +365,9 @@ def _compiled(setup: arrays.Setup) -> str:
     """Compiles the programs with `perf.aot` in a process without a chip; returns its result."""
     where = setup.where
     if not isinstance(setup.config, SFTConfig | RLRun):
-        return "not compiled: coa_jax.perf.aot compiles the programs of sft and rl only"
+        return "not compiled: coa-jax aot compiles the programs of sft and rl only"
     if not where.kind:
-        return f"not compiled: coa_jax.perf.aot does not know the device {where.name!r}"
+        return f"not compiled: coa-jax aot does not know the device {where.name!r}"
     given, words = [], iter(sys.argv[1:])
     for word in words:
         name = word.lstrip("-")

@@ -89,7 +89,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
         return Made(_checked(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
-        raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.cli.rft")
+        raise ValueError("a sampled trajectory, not a record; learn from it with coa-jax rft")
     if "question" in value:
         raise ValueError("a question without 'parts', which is a task and not a record")
     keys = ", ".join(repr(key)[:40] for key in list(value)[:6]) or "none"

@@ -12,7 +12,7 @@ r"""Writes distilled records in the formats of other trainers.
     ========== ============================================= ======================================
 
 Every form records the author of each part (policy or environment). So other trainers and the
-readers of `data.records` can rebuild the loss mask of `cli.sft`; docs/data.md shows the
+readers of `data.records` can rebuild the loss mask of `coa-jax sft`; docs/data.md shows the
 fields. With the same ``--prompt_style``, `coa-jax sft` writes the same user message.
 Several data sets can be exported to one folder. Each data set has its own files and a card
 ``NAME_card.md``, and ``README.md`` contains all cards.

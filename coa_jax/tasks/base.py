@@ -157,7 +157,7 @@ def split_of(entity: str) -> str:
 TASK_TOOLS = ExtensionKind("source of tools", "coa_jax.task_tools", {}, offers=("protocol",))
 """Functions that return the tools that only one task has, by tag, from the task's protocol.
 
-The name of such a function is that of the task source.
+A function is registered under the name of its task source.
 """
 
 

@@ -10,8 +10,8 @@ Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or L
 ``coa-jax fetch smollm2``, which the script runs.
 Takes: 1 hour 24 minutes in one run on 2 cores, and longer on slower or busier cores; at most
 10.8 GB of memory (docs/reproduction.md).
-Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
-coa_jax.paper.claims`` makes a table of the result files.
+Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation.
+``coa-jax claims`` makes a table of the result files.
 
 Variants:
 

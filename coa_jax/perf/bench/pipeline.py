@@ -3,7 +3,7 @@
     coa-jax bench-pipeline --workload=20 --workdir=runs/pipeline
     coa-jax bench-pipeline --workload=20 --workdir=runs/pipeline --set=max_staleness=2
 
-The command runs the code of `cli.rl`: agent loop, engine, grading, updates and checkpoints. A
+The command runs the code of `coa-jax rl`: agent loop, engine, grading, updates and checkpoints. A
 tiny policy samples real tokens. The workload fixes the number of tokens of each sample, the time
 that its tools sleep, and whether its answer is right. The tool latency is log-normal, with a median
 of 0.5 s and a 99th percentile of ``--workload`` seconds. The length of a sample is log-normal too,

@@ -1,5 +1,5 @@
 """Provides what HTTP servers of the project have in common: limits and checks of requests.
 
-The packages `serve`, `agents` and `serve.tool_server` use this package. It does not depend on
-models or tools.
+`serve.app`, `serve.agents` and `serve.tool_server` use this package. It does not depend on models
+or tools.
 """
