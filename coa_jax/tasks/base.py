@@ -165,5 +165,5 @@ def tools_of(task: Task) -> Mapping[str, Any]:
     """Returns the tools that only this task has, by tag; {} for most task sources."""
     if not TASK_TOOLS.knows(task.source):
         return {}
-    found: Mapping[str, Any] = bind(TASK_TOOLS, task.source, {}, "tasks")(protocol=task.protocol)
-    return found
+    tools: Mapping[str, Any] = bind(TASK_TOOLS, task.source, {}, "tasks")(protocol=task.protocol)
+    return tools
