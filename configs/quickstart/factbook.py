@@ -10,6 +10,9 @@ third after SFT, and about 10 points higher after RL. The README has the figures
 distilled questions, to which all 768 tasks of its RL belonged.
 
 RL trains on questions of which SFT has no trajectory: with seed 0, 901 of its 5,700 tasks remain.
+
+The variant ``factbook.py:control`` also continues SFT for as long as RL took, and evaluates each
+policy greedily too. It takes about twice as long (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import cpu_dtype
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variant
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.optimizer import OptimizerConfig
 
@@ -28,8 +32,9 @@ from coa_jax.train.optimizer import OptimizerConfig
 TASKS = "factbook:weights=60/25/10/5,templates=1"
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the configuration."""
+def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
+    """Returns the configuration for the variant `quick` or `control`."""
+    variant, _ = parse_variant(arg, ("quick", "control"))
     config = ConfigDict()
     config.prompt_style = "brief"
     config.format = ""
@@ -142,4 +147,12 @@ def get_config() -> ml_collections.ConfigDict:
             "rollout": complete_config(RolloutConfig, rollout),
         }
     )
+    if variant == "control":
+        config.sft_more = True
+        config.measures = ConfigDict(
+            {
+                f"{policy}_greedy": {"policy": policy, "evaluate": {"temperature": 0.0}}
+                for policy in ("sft", "rl", "sft_more")
+            }
+        )
     return config
