@@ -70,11 +70,6 @@ def held_out_tasks(
     return with_level(tasks, rollout.level, rollout.format)
 
 
-def is_due(every: int, step: int, total: int) -> bool:
-    """Returns whether an evaluation follows a step: every few steps, and after the last step."""
-    return step % every == 0 or step == total
-
-
 @dataclasses.dataclass(kw_only=True)
 class HeldOut:
     """Evaluates the policy of a training run on tasks that updates do not use.

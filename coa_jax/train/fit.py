@@ -1,36 +1,27 @@
-"""The training loop of runs over a fixed set of examples: SFT, DPO and rejection fine-tuning."""
+"""Trains on a fixed set of examples: SFT, DPO and rejection fine-tuning."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-from absl import logging
-
+from coa_jax.engine.engine import Engine
+from coa_jax.evaluate.held_out import HeldOut
 from coa_jax.model.api import Model
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import warn_of_positions
 from coa_jax.model.params import Params, split_trained
-from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
-from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.clock import Clock, Profile
 from coa_jax.train.config import FitConfig
 from coa_jax.train.data import Update, UpdateSequence, read_ahead
+from coa_jax.train.loop import Loop, Trained, export
 from coa_jax.train.losses import Loss
 from coa_jax.train.memory import check_rows
-from coa_jax.train.metrics import peak_memory, train_speed
-from coa_jax.train.step import TrainState, check_updates, init_state, run_state, train_step
-from coa_jax.train.stop import end_run, stop_on_sigterm
-from coa_jax.train.watch import Watch
-
-_PARTS = ("data", "update", "validation", "checkpoint")
+from coa_jax.train.metrics import train_speed
+from coa_jax.train.step import TrainState, init_state, run_state, train_step
 
 
 def fit(
@@ -48,8 +39,9 @@ def fit(
     phase: str = "sft",
     complete: Callable[[Update], Update] | None = None,
     validate: Callable[[TrainState], float] | None = None,
-    evaluate: Callable[[TrainState, int], dict[str, float] | None] | None = None,
-    hurry: Callable[[], None] = lambda: None,
+    held_out: HeldOut | None = None,
+    evaluate_every: int = 0,
+    engines: Callable[[TrainState], Sequence[Engine]] = lambda state: (),
 ) -> None:
     """Trains a model, writes metrics and checkpoints, and exports the model at the end.
 
@@ -77,55 +69,52 @@ def fit(
         complete: function that adds arrays to an update before its step, such as log-probabilities
             of a reference; None if nothing is added.
         validate: function that computes the validation loss; None for no validation.
-        evaluate: function that is called with the state and the number of the update. It returns
-            the metrics of an evaluation, {} if no evaluation is due, or None if ``hurry`` ended the
-            evaluation. A resumed run repeats a call that ``hurry`` ended. None for no evaluations.
-        hurry: function that ends an evaluation in progress when the run must stop. A signal handler
-            calls the function.
+        held_out: evaluates the model during the run; None for no evaluations.
+        evaluate_every: number of updates between two evaluations.
+        engines: function that creates the engines of an evaluation.
 
     Raises:
         UserError: the settings do not fit the model or a checkpoint, or the loss or the gradient of
             several updates in a row was not finite.
     """
     warn_of_positions(model.config, longest, "row_length")
-    state, extra, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)
-    cursor, unmeasured = int(extra["cursor"]), bool(extra.get("unmeasured"))
+    trained = _begin(config, run, model, weights, compute, phase)
     check_rows(model.config, config.rows, config.row_length, config.dtype, compute.mesh)
-    total, step = config.optimizer.total_steps, int(state.step)
-    watch = Watch(run.rows(phase))
     planned = updates(
         batch_size=config.batch_size,
         rows=config.rows,
         length=config.row_length,
-        cursor=cursor,
-        number=total - step,
+        cursor=trained.extra["cursor"],
+        number=trained.total - trained.step,
     )
     with (
-        contextlib.closing(checkpoints),
-        contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-        stop_on_sigterm(hurry) as stop,
+        contextlib.closing(trained.checkpoints),
+        Loop(
+            config=config,
+            run=run,
+            phase=phase,
+            trained=trained,
+            parts=("data", "update", "validation", "checkpoint"),
+            shown={"loss": "loss"},
+            held_out=held_out,
+            evaluate_every=evaluate_every,
+            engines=lambda: engines(trained.state),
+        ) as loop,
         read_ahead(planned, config.data_workers) as ahead,
-        progress(phase.upper(), total=total, initial=step) as bar,
     ):
-        if unmeasured:  # a signal ended the evaluation of the newest checkpoint
-            figures = evaluate(state, step) if evaluate is not None else {}
-            unmeasured = figures is None
-            run.add_metrics(step, phase, **(figures or {}))
-        clock, stopping = Clock(*_PARTS), unmeasured
-        while step < total and not stopping:
-            profile.before(step + 1)
-            processes.doing(f"data of update {step + 1}")
+        for clock in loop:
+            name = f"update {trained.step + 1}"
+            processes.doing(f"data of {name}")
             with clock("data"):
                 data = next(ahead)
-                cursor = data.cursor
             if complete is not None:
                 with clock("score"):
                     data = complete(data)
-            processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
-            processes.doing(f"update {step + 1}")
+            processes.meet(name, config.mesh.wait_seconds)
+            processes.doing(name)
             with clock("update"):
-                state, stats = train_step(
-                    state,
+                trained.state, stats = train_step(
+                    trained.state,
                     data.batches,
                     loss=loss,
                     model=model.config,
@@ -135,49 +124,27 @@ def fit(
                     rows=data.rows,
                     count=data.tokens,
                 )
-            step += 1
-            stats["epoch"] = cursor / epoch
+            trained.step += 1
+            trained.extra["cursor"] = data.cursor
+            stats["epoch"] = data.cursor / epoch
             seconds = clock.seconds["update"]
             stats |= train_speed(model.config, data.lengths, stats["tokens"], seconds)
-            if validate is not None and (step % config.validate_every == 0 or step == total):
+            if validate is not None and loop.due(config.validate_every):
                 with clock("validation"):
-                    stats["validation/loss"] = validate(state)
-            if evaluate is not None:
-                processes.doing(f"evaluation after update {step}")
-                with clock("evaluation"):
-                    figures = evaluate(state, step)
-                unmeasured = figures is None
-                stats |= figures or {}
-            run.metrics(step, phase, **stats, **peak_memory(), **clock.report())
-            profile.after(step)
-            for text in watch.see({**stats, "step": step}):
-                logging.warning("%s, step %d: %s", phase.upper(), step, text)
-            bar.update(loss=stats["loss"])
-            clock, overdue = Clock(*_PARTS), checkpoints.overdue(config.checkpoint_seconds)
-            stopping, due = stop.agreed(config.mesh.wait_seconds, overdue)
-            error = check_updates(stats, config.optimizer)
-            due |= step % config.checkpoint_every == 0 or step == total
-            if due or stopping or error:
-                with clock("checkpoint"):
-                    extra = {"cursor": cursor, "unmeasured": unmeasured}
-                    checkpoints.save(step, state, extra, metrics=stats)
-            if error:
-                raise error
-    if step < total or unmeasured:
-        end_run(step, total)
-    model = dataclasses.replace(model, params=state.model)
-    settings = dataclasses.asdict(config)
-    save_trained(model, config.model, output, config.export_dtype, phase, settings)
+                    stats["validation/loss"] = validate(trained.state)
+            loop.end_step(stats | loop.evaluate())
+    export(config, trained, output, phase)
 
 
-def _resume(
+def _begin(
     config: FitConfig,
     run: RunDir,
     model: Model,
     weights: Callable[[], Params],
-    mesh: jax.sharding.Mesh | None,
+    compute: Compute,
     phase: str,
-) -> tuple[TrainState, dict[str, Any], Checkpoints]:
+) -> Trained:
+    """Begins a run, or resumes the run from its newest checkpoint."""
     checkpoints = Checkpoints(
         run.checkpoints / phase,
         config.keep_last,
@@ -185,15 +152,15 @@ def _resume(
         wait_seconds=config.mesh.wait_seconds,
         before_save=run.sync,
     )
-    restored = None
+    restored, total = None, config.optimizer.total_steps
     if checkpoints.steps():
-        like = run_state(model.config, config.optimizer, mesh)
+        like = run_state(model.config, config.optimizer, compute.mesh)
         if model.config.lora.rank:
             like = like._replace(frozen=weights())
         restored = checkpoints.newest(like)
-    step = 0 if restored is None else restored.step
-    run.begin(phase, step, config.optimizer.total_steps)
+    run.begin(phase, 0 if restored is None else restored.step, total)
     if restored is not None:
-        return restored.state, restored.extra, checkpoints
-    trained, frozen = split_trained(weights(), model.config, config.seed, mesh)
-    return init_state(trained, config.optimizer, frozen), {"cursor": 0}, checkpoints
+        return Trained(model, restored.state, checkpoints, restored.step, total, restored.extra)
+    params, frozen = split_trained(weights(), model.config, config.seed, compute.mesh)
+    state = init_state(params, config.optimizer, frozen)
+    return Trained(model, state, checkpoints, 0, total, {"cursor": 0})

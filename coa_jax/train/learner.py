@@ -22,6 +22,7 @@ from coa_jax.rollout.constrain import constraint_for
 from coa_jax.train.advantages import advantages_of
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.checkpoint import Checkpoints
+from coa_jax.train.loop import Trained
 from coa_jax.train.memory import check_rows
 from coa_jax.train.movement import norm_before
 from coa_jax.train.rl_config import RLConfig
@@ -33,14 +34,14 @@ _States = tuple[TrainState, TrainState | None, Params | None]
 """The policy, the critic (None without a critic) and the reference (None without a reference)."""
 
 
-class Learner:
-    """Holds the trained parameters, the engines that sample from them, and the position in the run.
+class Learner(Trained):
+    """The policy of a run of RL, the engines that sample from it, and the position in the run.
+
+    ``extra`` has ``ledger``, which is `admission.Composition.state` after ``step`` steps, and
+    ``pool``, the state of the task pool (`pool.Pool`), if the run has one.
 
     Attributes:
-        model: architecture (with the adapters to train) and tokenizer of the policy, without
-            parameters.
         engines: decoding engines of this process.
-        state: policy and its optimiser state.
         critic: critic and its optimiser state; None without a critic.
         reference: parameters of the reference policy, see `train.update.reference_params`; None if
             the algorithm needs no reference.
@@ -48,12 +49,6 @@ class Learner:
             without such a teacher.
         compute: dtype, operations and sharding of the updates.
         constraint: constraint under which the policy samples; None without a constraint.
-        step: number of steps completed so far.
-        ledger: `admission.Composition.state` after ``step`` steps.
-        pool: state of the task pool (`pool.Pool`) after ``step`` steps; {} without a pool.
-        unmeasured: whether a signal ended the evaluation after ``step``, so that the metrics of the
-            step lack its results.
-        total: number of steps of the run.
         norm_before: norm of the adapters of the run before, see `movement.norm_before`.
     """
 
@@ -69,17 +64,14 @@ class Learner:
             UserError: the model does not fit the settings, or the checkpoint does not fit the
                 settings.
         """
-        self._config, self._checkpoints = config, checkpoints
+        self._config, self.checkpoints = config, checkpoints
+        self.step, self.total, self.extra = 0, config.rules.steps, {}
         self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
         self.model = model = describe_model(config.model, config.lora)
         self.compute = config.compute(model.config, self._mesh)
-        self.step, self.unmeasured = 0, False
-        self.ledger: dict[str, Any] = {}
-        self.pool: Mapping[str, Sequence[Any]] = {}
         self.state, self.critic, self.reference = self._resumed() or self._begun()
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
         self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
-        self.total = config.rules.steps
         self.norm_before = norm_before(config.model) if config.lora.rank else 0.0
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
         self.constraint = constraint_for(
@@ -114,7 +106,7 @@ class Learner:
         The model's files are read only for parameters that are not trained: the reference, and the
         frozen parameters of a run that trains adapters.
         """
-        if not self._checkpoints.steps():
+        if not self.checkpoints.steps():
             return None
         config, model = self._config, self.model.config
         like, reference = run_state(model, config.optimizer, self._mesh), None
@@ -123,11 +115,9 @@ class Learner:
         elif config.chosen.needs_reference:
             reference = load_weights(config.model, self._mesh)
         critic = critic_run_state(config, model, self._mesh)
-        restored = self._checkpoints.newest(like, {} if critic is None else {"critic": critic})
+        restored = self.checkpoints.newest(like, {} if critic is None else {"critic": critic})
         assert restored is not None
-        self.step, self.ledger = restored.step, restored.extra["ledger"]
-        self.pool = restored.extra.get("pool", {})
-        self.unmeasured = restored.extra.get("unmeasured", False)
+        self.step, self.extra = restored.step, restored.extra
         critic = restored.more.get("critic")
         if critic is None and config.chosen.needs_critic:  # saved under another algorithm
             critic = critic_state(config, load_weights(config.model, self._mesh))
@@ -186,22 +176,10 @@ class Learner:
         """
         return merge_adapters(self.model.config, self.state.model, self._config.engine.dtype)
 
-    def overdue(self) -> bool:
-        """Returns whether the setting ``checkpoint_seconds`` requires a new checkpoint now."""
-        return self._checkpoints.overdue(self._config.checkpoint_seconds)
-
-    def save(self, metrics: dict[str, float]) -> None:
-        """Writes a checkpoint.
-
-        Args:
-            metrics: metrics of the step. If the setting ``keep_best`` names one of them, its value
-                decides whether the checkpoint is the best checkpoint.
-        """
-        more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
-        extra = {"ledger": self.ledger, "unmeasured": self.unmeasured}
-        if self.pool:
-            extra["pool"] = {id: list(known) for id, known in self.pool.items()}
-        self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Writes a checkpoint, see `loop.Trained.save`."""
+        more = {} if self.critic is None else {"critic": self.critic}
+        self.checkpoints.save(self.step, self.state, dict(self.extra), metrics=metrics, more=more)
 
 
 def group_rows(

@@ -18,18 +18,16 @@ from absl import logging
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
-from coa_jax.evaluate.held_out import HeldOut, held_out_tasks, is_due
+from coa_jax.evaluate.held_out import HeldOut, held_out_tasks
 from coa_jax.model.api import download_once
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
-from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import agent_programs
 from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import EngineSampler, Sampler
-from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.checks import warn_of_tools
@@ -39,10 +37,10 @@ from coa_jax.tools.base import Tool
 from coa_jax.train import groups, metrics
 from coa_jax.train.admission import Composition, Ledger
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.clock import Clock, Profile
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.groups import Sampled
 from coa_jax.train.learner import Learner, group_rows
+from coa_jax.train.loop import Loop, export
 from coa_jax.train.losses import check_loss
 from coa_jax.train.pool import Pool
 from coa_jax.train.questions import questions
@@ -50,12 +48,8 @@ from coa_jax.train.record import Spool, StepLog, StepRecord, newest_of, recorded
 from coa_jax.train.replay import ReplayResult, replay_run
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import check_updates
-from coa_jax.train.stop import end_run, stop_on_sigterm
 from coa_jax.train.stream import LocalShare, Stream
 from coa_jax.train.update import update
-from coa_jax.train.watch import Watch
-
-_PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 
 
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
@@ -112,24 +106,21 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             )
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
+        learner.model = dataclasses.replace(learner.model, card=card)
         run.begin("rl", learner.step, learner.total)
         overlap.keep(run)
         stream = stream_of(config, parts, config.seed)
-        pool = Pool(config.pool, stream, tasks, learner.pool) if config.pool else None
+        pool = Pool(config.pool, stream, tasks, learner.extra.get("pool")) if config.pool else None
         with contextlib.closing(
             Source(config, learner, run, stream, pool, prompt, graders, tools, environments)
         ) as source:
-            _loop(config, learner, run, source, held_out)
+            run_steps(config, learner, run, source, held_out)
         if learner.step == learner.total:
             # Until the last checkpoint is complete, a resumed run needs the trajectories.
             checkpoints.wait()
             processes.meet("the last checkpoint", config.mesh.wait_seconds)
             source.clear()
-    if learner.step < learner.total or learner.unmeasured:
-        end_run(learner.step, learner.total)
-    model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
-    settings = dataclasses.asdict(config)
-    save_trained(model, config.model, output, config.export_dtype, "rl", settings)
+    export(config, learner, output, "rl")
 
 
 def repeat(config: RLConfig, run: Path) -> ReplayResult:
@@ -241,7 +232,7 @@ class Source:
         config, learner = self._config, self._learner
         # The stream composes steps before the run trains on them, so it needs a pool of its own.
         ahead = self._pool and self._pool.copy()
-        ledger = Ledger.restore(config.rules, learner.ledger, ahead)
+        ledger = Ledger.restore(config.rules, learner.extra.get("ledger", {}), ahead)
         if learner.step:
             learner.publish()
         model, engines, budgets = learner.model, learner.engines, config.budgets
@@ -284,7 +275,7 @@ class Source:
             return {}
         scores = dict(zip(composition.examined, composition.scores, strict=True))
         self._pool.learn(composition.step, scores)
-        self._learner.pool = self._pool.known
+        self._learner.extra["pool"] = {id: list(score) for id, score in self._pool.known.items()}
         return self._pool.figures(composition.step)
 
     def publish(self) -> None:
@@ -330,7 +321,7 @@ class Source:
         A trajectory is needed until the steps that may use it are in a complete checkpoint.
         """
         # The newest checkpoint is still being written; the checkpoint before it is complete.
-        saved, self._saved = self._saved, self._learner.ledger
+        saved, self._saved = self._saved, self._learner.extra["ledger"]
         if self._stream is not None and saved is not None:
             self._stream.prune(saved)
 
@@ -350,39 +341,24 @@ class Source:
         self._spool.clear()
 
 
-def _loop(
+def run_steps(
     config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
 ) -> None:
     """Runs steps until the run is complete or is asked to stop."""
-    watch, saved, stopping = Watch(run.rows("rl")), learner.step, False
-    clock, row = Clock(*_PARTS), dict[str, float]()
-
-    def abandon() -> None:
-        source.abandon()
-        if held_out is not None:
-            held_out.abandon()
-
-    def measure() -> dict[str, float]:
-        processes.doing(f"evaluation after step {learner.step}")
-        figures = held_out and held_out.measure(
-            learner.step,
-            digest(fingerprint(learner.state.model)),
-            learner.model,
-            functools.partial(source.engines, config.held_out.slots),
-        )
-        learner.unmeasured = held_out is not None and figures is None
-        return figures or {}
-
-    with (
-        contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-        stop_on_sigterm(abandon) as stop,
-        progress("RL", total=learner.total, initial=learner.step) as bar,
-    ):
-        if learner.unmeasured:
-            run.add_metrics(learner.step, "rl", **measure())
-            stopping = learner.unmeasured
-        while learner.step < learner.total and not stopping:
-            profile.before(learner.step + 1)
+    with Loop(
+        config=config,
+        run=run,
+        phase="rl",
+        trained=learner,
+        parts=("rollout_wait", "update", "publish", "traces", "checkpoint"),
+        shown={"reward": "reward/mean"},
+        held_out=held_out,
+        evaluate_every=config.evaluate_every,
+        engines=functools.partial(source.engines, config.held_out.slots),
+        hurry=source.abandon,
+        saved=source.saved,
+    ) as loop:
+        for clock in loop:
             processes.doing(f"rollouts of step {learner.step + 1}")
             with clock("rollout_wait"):
                 step = source.step()
@@ -394,22 +370,13 @@ def _loop(
                 learner.state, learner.critic, stats = update(
                     config, learner.state, groups=sampled.used, **learner.update_arguments
                 )
-            learner.step, learner.ledger = learner.step + 1, sampled.composition.state
+            learner.step += 1
+            learner.extra["ledger"] = sampled.composition.state
             figures |= source.count(sampled.composition)
-            error = check_updates(stats, config.optimizer)
-            due = held_out is not None and not error
-            due = due and is_due(config.evaluate_every, learner.step, learner.total)
             with clock("traces"):
                 parameters = digest(fingerprint(learner.state.model))
-            if (learner.step < learner.total or due) and not error:
-                with clock("publish"):
-                    source.publish()
-            if due:
-                with clock("evaluation"):
-                    figures |= measure()
-            if learner.step < learner.total and not error:
-                with clock("publish"):
-                    source.go_on()
+            if check_updates(stats, config.optimizer) is None:
+                figures |= _publish(learner, source, loop)
             processes.doing(f"rows of step {learner.step}")
             # Write the rows before the checkpoint: a resumed run removes rows after its checkpoint.
             with clock("traces"):
@@ -417,37 +384,27 @@ def _loop(
                 rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
                 run.traces(learner.step, "rl", rows, config.traces.format)
             of_rollouts = metrics.rollout_metrics(sampled)
-            row = {
-                **stats,
-                **of_rollouts,
-                **metrics.train_speed(
-                    learner.model.config,
-                    groups.learned_lengths(sampled.used) * config.epochs,
-                    stats.get("tokens", 0.0) * of_rollouts["group/distinct_tokens"],
-                    clock.seconds["update"],
-                ),
-                **metrics.peak_memory(),
-                **clock.report(),
-                **figures,
-                **metrics.describe_sources(config, sampled),
-            }
-            run.metrics(learner.step, "rl", **row)
-            profile.after(learner.step)
-            for text in watch.see(row):
-                logging.warning("RL, step %d: %s", learner.step, text)
-            clock, overdue = Clock(*_PARTS), learner.overdue()
-            stopping, due = stop.agreed(config.mesh.wait_seconds, overdue)
-            due |= learner.step % config.checkpoint_every == 0 or learner.step == learner.total
-            if due or stopping or error:
-                with clock("checkpoint"):
-                    learner.save(row)
-                    source.saved()
-                saved = learner.step
-            if error:
-                raise error
-            bar.update(reward=row["reward/mean"])
-        if saved < learner.step:
-            learner.save(row)
+            speed = metrics.train_speed(
+                learner.model.config,
+                groups.learned_lengths(sampled.used) * config.epochs,
+                stats.get("tokens", 0.0) * of_rollouts["group/distinct_tokens"],
+                clock.seconds["update"],
+            )
+            sources = metrics.describe_sources(config, sampled)
+            loop.end_step({**stats, **of_rollouts, **speed, **figures, **sources})
+
+
+def _publish(learner: Learner, source: Source, loop: Loop) -> dict[str, float]:
+    """Gives the new parameters to the engines, and evaluates them if an evaluation is due."""
+    more = learner.step < learner.total
+    if more or loop.evaluation_due:
+        with loop.clock("publish"):
+            source.publish()
+    figures = loop.evaluate()
+    if more:
+        with loop.clock("publish"):
+            source.go_on()
+    return figures
 
 
 def _all_say(answer: bool, what: str, seconds: float) -> bool:

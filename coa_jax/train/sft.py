@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from coa_jax.data.records import Records
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
-from coa_jax.evaluate.held_out import HeldOut, held_out_tasks, is_due
+from coa_jax.evaluate.held_out import HeldOut, held_out_tasks
 from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
@@ -34,7 +34,6 @@ from coa_jax.tools.base import Tool
 from coa_jax.train import data
 from coa_jax.train.batch import Batch, first_fit
 from coa_jax.train.config import SFTConfig
-from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.fit import fit
 from coa_jax.train.lengths import TokenCounts, fitting, measure
 from coa_jax.train.losses import Net, SFTLoss
@@ -90,8 +89,8 @@ def train(
     examples, longest = data.join(parts), max(int(part.sizes.max()) for part in parts)
     validation: data.Examples | None = None
     if config.validation:
-        held_out = reader(config.validation)
-        validation = fitting(held_out, measured(held_out), config.row_length)
+        records = reader(config.validation)
+        validation = fitting(records, measured(records), config.row_length)
         longest = max(longest, int(validation.sizes.max()))
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
@@ -100,25 +99,15 @@ def train(
     change = None
     if augmentation is not None:
         pairs = zip(readers, parts, strict=True)
-        records = [part.record(row) for part, its in pairs for row in its.place.tolist()]
-        change = augmentation(model.tokenizer, records, prompt)
+        trained = [part.record(row) for part, its in pairs for row in its.place.tolist()]
+        change = augmentation(model.tokenizer, trained, prompt)
 
     def validate(state: TrainState) -> float:
         assert validation is not None
         return mean_loss(state, validation, config, model.config, compute)
 
-    evaluation = _held_out(config, run, prompt, tools) if config.evaluate_every else None
-
-    def evaluate(state: TrainState, step: int) -> dict[str, float] | None:
-        total = config.optimizer.total_steps
-        if evaluation is None or not is_due(config.evaluate_every, step, total):
-            return {}
-        return evaluation.measure(
-            step,
-            digest(fingerprint(state.model)),
-            model,
-            lambda: _engines(config, model, state, [task.protocol for task in evaluation.tasks]),
-        )
+    held_out = _held_out(config, run, prompt, tools) if config.evaluate_every else None
+    protocols = [task.protocol for task in held_out.tasks] if held_out else []
 
     fit(
         config,
@@ -140,8 +129,9 @@ def train(
         epoch=len(examples),
         longest=longest,
         validate=validate if validation else None,
-        evaluate=evaluate if evaluation else None,
-        hurry=evaluation.abandon if evaluation else lambda: None,
+        held_out=held_out,
+        evaluate_every=config.evaluate_every,
+        engines=lambda state: _engines(config, model, state, protocols),
     )
 
 
