@@ -7,8 +7,9 @@ They raise `coa_jax.errors.UserError` for errors that the caller can correct.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import evaluate, evaluate_model, load, settings
 from coa_jax.files import durable, jsonl
 from coa_jax.report.benchmark import write_page
-from coa_jax.rollout.agent import Agent, load_policy
+from coa_jax.rollout.agent import Agent, load_policy, protocol_of
 from coa_jax.rollout.environments.base import ENVIRONMENTS, tags_of
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
@@ -32,12 +33,15 @@ from coa_jax.run.settings import build_config
 from coa_jax.storage import is_url, local, model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
+from coa_jax.tasks.question_rows import tasks_of_rows
 from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.concurrency import apart
+from coa_jax.tools.function import is_function_tool
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
 from coa_jax.train.command import run_at
+from coa_jax.train.defaults import with_defaults
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig
 
@@ -55,9 +59,16 @@ __all__ = [
 Config: TypeAlias = ConfigDict | Mapping[str, Any]
 """Settings by name, for example from `load_config`."""
 
-Tasks: TypeAlias = str | Sequence[Task] | Callable[..., Sequence[Task]]
-"""The name of a task source, a list of tasks, or a function that returns tasks (docs/extending.md).
+Tasks: TypeAlias = (
+    str | Iterable[Task] | Iterable[Mapping[str, Any]] | Callable[..., Sequence[Task]]
+)
+"""The name of a source, tasks, rows with question and answer, or a function that returns tasks.
+
+Rows are dicts or a ``datasets.Dataset``, see `question_rows.tasks_of_rows`.
 """
+
+OWN_TOOLS = "own_tools"
+"""Name of the protocol of a run whose tools are Python functions."""
 
 RewardFunction: TypeAlias = Callable[..., Any]
 Rewards: TypeAlias = (
@@ -79,11 +90,18 @@ class Trained:
 
     Attributes:
         path: directory of the run.
-        rows: metrics of each step of the run, as in ``metrics.jsonl``.
+        metrics: metrics of each step of the run, as in ``metrics.jsonl``.
+        tools: tools with which the policy was trained.
     """
 
     path: Path
-    rows: list[dict[str, Any]] = dataclasses.field(repr=False)
+    metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
+    tools: Tools = dataclasses.field(default=(), repr=False)
+
+    @functools.cached_property
+    def policy(self) -> Agent:
+        """The trained policy with its tools; ``policy("...")`` returns the answer to a question."""
+        return Agent(self.model, self.tools)
 
     @property
     def model(self) -> Path:
@@ -107,44 +125,45 @@ class RLRun(RLConfig):
 
 
 def train_sft(
-    config: Config | sft.SFTConfig,
+    model: str | Path | Config | sft.SFTConfig,
     workdir: str | Path,
     *,
-    records: Sequence[DistilledRecord] | None = None,
+    data: str | Sequence[DistilledRecord] | None = None,
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
     """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        config: settings of SFT, see `train.config.SFTConfig`.
+        model: path of the model, or its name on the Hub; or settings, see `train.config.SFTConfig`.
+            A setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
-        records: training records; None to read the files that ``config.data`` names.
+        data: training records, or the files that contain them; None for ``data`` in the settings.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that override those of ``config``. A new value for a group of settings
+        changes: settings that override those of ``model``. A new value for a group of settings
             replaces the whole group.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
-    values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
-    if records is not None:
-        values["data"] = str(path / "records.jsonl")
-    found = build_config(sft.SFTConfig, values)
+    values, path = {**_values(model), **_plain(changes)}, run_folder(workdir)
+    if data is not None:
+        values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
+    config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
-        with run_at(path, found, wandb_project) as (run, output):
-            if records is not None:
-                _keep_records(path / "records.jsonl", records)
-            live = make_tools(found.tools) if found.evaluate_every else ()
-            sft.train(found, run, output, renaming(found.rename_share), live)
+        with run_at(path, config, wandb_project) as (run, output):
+            if data is not None and not isinstance(data, str):
+                _keep_records(path / "records.jsonl", data)
+            live = make_tools(config.tools) if config.evaluate_every else ()
+            sft.train(config, run, output, renaming(config.rename_share), live)
 
     return _trained(train, path, "sft")
 
 
 def train_rl(
-    config: Config | RLConfig,
+    model: str | Path | Config | RLConfig,
     workdir: str | Path,
     *,
     tasks: Tasks | None = None,
@@ -157,32 +176,36 @@ def train_rl(
     """Trains a policy by RL, or continues the unfinished run in the work directory.
 
     Args:
-        config: settings of RL and of the tools, see `RLRun`.
+        model: path of the model, or its name on the Hub; or settings of RL and of the tools, see
+            `RLRun`. A setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
-        tasks: training tasks; None for those that ``config.tasks`` names.
-        rewards: reward functions; None for those of ``config.graders.rewards``.
-        tools: tools of the policy, given as a list of tools to call, or as settings that override
-            those in ``config.tools``; None for ``config.tools``.
-        environment: environment class (docs/environments.md); None to use ``config.environment``.
+        tasks: training tasks; None for those that ``tasks`` in the settings names.
+        rewards: reward functions; None for those of ``graders.rewards`` in the settings.
+        tools: tools of the policy: a list of names, tools and typed functions, or settings that
+            override those of ``tools``; None for ``tools`` in the settings. With a function, the
+            policy calls its tools in the format ``hermes`` unless the settings name another.
+        environment: environment class (docs/environments.md); None for ``environment`` in the
+            settings.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that override those of ``config``. A new value for a group of settings
+        changes: settings that override those of ``model``. A new value for a group of settings
             replaces the whole group.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
-    values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
-    found, path = build_config(RLRun, values), run_folder(workdir)
+    values = _given({**_values(model), **_plain(changes)}, tasks, rewards, tools, environment)
+    config, path = build_config(RLRun, with_defaults("rl", values)), run_folder(workdir)
+    own_tools = config.tools if tools is None else tools
 
     def train() -> None:
-        with run_at(path, found, wandb_project) as (run, output):
-            tools = None if found.agent else found.tools  # an agent program has its own tools
-            live = [] if tools is None else make_tools(tools, tags_of(found.environment))
-            check_ready(look(found.probe_s, graders=found.graders, tools=tools, made=True))
-            rl.train(found, run, output, live)
+        with run_at(path, config, wandb_project) as (run, output):
+            asked = None if config.agent else config.tools  # an agent program has its own tools
+            live = [] if asked is None else make_tools(asked, tags_of(config.environment))
+            check_ready(look(config.probe_s, graders=config.graders, tools=asked, made=True))
+            rl.train(config, run, output, live)
 
-    return _trained(train, path, "rl")
+    return _trained(train, path, "rl", own_tools)
 
 
 def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
@@ -196,10 +219,10 @@ def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
     write_records(path, records)
 
 
-def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
+def _trained(train: Callable[[], None], path: Path, phase: str, tools: Tools = ()) -> Trained:
     apart(train)
     rows = jsonl.read_objects(path / "metrics.jsonl")
-    return Trained(path, [row for row in rows if row.get("phase") == phase])
+    return Trained(path, [row for row in rows if row.get("phase") == phase], tools)
 
 
 # --- evaluation ----------------------------------------------------------------------------
@@ -288,7 +311,7 @@ class Evaluation:
 
 
 def evaluate_policy(
-    config: Config | EvaluateConfig,
+    model: str | Path | Config | EvaluateConfig,
     workdir: str | Path,
     *,
     policy: str | Path | None = None,
@@ -302,14 +325,10 @@ def evaluate_policy(
     """Evaluates a policy; samples that the work directory already holds are not sampled again.
 
     Args:
-        config: settings of the evaluation, see `EvaluateRun`.
+        model: path of the policy, or its name on the Hub; or settings, see `EvaluateRun`.
         workdir: directory of the run.
-        policy: directory of the policy; None for ``config.model``.
-        tasks: tasks to answer; None for those that ``config.tasks`` names.
-        rewards: reward functions; None for those of ``config.graders.rewards``.
-        tools: tools of the policy, given as a list of tools to call, or as settings that override
-            those in ``config.tools``; None for ``config.tools``.
-        environment: environment class (docs/environments.md); None to use ``config.environment``.
+        policy: path of the policy; None for ``model`` in the settings.
+        tasks, rewards, tools, environment: as in `train_rl`.
         fresh: whether to delete the existing samples of this stage first.
         changes: settings that override those of ``config``, for example ``stage``, the name of the
             evaluation. A new value for a group of settings replaces the whole group.
@@ -318,11 +337,8 @@ def evaluate_policy(
         UserError: an error that the caller can correct. Samples that have finished before the error
             are kept.
     """
-    values = {
-        "stage": "policy",
-        **_given(config, tasks, rewards, tools, environment),
-        **_plain(changes),
-    }
+    changed = {"stage": "policy", **_values(model), **_plain(changes)}
+    values = _given(changed, tasks, rewards, tools, environment)
     values |= {"model": str(policy)} if policy is not None else {}
     found, path = build_config(EvaluateRun, values), run_folder(workdir)
 
@@ -362,7 +378,9 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """Returns settings by name."""
+    """Returns settings by name; a path or a name of the Hub is the setting ``model``."""
+    if isinstance(config, str | Path):
+        return {"model": str(config)}
     if isinstance(config, ConfigDict):
         return config.to_dict()
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -379,29 +397,45 @@ def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(
-    config: Any,
+    values: dict[str, Any],
     tasks: Tasks | None,
     rewards: Rewards | None,
     tools: Tools | None,
     environment: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """Returns settings by name; Python objects among the arguments are registered under names."""
-    values = _values(config)
-    if tasks is not None:
-        values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks)
     if rewards is not None:
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
+        if not isinstance(tools, ToolsConfig | Mapping) and any(map(is_function_tool, tools)):
+            form = {"prompt_style": "full", "format": "hermes"}
+            values["rollout"] = {**form, **_values(values.get("rollout", {}))}
+            values["tools"].setdefault("protocol", OWN_TOOLS)
     if environment is not None:
         path = ENVIRONMENTS.name_of(environment, "environment")
         values["environment"] = {**_values(values.get("environment", {})), "path": path}
+    if tasks is not None:
+        values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks, values)
     return values
 
 
-def _source(tasks: Sequence[Task] | Callable[..., Sequence[Task]]) -> str:
-    """Returns a name for a task source."""
-    return SOURCES.name_of(tasks if callable(tasks) else lambda: tasks, "tasks")
+def _source(tasks: Any, values: dict[str, Any]) -> str:
+    """Returns a name for a task source; rows become tasks with a protocol for the tools."""
+    if callable(tasks):
+        return SOURCES.name_of(tasks, "tasks")
+    rows = list(tasks)
+    if not rows:
+        raise UserError("tasks is empty; give at least one task")
+    if not all(isinstance(row, Task) for row in rows):
+        config = build_config(ToolsConfig, values.get("tools", {}), "config.tools")
+        protocol, config = protocol_of(config)
+        if config.protocol:
+            values["tools"] = {**_values(values.get("tools", {})), "protocol": config.protocol}
+            make_tools(config)  # registers the protocol
+        rewards = values.get("graders", {}).get("rewards", {})
+        rows = tasks_of_rows(rows, protocol, graded=not rewards or "grader" in rewards)
+    return SOURCES.name_of(lambda: rows, "tasks")
 
 
 def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:

@@ -134,12 +134,12 @@ def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
     write_records(tmp_path / "held_out.jsonl", tiny_policy.records())
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=8, warmup_steps=1)
     config = sft_config(base, tmp_path / "held_out.jsonl", rename_share=0.0, optimizer=optimizer)
-    run = coa_jax.train_sft(config, tmp_path / "run", records=tiny_policy.records())
-    assert isinstance(run, Trained) and [row["step"] for row in run.rows] == list(range(1, 9))
-    assert run.rows[-1]["loss"] < run.rows[0]["loss"]
+    run = coa_jax.train_sft(config, tmp_path / "run", data=tiny_policy.records())
+    assert isinstance(run, Trained) and [row["step"] for row in run.metrics] == list(range(1, 9))
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
     assert coa_jax.load_policy(run.path).config == coa_jax.load_policy(run.model).config
-    again = coa_jax.train_sft(config, tmp_path / "run", records=tiny_policy.records())
-    assert again.rows == run.rows  # nothing was left to do
+    again = coa_jax.train_sft(config, tmp_path / "run", data=tiny_policy.records())
+    assert again.metrics == run.metrics  # nothing was left to do
 
 
 class Thermometer:
@@ -170,7 +170,7 @@ def test_a_policy_is_reinforced_with_rewards_tasks_and_tools_of_python(tmp_path,
         )
 
     run = asyncio.run(cell())
-    assert [row["step"] for row in run.rows] == [1, 2]
+    assert [row["step"] for row in run.metrics] == [1, 2]
     traces = read_trajectories(tmp_path / "traces.jsonl")
     assert {trace.task_id for trace in traces} <= {task.id for task in TASKS}
     for trace in traces:
@@ -292,3 +292,51 @@ def test_the_example_of_a_baseline_compares_a_policy_with_itself_without_tools(t
     assert {one.protocol for one in alone.trajectories()} == {"alone"}
     assert not [t for t in alone.trajectories() if "<wiki_search>" in t.text]
     assert chain.compared_to(alone).tasks == 3
+
+
+def double(number: int) -> int:
+    """Doubles a number."""
+    return 2 * number
+
+
+def mentions(completions, word, **kwargs):
+    """A reward with the signature of TRL, which reads the column ``word``."""
+    return [float(w in text) for text, w in zip(completions, word, strict=True)]
+
+
+def test_rows_functions_and_the_name_of_a_model_are_enough_for_a_run(saved, tmp_path):
+    rows = [{"prompt": f"What is {n} doubled?", "answer": str(2 * n), "word": "a"} for n in (1, 2)]
+    run = coa_jax.train_rl(
+        str(saved),
+        tmp_path / "run",
+        tasks=rows,
+        tools=[double],
+        rewards={"grader": 1.0, "mentions": (mentions, 0.5)},
+        groups=1,
+        group_size=2,
+        rollout={"max_tokens": 1024, "max_turn_tokens": 16},
+        optimizer={"total_steps": 1},
+    )
+    (row,) = run.metrics
+    assert row["step"] == 1 and 0 <= row["reward/mentions"] <= 1
+    (trajectory, _) = read_trajectories(run.path / "traces.jsonl")
+    prompt = trajectory.tokens[trajectory.author == Author.PROMPT]
+    assert '"name": "double"' in coa_jax.load_tokenizer(saved).decode(prompt)
+    assert trajectory.protocol.endswith(":hermes")
+    assert isinstance(run.policy("What is 3 doubled?"), str)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "q", "answer": "1"}] * 17 + [{"prompt": "q"}], r"tasks\[17\]: .*'answer'"),
+        ([{"text": "q", "answer": "1"}], r"tasks\[0\]: .*'question' or 'prompt'.* text, answer"),
+        ([{"prompt": [], "answer": "1"}], r"tasks\[0\]: .*last message must be from the user"),
+        (["What is 2?"], r"tasks\[0\]: it is str; give a dict"),
+        ([], "tasks is empty"),
+    ],
+)
+def test_a_row_that_is_no_task_is_named(saved, tmp_path, rows, words):
+    with pytest.raises(UserError, match=words):
+        coa_jax.train_rl(str(saved), tmp_path / "run", tasks=rows)
+    assert not (tmp_path / "run").exists()

@@ -14,6 +14,8 @@ compares every trajectory, and the parameters after each step, with the recordin
 
 from __future__ import annotations
 
+import functools
+
 from absl import flags
 
 from coa_jax.files import durable
@@ -23,6 +25,7 @@ from coa_jax.run.settings import build_config
 from coa_jax.storage import visited, with_urls
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.command import define_flags
+from coa_jax.train.defaults import with_defaults
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def define() -> None:
     """Defines the command-line flags of ``coa-jax rl``."""
-    define_flags("configs/rl/factbook.py", workdir_required=False)
+    define_flags(with_defaults=functools.partial(with_defaults, "rl"), workdir_required=False)
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
     flags.register_multi_flags_validator(
         ["workdir", "replay"],

@@ -15,6 +15,7 @@ from absl import flags
 from coa_jax.run.command import run_main
 from coa_jax.storage import with_urls
 from coa_jax.train.command import define_flags
+from coa_jax.train.defaults import with_defaults
 
 
 def main(argv: list[str]) -> int:
@@ -32,4 +33,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, functools.partial(define_flags, "configs/sft/factbook.py"))
+    defaults = functools.partial(with_defaults, "sft")
+    run_main(main, functools.partial(define_flags, with_defaults=defaults))

@@ -63,6 +63,7 @@ class ExtensionKind:
             receives an argument if it has a parameter of the same name.
         needs: names of offered arguments; a function must accept at least one of them. If empty, a
             function need not accept any argument.
+        adapt: function that converts functions with the signatures of other libraries.
         given: maps short names to functions or classes that exist only in this process and cannot
             be imported, see `name_of`.
     """
@@ -72,6 +73,7 @@ class ExtensionKind:
     built_in: Mapping[str, Any]
     offers: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    adapt: Callable[[Any], Any] = lambda found: found
     given: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -222,7 +224,7 @@ def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
         found = _load(kind, found, where)
     if not callable(found):
         raise UserError(f"{where}: {name} is {shown(found)}; {kind.one} is a function or a class")
-    return typing.cast(Callable[..., Any], found)
+    return typing.cast(Callable[..., Any], kind.adapt(found))
 
 
 def parameters_of(

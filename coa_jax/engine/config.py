@@ -60,7 +60,7 @@ class EngineConfig(Bounded):
             `on_platform`.
         extend_block: number of consecutive tokens of a sequence that a prefill program processes
             together. The last block of a sequence is padded. 0 uses the default of the platform.
-        dtype: dtype of matmul operands.
+        dtype: dtype of matmul operands; ``auto`` takes that of the platform, see `on_platform`.
         cache_dtype: dtype of keys and values in the cache; "" takes ``dtype``. ``int8`` stores one
             byte per number, and one scale per head and position.
         page_size: number of positions of a cache page.
@@ -87,7 +87,7 @@ class EngineConfig(Bounded):
     chunk: Size = 8
     extend_buckets: Annotated[tuple[Count, ...], Items(0, 32)] = ()
     extend_block: Natural = 0
-    dtype: Annotated[str, OneOf(*DTYPES)] = "float32"
+    dtype: Annotated[str, OneOf("auto", *DTYPES)] = "float32"
     cache_dtype: Annotated[str, OneOf("", *DTYPES, "int8")] = ""
     page_size: Size = 128
     pages: Natural = 0
@@ -101,7 +101,9 @@ class EngineConfig(Bounded):
             raise UserError(f"engines is {self.engines}; give at most slots, {self.slots}")
 
     def on_platform(self, platform: str) -> EngineConfig:
-        """Replaces unset ``extend_buckets`` and ``extend_block`` by the defaults of the platform.
+        """Replaces unset buckets and blocks, and the dtype ``auto``, by the platform's defaults.
+
+        The dtype is float32 on CPUs and bfloat16 on accelerators.
 
         CPUs have a single bucket, because larger programs compute no more tokens per second there.
         On accelerators, blocks are long, because the kernels read all pages of a sequence again for
@@ -112,7 +114,10 @@ class EngineConfig(Bounded):
         buckets, block = widths.get(platform, ((32, 128, 512), 32))
         buckets = self.extend_buckets or buckets
         block = self.extend_block or math.gcd(block, *buckets)
-        return dataclasses.replace(self, extend_buckets=buckets, extend_block=block)
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "float32" if platform == "cpu" else "bfloat16"
+        return dataclasses.replace(self, extend_buckets=buckets, extend_block=block, dtype=dtype)
 
     def num_engines(self, platform: str) -> int:
         """Returns the number of engines that share the slots of one device (or group of devices).

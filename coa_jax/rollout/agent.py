@@ -131,6 +131,10 @@ class Agent:
         """
         return run_blocking(self.ask_async(question, on_text))
 
+    def __call__(self, question: str) -> str:
+        """Returns the policy's answer to a question; "" if the policy gave none."""
+        return self.ask(question).answer or ""
+
     async def ask_async(
         self, question: str, on_text: Callable[[Arrival], None] | None = None
     ) -> Trajectory:

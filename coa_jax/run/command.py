@@ -63,6 +63,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
 }
 
 _config_default = ""
+_with_defaults: Callable[[ml_collections.ConfigDict], ml_collections.ConfigDict] | None = None
 # The command line that ml_collections searches for overrides: it does not read them from FLAGS.
 _config_argv: list[str] = []
 
@@ -242,7 +243,10 @@ def _silence_stdout() -> None:
 # --- flags ---------------------------------------------------------------------------------
 
 
-def config_flag(default: str) -> None:
+def config_flag(
+    default: str,
+    with_defaults: Callable[[ml_collections.ConfigDict], ml_collections.ConfigDict] | None = None,
+) -> None:
     """Defines `--config=FILE.py[:ARGUMENT]` and its overrides `--config.KEY=VALUE`.
 
     `flags.FLAGS.config` is the locked ConfigDict after `run_main` has parsed the command line.
@@ -250,11 +254,14 @@ def config_flag(default: str) -> None:
 
     Args:
         default: config file to use if the user does not give `--config`; the path is resolved as in
-            `load_config`.
+            `load_config`. "" uses the defaults of all settings.
+        with_defaults: function that adds the settings that a config file lacks; None if a file must
+            have all settings.
     """
-    global _config_default
-    _config_default = default
-    about = f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})"
+    global _config_default, _with_defaults
+    _config_default, _with_defaults = default, with_defaults
+    about = "config file, as FILE.py or FILE.py:ARGUMENT"
+    about += f" (default {default})" if default else "; it holds what differs from the defaults"
     config_flags.DEFINE_config_file("config", None, about, sys_argv=_config_argv)
 
 
@@ -342,9 +349,15 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         argv = _config_first(argv)
         spec = argv[1].partition("=")[2]
-        config = load_config(spec)
+        config = load_config(spec) if spec else ml_collections.ConfigDict()
+        if _with_defaults is not None:
+            config = _with_defaults(config)
+            del argv[1]
         argv = readable_overrides(argv, config)
         _config_argv[:] = argv
+        if _with_defaults is not None:
+            delattr(flags.FLAGS, "config")
+            config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
     rest = _parsed(flags.FLAGS, argv)
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
@@ -414,4 +427,4 @@ def _config_first(argv: list[str]) -> list[str]:
                 raise UserError("--config needs a file: --config=FILE.py[:ARGUMENT]")
             spec = following
     tail = argv[1 + len(switches(argv[1:])) :]
-    return [argv[0], f"--config={_resolve(spec)}", *rest, *tail]
+    return [argv[0], f"--config={_resolve(spec) if spec else ''}", *rest, *tail]

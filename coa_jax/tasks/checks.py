@@ -18,6 +18,7 @@ from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths import is_expression
+from coa_jax.tasks.reward_functions import as_reward
 from coa_jax.tools.base import Tool
 
 REWARDS = ExtensionKind(
@@ -39,6 +40,7 @@ REWARDS = ExtensionKind(
     },
     offers=("task", "trajectory", "trajectories", "question", "answer", "gold", "text", "graders"),
     needs=("trajectory", "trajectories", "answer", "text"),
+    adapt=as_reward,
 )
 """The setting for a reward, which is a function that returns a number or None.
 
@@ -50,6 +52,8 @@ asynchronous. It gets its arguments by the names of its parameters:
   gave none) and its whole text,
 * ``trajectories``: all samples of the task. The function then returns one number per sample.
 * ``graders``: the `Graders` of the run.
+
+Functions with the signatures of TRL and verl are rewards too, see `reward_functions`.
 
 The key ``grader`` in the metadata of a task names its reward, see `coa_jax.tasks.graders`.
 """

@@ -27,7 +27,10 @@ from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
 
 QUESTIONS = ("question", "problem", "Question", "Problem")
-ANSWERS = ("answer", "answers", "golden_answers", "gold", "Final answer", "Answer")
+ANSWERS = (
+    *("answer", "answers", "golden_answers", "gold", "Final answer", "Answer"),
+    *("ground_truth", "solution", "target"),
+)
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
 """Customary column names of the parts of a task."""
 _PARTS = ("question", "answer", "id", "protocol", "prompt")
@@ -109,6 +112,53 @@ def golds(value: Any) -> tuple[str, ...]:
     if not gold or not all(gold):
         raise ValueError("an answer is empty")
     return gold
+
+
+def tasks_of_rows(rows: Iterable[Fields], protocol: str, *, graded: bool) -> list[Task]:
+    """Converts rows from Python, such as a list of dicts or a ``datasets.Dataset``, to tasks.
+
+    The question is the column ``question``, ``problem`` or ``prompt``, which may also be a list of
+    chat messages that ends with the user's. The answer is the column ``answer``, or another of
+    `ANSWERS`. All other columns become metadata, which reward functions read.
+
+    Args:
+        rows: the rows.
+        protocol: protocol of rows that name none.
+        graded: whether a row needs an answer; False if rewards do not need one.
+
+    Raises:
+        UserError: a row is invalid; the message names its index.
+    """
+    tasks = []
+    for index, row in enumerate(rows):
+        try:
+            tasks.append(_task_of_row(row, index, protocol, graded))
+        except ValueError as error:
+            raise UserError(f"tasks[{index}]: {error}") from None
+    return tasks
+
+
+def _task_of_row(row: Fields, index: int, protocol: str, graded: bool) -> Task:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is {type(row).__name__}; give a dict with a question and an answer")
+    row = {key: value for key, value in row.items() if value is not None}
+    if "prompt" in row and not any(name in row for name in QUESTIONS):
+        row["question"] = read_messages(row["prompt"]).user
+        if isinstance(row["prompt"], str):
+            del row["prompt"]
+    name = next((name for name in QUESTIONS if name in row), "")
+    if not name:
+        columns = ", ".join(map(str, row)) or "none"
+        raise ValueError(f"there is no column 'question' or 'prompt'; the columns are {columns}")
+    known: dict[str, Any] = {"id": str(row.pop("id", index)), "question": row.pop(name)}
+    answer = next((key for key in ANSWERS if key in row), "answer")
+    known |= {key: row.pop(key) for key in ("prompt", "protocol", answer) if key in row}
+    metadata = {**row.pop("metadata", {}), **row}
+    if not graded and answer not in known:
+        metadata.setdefault("grader", "environment")
+    task = question_task({**known, "metadata": metadata}, "", protocol, "rows")
+    assert task is not None  # the row names no split
+    return task
 
 
 # --- rows of any data set ------------------------------------------------------------------

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.config.extensions import (
@@ -54,6 +54,7 @@ from coa_jax.tools.concurrency import run_blocking
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
 from coa_jax.tools.dense import EncoderConfig, Retrieval, check_retrieval, load_retriever
+from coa_jax.tools.function import FunctionTool, as_tool
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting
@@ -70,9 +71,11 @@ TOOLS = ExtensionKind(
         for name in ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
     },
     offers=("config", "search"),
+    adapt=as_tool,
 )
 """The setting for a tool, which is a class or a function that returns a tool. Its parameters may be
 ``config`` (the `ToolsConfig`), ``search`` (the `WikiSearch` of the run) and options of its own.
+A typed function that does the work of a tool is one too, see `FunctionTool`.
 """
 
 _WANTED = (
@@ -181,8 +184,8 @@ class ToolsConfig(Bounded):
         return tuple(_tag(name) if is_path(name) else name for name in self.names)
 
 
-Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
-"""Settings of tools, or a list of tools, each given as a name or as an object."""
+Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool | Callable[..., Any]]
+"""Settings of tools, or a list of tools, each given as a name, an object or a typed function."""
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
@@ -380,8 +383,11 @@ def named_tools(tools: Tools) -> dict[str, Any]:
     """Converts tools to a mapping of settings: a field of `ToolsConfig` -> its value.
 
     Args:
-        tools: settings of tools, or a list of tools. In a list, each tool is a name or an object,
-            and the objects become entries of ``own``.
+        tools: settings of tools, or a list of tools. In a list, each tool is a name, an object or a
+            typed function, and the objects and functions become entries of ``own``.
+
+    Raises:
+        UserError: a function is no tool, see `FunctionTool`.
     """
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
@@ -389,9 +395,13 @@ def named_tools(tools: Tools) -> dict[str, Any]:
         return dict(tools)
     names, own = [], {}
     for tool in tools:
-        names.append(tool if isinstance(tool, str) else tool.name)
-        if not isinstance(tool, str):
-            own[tool.name] = {"path": TOOLS.name_of(functools.partial(_same, tool), tool.name)}
+        if isinstance(tool, str):
+            names.append(tool)
+            continue
+        if not isinstance(tool, Tool):
+            tool = FunctionTool(tool)
+        names.append(tool.name)
+        own[tool.name] = {"path": TOOLS.name_of(functools.partial(_same, tool), tool.name)}
     return {"names": tuple(names), **({"own": own} if own else {})}
 
 

@@ -297,7 +297,7 @@ class McpTool:
             self._description = self._description or (tool.description or tool.name).strip()
             if self.schema is None:
                 self.schema = dict(tool.input_schema)
-        return f"{' '.join(self._description.split())} {_body_hint(self.schema)}"
+        return f"{' '.join(self._description.split())} {arguments_hint(self.schema)}"
 
     async def find(self, seconds: float) -> Any:
         """Asks the server for its entry about the tool, with description and schema.
@@ -335,7 +335,7 @@ class McpTool:
                 await self.describe()
             values = parse_arguments(arguments, self.schema or {})
             if values is None:
-                text = f"The call could not be read. {_body_hint(self.schema or {})}"
+                text = f"The call could not be read. {arguments_hint(self.schema or {})}"
                 return observe(start, text, "bad_call")
             left = max(seconds - (time.monotonic() - start), 0.001)
             result = await self._session.run(
@@ -406,7 +406,8 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
     return {str(only): body.strip()} if plain and not isinstance(value, dict) else None
 
 
-def _body_hint(schema: Mapping[str, Any]) -> str:
+def arguments_hint(schema: Mapping[str, Any]) -> str:
+    """Returns a sentence that tells the policy the form of the arguments of a call."""
     properties = schema.get("properties") or {}
     if not properties:
         return "The body is {}."

@@ -38,14 +38,20 @@ MAY_CHANGE = (
 """Settings that may differ when a run continues, see docs/runs.md and `RunDir.keep_config`."""
 
 
-def define_flags(config: str, *, workdir_required: bool = True) -> None:
+def define_flags(
+    config: str = "",
+    with_defaults: Callable[[Any], Any] | None = None,
+    *,
+    workdir_required: bool = True,
+) -> None:
     """Defines the command-line flags of a command that trains a model.
 
     Args:
-        config: default value of ``--config``, a path.
+        config: default value of ``--config``, a path; "" for the defaults of all settings.
+        with_defaults: see `run.command.config_flag`.
         workdir_required: whether the command always needs ``--workdir``.
     """
-    config_flag(config)
+    config_flag(config, with_defaults)
     workdir_flag("directory of the run", required=workdir_required)
     flags.DEFINE_string("wandb_project", "", "W&B project to log the metrics to, too; '' for none")
     check_flags()

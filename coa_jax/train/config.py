@@ -55,8 +55,8 @@ class TrainingConfig(Bounded):
     Attributes:
         model: Hugging Face directory of the initial model.
         seed: seed of the order of the data and of all random numbers.
-        rows: number of rows per micro-batch.
-        row_length: number of tokens per row.
+        rows: number of rows per micro-batch. `defaults.completed` chooses 0, and ``auto`` below.
+        row_length: number of tokens per row; 0 for the length of the longest sequence.
         dtype: dtype of the matmul operands; parameters and their gradients stay float32.
         remat: name of the rematerialisation policy, which says which activations the backward pass
             recomputes, see `model.remat.POLICIES`.
@@ -79,19 +79,24 @@ class TrainingConfig(Bounded):
     """
 
     model: Place
-    seed: Seed
-    rows: Size
-    row_length: Size
-    dtype: Annotated[str, OneOf(*DTYPES)]
-    remat: Annotated[str, OneOf(*REMAT)]
-    optimizer: OptimizerConfig
-    checkpoint_every: Count
+    seed: Seed = 0
+    rows: Natural = 0
+    row_length: Natural = 0
+    dtype: Annotated[str, OneOf("auto", *DTYPES)] = "auto"
+    remat: Annotated[str, OneOf("auto", *REMAT)] = "auto"
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint_every: Count = 20
     checkpoint_seconds: Seconds = 300.0
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
     keep_last: Count = 2
     export_dtype: Annotated[str, OneOf(*DTYPES)] = "bfloat16"
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise UserError("model is missing; give a Hugging Face directory or a name of the Hub")
 
     def compute(self, model: ModelConfig, mesh: Mesh | None) -> Compute:
         """Returns the dtype, operations and sharding with which updates are computed.
@@ -134,7 +139,7 @@ class FitConfig(TrainingConfig):
             update, and not those in the checkpoint.
     """
 
-    batch_size: Size
+    batch_size: Size = 32
     data_workers: Annotated[int, Between(0, 1024)] = 0
     validate_every: Count = 1
     keep_best: Annotated[str, OneOf("", "loss")] = ""
@@ -178,9 +183,9 @@ class SFTConfig(FitConfig):
     """
 
     data: Place
-    validation: Place
-    prompt_style: Place
-    rename_share: Share
+    validation: Place = ""
+    prompt_style: Place = "brief"
+    rename_share: Share = 0.0
     keep_best: Annotated[str, OneOf("", "loss", "validation/loss", *METRICS)] = ""
     weights: tuple[Positive, ...] = ()
     protocol: ProtocolName = ""

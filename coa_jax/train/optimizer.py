@@ -17,8 +17,9 @@ class OptimizerConfig(Bounded):
     """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
 
     Attributes:
-        learning_rate: peak of the learning rate.
-        total_steps: number of updates of the whole run.
+        learning_rate: peak of the learning rate; -1 takes the default of the stage, see
+            `defaults.completed`.
+        total_steps: number of updates of the whole run; 0 takes the default of the stage.
         warmup_steps: number of updates until the learning rate reaches its peak.
         final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
             learning rate constant after the warm-up.
@@ -33,8 +34,8 @@ class OptimizerConfig(Bounded):
             ends with an error.
     """
 
-    learning_rate: Annotated[float, Between(0, 10)]
-    total_steps: Count
+    learning_rate: Annotated[float, Between(0, 10, also=(-1,))] = -1.0
+    total_steps: Natural = 0
     warmup_steps: Natural = 0
     final_ratio: Share = 0.0
     b1: Annotated[float, Between(0, 1, below=True)] = 0.9

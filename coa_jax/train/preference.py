@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from absl import logging
 
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.errors import UserError
-from coa_jax.model.api import download_once, load_model
+from coa_jax.model.api import describe_model, download_once, load_model
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import Params, join
 from coa_jax.parallel import processes
@@ -29,6 +30,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.train.batch import Batch, pack, split_rows
 from coa_jax.train.config import DPOConfig
 from coa_jax.train.data import Update, UpdateSequence, shuffled
+from coa_jax.train.defaults import completed
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import score
 from coa_jax.train.fit import fit
@@ -53,9 +55,8 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     Raises:
         UserError: no two trajectories of the file form a pair under the settings.
     """
-    mesh = training_mesh(config.mesh, config.rows)
     graded = read_graded(config.traces, config.phase)
-    pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length)
+    pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length or sys.maxsize)
     if not pairs:
         raise UserError(
             f"{config.traces}: among {len(graded)} graded trajectories, no two of one task have "
@@ -65,6 +66,9 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     tasks = len({chosen.task_id for chosen, _ in pairs})
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
     download_once(config.model)
+    longest = max(sum(len(one.tokens) for one in pair) for pair in pairs)
+    config = completed(config, describe_model(config.model).config, longest, len(pairs))
+    mesh = training_mesh(config.mesh, config.rows)
     model = load_model(config.model, mesh=mesh)
     reference = model.params
     compute = config.compute(model.config, mesh)

@@ -35,7 +35,7 @@ def questions(
     """
     parts = {}
     graders = Graders(config.graders)
-    loaded = load_parts(config, "train", config.num_tasks, config.seed)
+    loaded = load_parts(config, "train", config.num_tasks or None, config.seed)
     overlap = find_distilled(config.distilled, config.model, loaded, run)
     left_out = set(overlap.left_out)
     for name, tasks in loaded.items():

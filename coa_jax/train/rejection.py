@@ -9,6 +9,7 @@ the policy imitates the selected trajectories (Yuan et al., arXiv 2308.01825; Do
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.train.config import RFTConfig
 from coa_jax.train.data import RecordReader, Updates, examples_in_memory, join, shuffled
+from coa_jax.train.defaults import completed
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.fit import fit
 from coa_jax.train.lengths import fitting, measure
@@ -41,21 +43,24 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     Raises:
         UserError: no trajectory or record fits the settings.
     """
-    mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
     download_once(config.model)
     model = describe_model(config.model, config.lora)
     sequences = [one for trajectory in chosen for one in trajectory.sequences]
     learned = [one for one in sequences if (one.author == Author.POLICY).any()]
     parts = [examples_in_memory([trajectory_example(one, 0.0) for one in learned])]
+    longest = max((len(one.tokens) for one in learned), default=1)
     if config.data:
         prompt = load_prompt(config.prompt_style, config.model)
         reader = RecordReader(Records(config.data, config.protocol), model.tokenizer, prompt)
         measured = measure(reader, config.data_workers, config.mesh.wait_seconds)
         warn_of_prompts(measured.wording, prompt, "records", "config.prompt_style")
-        parts.append(fitting(reader, measured, config.row_length))
+        longest = max(longest, int(measured.sizes.max(initial=1)))
+        parts.append(fitting(reader, measured, config.row_length or longest))
         print(f"{len(parts[-1])} records of {config.data}", flush=True)
     examples = join(parts)
+    config = completed(config, model.config, longest, len(examples))
+    mesh = training_mesh(config.mesh, config.rows)
 
     fit(
         config,
@@ -80,7 +85,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
 def _chosen(config: RFTConfig) -> list[Trajectory]:
     """Selects the trajectories to train on, and prints their number."""
     graded = read_graded(config.traces, config.phase)
-    chosen = select(graded, config.min_reward, config.per_task, config.row_length)
+    chosen = select(graded, config.min_reward, config.per_task, config.row_length or sys.maxsize)
     if not chosen:
         raise UserError(
             f"{config.traces}: none of {len(graded)} graded trajectories has a reward of at least "

@@ -19,7 +19,7 @@ from absl import logging
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
 from coa_jax.evaluate.held_out import HeldOut, held_out_tasks
-from coa_jax.model.api import download_once
+from coa_jax.model.api import describe_model, download_once
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
 from coa_jax.parallel import processes
@@ -37,6 +37,7 @@ from coa_jax.tools.base import Tool
 from coa_jax.train import groups, metrics
 from coa_jax.train.admission import Composition, Ledger
 from coa_jax.train.checkpoint import Checkpoints
+from coa_jax.train.defaults import completed
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.groups import Sampled
 from coa_jax.train.learner import Learner, group_rows
@@ -71,6 +72,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     """
     check_loss(config.chosen)
     download_once(config.model)
+    config = completed(config, describe_model(config.model, config.lora).config, config.longest)
     parts, prompt, graders, overlap = questions(config, run.path)
     tasks = [task for part in parts.values() for task in part]
     warn_of_tools(tools, tasks)
@@ -129,6 +131,7 @@ def repeat(config: RLConfig, run: Path) -> ReplayResult:
     Raises:
         UserError: the run has no record of its steps.
     """
+    config = completed(config, describe_model(config.model, config.lora).config, config.longest)
     parts, prompt, *_ = questions(config, run)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from coa_jax.config.fields import Between, Count, Natural, OneOf, Place, Size, Times
+from coa_jax.config.fields import Between, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import HeldOutConfig
@@ -39,7 +39,7 @@ class RLConfig(TrainingConfig):
         task_options: options of the task source.
         mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
             and ``split``, see `tasks.mixture.Part`.
-        num_tasks: number of tasks to take from the training split of each source.
+        num_tasks: number of tasks to take from the training split of each source; 0 for all.
         distilled: treatment of tasks that a training record of the policy asks, too; by default
             they are left out.
         pool: selection of the tasks that are sampled; by default no task is skipped.
@@ -106,14 +106,14 @@ class RLConfig(TrainingConfig):
     """
 
     tasks: Place
-    num_tasks: Count
-    groups: Size
-    group_size: Size
-    format_reward: bool
-    temperature: Annotated[float, Between(0, 100, above=True)]
-    algorithm: Algorithm
-    engine: EngineConfig
-    rollout: RolloutConfig
+    num_tasks: Natural = 0
+    groups: Size = 8
+    group_size: Size = 8
+    format_reward: bool = False
+    temperature: Annotated[float, Between(0, 100, above=True)] = 1.0
+    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     stops: StopRewards = dataclasses.field(default_factory=StopRewards)
@@ -208,7 +208,7 @@ class RLConfig(TrainingConfig):
         if self.agent and self.environment:
             raise UserError("agent and environment are both set; give one of the two")
         longest = self.longest
-        if self.row_length < longest:
+        if 0 < self.row_length < longest:
             raise UserError(
                 f"row_length is {self.row_length}, and trajectories have up to {longest} "
                 "tokens; raise row_length or lower rollout.max_tokens"
@@ -226,7 +226,7 @@ class RLConfig(TrainingConfig):
                 "give at least 2, or algorithm.name=ppo, reinforce++ or opd"
             )
         self.teacher.check(algorithm.opd_coef, self.temperature, self.rollout.constrain)
-        if self.optimizer.total_steps < self.updates_per_step:
+        if 0 < self.optimizer.total_steps < self.updates_per_step:
             raise UserError(
                 f"optimizer.total_steps is {self.optimizer.total_steps}, and a step makes "
                 f"{self.updates_per_step} updates; give at least as many"

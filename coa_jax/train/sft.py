@@ -34,6 +34,7 @@ from coa_jax.tools.base import Tool
 from coa_jax.train import data
 from coa_jax.train.batch import Batch, first_fit
 from coa_jax.train.config import SFTConfig
+from coa_jax.train.defaults import completed
 from coa_jax.train.fit import fit
 from coa_jax.train.lengths import TokenCounts, fitting, measure
 from coa_jax.train.losses import Net, SFTLoss
@@ -67,7 +68,6 @@ def train(
     """
     if config.rename_share and augmentation is None:
         raise ValueError("rename_share needs an augmentation that renames")
-    mesh = training_mesh(config.mesh, config.rows)
     download_once(config.model)
     prompt = load_prompt(config.prompt_style, config.model)
     model = describe_model(config.model, config.lora)
@@ -83,15 +83,20 @@ def train(
     found = [measured(part) for part in readers]
     wording = sum((part.wording for part in found), Wording())
     warn_of_prompts(wording, prompt, "records", "config.prompt_style")
+    validation = reader(config.validation) if config.validation else None
+    counts = [*found, *([measured(validation)] if validation else [])]
+    longest = max(int(each.sizes.max(initial=1)) for each in counts)
+    number = sum(int((each.sizes > 0).sum()) for each in found)
+    config = completed(config, model.config, longest, number)
+    mesh = training_mesh(config.mesh, config.rows)
     parts = [
         fitting(part, its, config.row_length) for part, its in zip(readers, found, strict=True)
     ]
     examples, longest = data.join(parts), max(int(part.sizes.max()) for part in parts)
-    validation: data.Examples | None = None
-    if config.validation:
-        records = reader(config.validation)
-        validation = fitting(records, measured(records), config.row_length)
-        longest = max(longest, int(validation.sizes.max()))
+    held_out_examples: data.Examples | None = None
+    if validation:
+        held_out_examples = fitting(validation, counts[-1], config.row_length)
+        longest = max(longest, int(held_out_examples.sizes.max()))
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
     model = dataclasses.replace(model, card=card)
@@ -103,8 +108,8 @@ def train(
         change = augmentation(model.tokenizer, trained, prompt)
 
     def validate(state: TrainState) -> float:
-        assert validation is not None
-        return mean_loss(state, validation, config, model.config, compute)
+        assert held_out_examples is not None
+        return mean_loss(state, held_out_examples, config, model.config, compute)
 
     held_out = _held_out(config, run, prompt, tools) if config.evaluate_every else None
     protocols = [task.protocol for task in held_out.tasks] if held_out else []

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
         optimizer=OptimizerConfig(1e-5, total_steps=1),
         validation="",
     )
-    coa_jax.train_sft(config, folder / "sft", records=tiny_policy.records()[:1])
+    coa_jax.train_sft(config, folder / "sft", data=tiny_policy.records()[:1])
     return folder
 
 
@@ -109,13 +109,13 @@ def test_a_run_that_refuses_distilled_tasks_ends_before_it_writes_anything(folde
 
 def test_the_records_can_be_named(folder, tmp_path):
     write_records(tmp_path / "records.jsonl", tiny_policy.records()[1:])
-    named = DistilledConfig(records=str(tmp_path / "records.jsonl"))
+    named = DistilledConfig(data=str(tmp_path / "records.jsonl"))
     assert remaining(config_of(folder, distilled=named))[0] == {tiny_policy.TASKS[0].question}
     write_records(tmp_path / "records.jsonl", tiny_policy.records())
     with pytest.raises(UserError, match=r"all 3 tasks of .*tasks.jsonl are distilled: raise"):
         remaining(config_of(folder, distilled=named))
     with pytest.raises(UserError, match=r"absent.jsonl"):
-        remaining(config_of(folder, distilled=DistilledConfig(records="absent.jsonl")))
+        remaining(config_of(folder, distilled=DistilledConfig(data="absent.jsonl")))
 
 
 def test_each_source_of_a_mixture_leaves_out_its_own(folder):
@@ -130,7 +130,7 @@ def test_each_source_of_a_mixture_leaves_out_its_own(folder):
 
 def overlap_of(tmp_path, records, tasks):
     write_records(tmp_path / "records.jsonl", records)
-    config = DistilledConfig(records=str(tmp_path / "records.jsonl"))
+    config = DistilledConfig(data=str(tmp_path / "records.jsonl"))
     return find_distilled(config, "", {"": tasks}, None)
 
 

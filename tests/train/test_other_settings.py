@@ -99,9 +99,9 @@ def test_a_finished_run_is_kept_and_a_permitted_change_is_recorded_with_its_step
 
 def test_records_in_memory_must_be_those_of_the_run(folder, tmp_path):
     records = tiny_policy.records()
-    coa_jax.train_sft(sft_of(folder), tmp_path, records=records)
+    coa_jax.train_sft(sft_of(folder), tmp_path, data=records)
     with pytest.raises(UserError, match="records of another run"):
-        coa_jax.train_sft(sft_of(folder), tmp_path, records=records[:1])
+        coa_jax.train_sft(sft_of(folder), tmp_path, data=records[:1])
 
 
 @pytest.mark.parametrize("train", [coa_jax.train_sft, coa_jax.train_rl])

@@ -1,0 +1,151 @@
+"""Calls a Python function as a tool: its name, types and docstring describe the tool.
+
+    def multiply(a: int, b: int) -> int:
+        \"\"\"Multiplies two integers.\"\"\"
+        return a * b
+
+The policy writes the arguments as a JSON object. An exception of the function becomes an
+observation, so that the policy can react.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import re
+import time
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.tools.base import Observation, Tool, ToolContext, observe
+from coa_jax.tools.mcp_tool import arguments_hint, parse_arguments
+
+_DEADLINE_S = 30.0
+_PLAIN = (str, int, float, bool, list, dict, tuple, type(None))
+
+
+class FunctionTool:
+    """A tool that calls a Python function, synchronous or asynchronous.
+
+    Attributes:
+        name: name of the function.
+        deadline: time limit of a call in seconds.
+        schema: JSON schema of the arguments.
+        description: description for the policy, from the docstring.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        """Reads the schema of the arguments from the types and the docstring of the function.
+
+        Raises:
+            UserError: the function has no docstring, or a parameter has no type that JSON can hold.
+        """
+        if not inspect.isroutine(function):
+            raise UserError(f"tool {function!r:.100}: give a name, a tool, or a typed function")
+        self._function, self.name, self.deadline = function, function.__name__, _DEADLINE_S
+        described = _described(function)
+        self.schema: dict[str, Any] = described["parameters"]
+        self.description = f"{described['description']} {arguments_hint(self.schema)}"
+
+    async def __call__(self, arguments: str, context: ToolContext) -> Observation:
+        """Calls the function with the arguments between the tags, a JSON object."""
+        start = time.monotonic()
+        values = parse_arguments(arguments, self.schema)
+        if values is None:
+            text = f"The call could not be read. {arguments_hint(self.schema)}"
+            return observe(start, text, "bad_call")
+        if misfit := _misfit(values, self.schema):
+            return observe(start, misfit, "bad_call")
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                result = await self._function(**values)
+            else:
+                result = await asyncio.to_thread(self._function, **values)
+        except Exception as error:  # the policy reads what went wrong
+            text = f"{type(error).__name__}: {error}"
+            return observe(start, text, "error", {"exception": type(error).__name__})
+        if not isinstance(result, str):
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        return observe(start, result)
+
+
+_TYPES = {
+    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,),
+    "array": (list,), "object": (dict,),
+}  # fmt: skip
+
+
+def _misfit(values: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Says for the policy which argument is unknown or has the wrong type; "" if none has."""
+    for name, value in values.items():
+        kind = schema["properties"].get(name)
+        if kind is None:
+            return f"There is no argument {name!r}. {arguments_hint(schema)}"
+        types = _TYPES.get(kind.get("type")) if isinstance(kind.get("type"), str) else None
+        nothing = value is None and kind.get("nullable")
+        if types and not nothing and type(value) not in types:
+            return f"The argument {name!r} must be of the type {kind['type']}."
+    return ""
+
+
+def is_function_tool(found: Any) -> bool:
+    """Returns whether an object is a function that does the work of a tool.
+
+    A function that creates a tool differs from it by its result, which is a tool.
+    """
+    if not inspect.isfunction(found):
+        return False
+    if inspect.iscoroutinefunction(found):
+        return True
+    try:
+        result = typing.get_type_hints(found).get("return", Tool)
+    except (NameError, TypeError):
+        return False
+    return (typing.get_origin(result) or result) in _PLAIN
+
+
+def as_tool(found: Any) -> Any:
+    """Returns a function that creates a `FunctionTool`, if ``found`` is a typed function."""
+    if not is_function_tool(found):
+        return found
+    create = functools.partial(FunctionTool, found)
+    create.name = found.__name__  # type: ignore[attr-defined]
+    return create
+
+
+def _described(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns name, description and parameters of a function, as chat templates take them."""
+    from transformers.utils import get_json_schema
+
+    where = f"tool {function.__name__}"
+    text = inspect.getdoc(function) or ""
+    if not text.strip():
+        raise UserError(f"{where}: the function has no docstring, which tells the policy its use")
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise UserError(f"{where}: *{parameter.name} has no name for the policy; remove it")
+        if parameter.annotation is parameter.empty:
+            raise UserError(f"{where}: the parameter {parameter.name} has no type; write one")
+    summary, _, rest = text.partition("\nArgs:")
+    listed = re.findall(r"^ +(\w+)(?: *\(.*?\))?:", rest, re.MULTILINE)
+    missing = [p.name for p in parameters if p.name not in listed]
+
+    @functools.wraps(function)
+    def documented() -> None: ...
+
+    # transformers needs a description of each argument; the name describes one without.
+    if missing:
+        lines = [f"    {name}: {name.replace('_', ' ')}" for name in missing]
+        before = rest.split("\nReturns:")[0].rstrip() if rest else ""
+        documented.__doc__ = "\n".join([f"{summary.strip()}\n\nArgs:{before}", *lines])
+    try:
+        schema: dict[str, Any] = get_json_schema(documented)["function"]
+    except Exception as error:  # transformers and typing raise many types here
+        raise UserError(f"{where}: its arguments cannot be described: {error}") from error
+    schema["description"] = " ".join(schema["description"].split())
+    return schema

@@ -1,0 +1,199 @@
+"""Chooses the settings that a run leaves to its model, its data and its machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from ml_collections import ConfigDict
+
+from coa_jax.model.config import ModelConfig, cpu_dtype
+from coa_jax.parallel import processes
+from coa_jax.run.settings import changes_of, complete_config, merged, plain
+from coa_jax.tools.make import ToolsConfig
+from coa_jax.train.config import SFTConfig, TrainingConfig
+from coa_jax.train.rl_config import RLConfig
+
+C = TypeVar("C", bound=TrainingConfig)
+
+_STEPS, _PASSES = 100, 3
+"""Number of steps of RL, and of passes over the examples of other runs, without total_steps."""
+_RATES = {("rl", False): 1e-6, ("rl", True): 5e-5, ("fit", False): 1e-5, ("fit", True): 2e-4}
+"""Learning rate by (stage, whether adapters are trained), without learning_rate."""
+_SHARE = {"cpu": 0.7}
+"""Share of the free memory that the arrays counted here may take, if it is not 0.85."""
+_TOKENS = {"cpu": 4096}
+"""Number of tokens of a micro-batch on one device, if it is not 16,384. More are hardly faster."""
+_SLOTS = {"cpu": 64}
+"""Maximum number of sequences that an engine decodes at the same time, if it is not 256."""
+_TOGETHER = {"engine": {"slots": 256, "max_length": 2**20, "dtype": "auto"}, "mesh": {"fsdp": -1}}
+"""Settings of a config that leaves the sizes to the machine."""
+
+
+class Machine(NamedTuple):
+    """The devices of a run.
+
+    Attributes:
+        platform: ``cpu``, ``tpu`` or ``gpu``.
+        devices: number of devices of all processes.
+        free: free memory of a device in bytes; the devices of a CPU share the memory of their host.
+    """
+
+    platform: str
+    devices: int
+    free: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Returns the devices of this process, and of the processes that it trains with."""
+        import jax
+
+        from coa_jax.engine.memory import free_memory
+
+        local = jax.local_devices()
+        free = free_memory(local[0]) or 16 * 10**9
+        platform = "gpu" if local[0].platform == "cuda" else local[0].platform
+        return cls(platform, jax.device_count(), free // (len(local) if platform == "cpu" else 1))
+
+
+def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
+    """Adds all settings that a config lacks, with their defaults.
+
+    Args:
+        stage: ``sft`` or ``rl``.
+        config: settings of the stage; ``model``, and ``data`` or ``tasks``, have no default.
+    """
+    values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
+    kind, source = (SFTConfig, "data") if stage == "sft" else (RLConfig, "tasks")
+    base = complete_config(kind, {"model": "-", source: "-", **_TOGETHER}).to_dict()
+    base |= {"model": "", source: ""}
+    if stage == "rl":
+        base["tools"] = complete_config(ToolsConfig, {}).to_dict()
+    return ConfigDict(merged(base, values))
+
+
+def completed(
+    config: C,
+    model: ModelConfig,
+    longest: int,
+    examples: int = 0,
+    machine: Machine | None = None,
+) -> C:
+    """Replaces the settings that a config leaves open, and prints what was chosen.
+
+    - ``row_length`` becomes ``longest``, rounded up to a multiple of 128.
+    - ``dtype`` is bfloat16 where the processor multiplies bfloat16.
+    - ``remat`` is the fastest of none, dots and full with which a row fits into memory, and
+      ``rows`` the number of rows that fit, up to 4,096 tokens on CPUs and 16,384 on accelerators.
+    - ``mesh.decode_tensor`` is the number of chips that hold a copy of the model for decoding.
+    - If ``rows`` is open, ``engine`` states upper bounds, which are lowered to what the run can use
+      and what fits into a third of the memory that all parameters leave.
+    - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4.
+    - A run of RL has 100 steps; other runs make three passes over their examples.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model, with the adapters to train.
+        longest: number of tokens of the longest sequence.
+        examples: number of training examples; 0 in RL.
+        machine: devices of the run; None for those of this process.
+    """
+    machine = machine or Machine.here()
+    rl, optimizer = isinstance(config, RLConfig), config.optimizer
+    if optimizer.learning_rate < 0:
+        rate = _RATES["rl" if rl else "fit", model.lora.rank > 0]
+        optimizer = dataclasses.replace(optimizer, learning_rate=rate)
+    if not optimizer.total_steps:
+        steps = (
+            _STEPS * config.updates_per_step
+            if isinstance(config, RLConfig)
+            else -(-_PASSES * examples // config.batch_size)  # type: ignore[attr-defined]
+        )
+        optimizer = dataclasses.replace(optimizer, total_steps=max(1, steps))
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = cpu_dtype() if machine.platform == "cpu" else "bfloat16"
+    chosen = dataclasses.replace(
+        config,
+        optimizer=optimizer,
+        dtype=dtype,
+        row_length=config.row_length or -(-longest // 128) * 128,
+    )
+    chosen = _with_sizes(chosen, model, longest, machine)
+    if processes.index() == 0 and (changes := changes_of(plain(config), plain(chosen))):
+        values = ", ".join(f"{name} {new}" for name, _, new in changes)
+        print(f"chosen: {values} (--config.NAME=VALUE changes a setting)", flush=True)
+    return chosen
+
+
+def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:
+    """Chooses engine, rows and rematerialisation by the memory that they need on a device."""
+    from coa_jax.engine.memory import fitted
+    from coa_jax.model.params import num_params, without_adapters
+
+    platform, cpu = machine.platform, machine.platform == "cpu"
+    parts = _parts(config, machine.devices)
+    bare = num_params(without_adapters(model))
+    trained = num_params(model) - bare if model.lora.rank else bare
+    # Parameters in float32; gradients and two moments of those that are trained.
+    left = int(_SHARE.get(platform, 0.85) * machine.free) - (4 * bare + 12 * trained) // parts
+    engine = getattr(config, "engine", None)
+    changes: dict[str, Any] = {}
+    if engine is not None and engine.dtype == "auto":
+        engine = dataclasses.replace(engine, dtype=engine.on_platform(platform).dtype)
+        changes["engine"] = engine
+    if engine is not None and not config.rows:
+        samples = config.groups * config.group_size if isinstance(config, RLConfig) else 64
+        bounds = dataclasses.replace(engine, slots=min(engine.slots, _SLOTS.get(platform, 256)))
+        copy, chips = bare * (2 if engine.dtype == "bfloat16" else 4), config.mesh.decode_tensor
+        if not chips and config.mesh.tensor == 1:  # as few chips as hold the model beside the rest
+            chips = 1
+            while chips < machine.devices and 2 * copy // chips > left:
+                chips *= 2
+            changes["mesh"] = dataclasses.replace(
+                config.mesh, decode_tensor=chips if chips > 1 else 0
+            )
+        chips = max(chips, 1)
+        room = copy // chips + max(left - copy // chips, 0) // 3
+        changes["engine"] = fitted(bounds, model, platform, samples, longest, chips * room)
+        left -= room if isinstance(config, RLConfig) else 0
+    wanted = config.groups * config.group_size if isinstance(config, RLConfig) else 0
+    wanted = wanted or getattr(config, "batch_size", 1)
+    policies = ("none", "dots", "full") if config.remat == "auto" else (config.remat,)
+    sizes = [(policy, _row_bytes(model, config, policy, cpu)) for policy in policies]
+    changes["remat"], row = next((each for each in sizes if each[1] <= left), sizes[-1])
+    if not config.rows:
+        most = max(1, _TOKENS.get(platform, 16_384) // config.row_length)
+        rows = max(1, min(most, left // row, -(-wanted // parts)))
+        changes["rows"] = parts << (rows.bit_length() - 1)
+    return dataclasses.replace(config, **changes)
+
+
+def _parts(config: TrainingConfig, devices: int) -> int:
+    """Returns the number of devices over which the rows of a micro-batch are split."""
+    mesh, devices = config.mesh, devices - config.mesh.rollout_devices
+    known = [size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size > 0]
+    product = 1
+    for size in known:
+        product *= size
+    rows = 1 if mesh.tensor < 0 else max(mesh.tensor, 1)
+    whole = product if len(known) == 3 else max(product, devices)
+    return max(1, whole // rows)
+
+
+def _row_bytes(model: ModelConfig, config: TrainingConfig, policy: str, cpu: bool) -> int:
+    """Estimates the bytes that a row adds to an update under a rematerialisation policy.
+
+    Each layer keeps what the policy names for the backward pass, and one layer at a time has all of
+    its activations and their gradients. XLA on CPUs also keeps the weights of attention.
+    """
+    hidden, wide = model.hidden_size, model.intermediate_size
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    matmuls = heads + 3 * hidden + 2 * wide
+    whole = matmuls + heads + 2 * hidden + 3 * wide
+    whole += model.num_heads * config.row_length if cpu else 0
+    kept = {"none": whole, "dots": matmuls}.get(policy, hidden)
+    item = 4 if config.dtype == "float32" else 2
+    logits = 16 * min(config.row_length, 512) * model.vocab_size
+    return config.row_length * item * (model.num_layers * kept + 3 * whole) + logits

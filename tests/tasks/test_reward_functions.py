@@ -1,0 +1,62 @@
+"""Rewards with the signatures of TRL and verl."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from coa_jax.data.trajectory import Author, SegmentSpan
+from coa_jax.errors import UserError
+from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tasks.checks import REWARDS
+from tests.tasks.finished import finished
+
+TASK = Task("t", "What is 12 * 34?", "web", ("408",), "sums", {"level": 3})
+
+
+def of_columns(completions, answer, level, **kwargs):
+    assert set(kwargs) == {"prompts"}
+    return [n * float(g in text) for n, text, g in zip(level, completions, answer, strict=True)]
+
+
+async def of_two_columns(prompts, completions):
+    return [float(len(prompts) == len(completions) == 1)]
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return extra_info["level"] * float(data_source == "sums" and ground_truth in solution_str)
+
+
+def says_yes(completions):
+    return ["yes"]
+
+
+def graders(function) -> Graders:
+    path = REWARDS.name_of(function, function.__name__)
+    return Graders(GradersConfig(rewards={"own": {"path": path}}))
+
+
+def graded(function, answer: str = "408") -> float | None:
+    return graders(function)(TASK, finished(answer)).value
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [(of_columns, 3.0, 0.0), (of_two_columns, 1.0, 1.0), (of_verl, 3.0, 0.0)],
+)
+def test_a_reward_of_another_library_gets_its_own_arguments(function, right, wrong):
+    assert (graded(function), graded(function, "12")) == (right, wrong)
+
+
+def test_a_reward_that_returns_a_string_is_refused():
+    with pytest.raises(UserError, match=r"own.*'yes'.*a finite number"):
+        graded(says_yes)
+
+
+def test_observations_are_no_part_of_a_completion():
+    silent = finished(None)
+    last, text = silent.segments[-1].end, "<observation>408</observation>"
+    spans = (*silent.segments, SegmentSpan("observation", Author.ENVIRONMENT, text, last, last))
+    seen = dataclasses.replace(silent, segments=spans, text=silent.text + text)
+    assert graders(of_columns)(TASK, seen).value == 0.0

@@ -1,0 +1,117 @@
+"""Typed Python functions as tools."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.run.settings import build_config
+from coa_jax.tools.base import Tool, ToolContext
+from coa_jax.tools.function import FunctionTool
+from coa_jax.tools.make import ToolsConfig, make_tools, named_tools
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiplies two integers.
+
+    The result is exact.
+    """
+    return a * b
+
+
+async def find(query: str, kinds: list[str] | None = None) -> dict[str, str]:
+    """Finds documents.
+
+    Args:
+        query: what to look for
+    """
+    await asyncio.sleep(0)
+    return {"found": f"{query} {kinds}"}
+
+
+def fail(text: str) -> str:
+    """Fails."""
+    raise ValueError(f"no {text}")
+
+
+def called(function, arguments: str):
+    return asyncio.run(FunctionTool(function)(arguments, ToolContext()))
+
+
+def test_types_and_docstring_describe_a_function():
+    tool = FunctionTool(multiply)
+    assert isinstance(tool, Tool) and tool.name == "multiply"
+    assert tool.description.startswith("Multiplies two integers. The result is exact.")
+    assert tool.schema["required"] == ["a"]
+    assert {name: kind["type"] for name, kind in tool.schema["properties"].items()} == {
+        "a": "integer",
+        "b": "integer",
+    }
+    properties = FunctionTool(find).schema["properties"]
+    assert properties["query"]["description"] == "what to look for"
+    assert properties["kinds"]["items"] == {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text", "outcome"),
+    [
+        (multiply, '{"a": 12, "b": 34}', "408", "ok"),
+        (multiply, '{"a": 12}', "24", "ok"),
+        (multiply, '{"a": "12"}', "'a' must be of the type integer", "bad_call"),
+        (multiply, '{"a": true}', "'a' must be of the type integer", "bad_call"),
+        (multiply, '{"a": 1, "c": 2}', "no argument 'c'", "bad_call"),
+        (multiply, '{"b": 1}', '"a" (integer)', "bad_call"),
+        (multiply, "12 times 34", '"a" (integer)', "bad_call"),
+        (find, '{"query": "tides"}', '{"found": "tides None"}', "ok"),
+        (find, '{"query": "tides", "kinds": ["map"]}', "['map']", "ok"),
+        (fail, '{"text": "tide"}', "ValueError: no tide", "error"),
+    ],
+)
+def test_a_call_gives_the_result_or_says_what_is_wrong(function, arguments, text, outcome):
+    seen = called(function, arguments)
+    assert text in seen.text and seen.outcome == outcome
+
+
+def without_docstring(a: int) -> int:
+    return a
+
+
+def without_type(a) -> int:
+    """Does."""
+    return a
+
+
+def any_object(a: object) -> int:
+    """Does."""
+    return 1
+
+
+def many(*numbers: int) -> int:
+    """Adds."""
+    return sum(numbers)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (without_docstring, "without_docstring.*no docstring"),
+        (without_type, "without_type.*parameter a has no type"),
+        (any_object, "any_object.*cannot be described"),
+        (many, r"many.*\*numbers"),
+        (3, "give a name, a tool, or a typed function"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_refused(function, words):
+    with pytest.raises(UserError, match=words):
+        named_tools([function])
+
+
+def test_a_config_names_a_function():
+    config = build_config(
+        ToolsConfig, {"names": ("tests.tools.test_function:multiply",), "protocol": "sums"}
+    )
+    (tool,) = make_tools(config)
+    seen = asyncio.run(tool('{"a": 3}', ToolContext()))
+    assert (tool.name, seen.text) == ("multiply", "6")
