@@ -6,6 +6,7 @@ import ast
 import asyncio
 import dataclasses
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -28,6 +29,7 @@ from coa_jax.tools.base import Observation
 from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
 from tests.evaluate.tiny_evaluation import CONFIG
+from tests.hub_server import hub_server
 from tests.train.tiny_runs import rl_config, sft_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -324,6 +326,30 @@ def test_rows_functions_and_the_name_of_a_model_are_enough_for_a_run(saved, tmp_
     assert '"name": "double"' in coa_jax.load_tokenizer(saved).decode(prompt)
     assert trajectory.protocol.endswith(":hermes")
     assert isinstance(run.policy("What is 3 doubled?"), str)
+
+
+def test_the_first_program_of_the_readme_runs(saved, tmp_path, monkeypatch):
+    """A small random model stands behind the name, on a local Hub; the run is short."""
+    text = (REPOSITORY / "README.md").read_text()
+    program = text.split("## In Python")[1].split("```python\n")[1].split("```")[0]
+    small = {"groups": 1, "group_size": 2, "optimizer": {"total_steps": 1}}
+    with hub_server() as hub:
+        hub.add("Qwen/Qwen3-0.6B", {file.name: file.read_bytes() for file in saved.iterdir()})
+        code = f"""
+import functools, coa_jax
+budget = {{"max_tokens": 1024, "max_turn_tokens": 16}}
+coa_jax.train_rl = functools.partial(coa_jax.train_rl, **{small!r}, rollout=budget)
+exec({program!r})
+"""
+        online = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path, env={**os.environ, **online, "NO_PROXY": "127.0.0.1"},
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^chosen: .*rows 2", done.stdout, re.MULTILINE)
+    assert (tmp_path / "runs" / "mine" / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
