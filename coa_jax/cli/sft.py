@@ -1,8 +1,9 @@
 """Fine-tunes a policy on distilled trajectories.
 
     coa-jax sft --config=configs/sft/factbook.py --workdir=runs/sft
+    coa-jax sft --config.model=MODEL --config.data=records.jsonl --workdir=runs/sft
 
-The command writes metrics and checkpoints to the work directory, and the model to
+A config file holds what differs from the defaults; without a file, the flags do. The command writes metrics and checkpoints to the work directory, and the model to
 ``WORKDIR/model``.
 """
 

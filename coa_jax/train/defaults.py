@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
+from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig, cpu_dtype
 from coa_jax.parallel import processes
 from coa_jax.run.settings import changes_of, complete_config, merged, plain
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.config import SFTConfig, TrainingConfig
 from coa_jax.train.rl_config import RLConfig
+
+if TYPE_CHECKING:
+    from coa_jax.parallel.slices import Slice
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -125,6 +129,26 @@ def completed(
         values = ", ".join(f"{name} {new}" for name, _, new in changes)
         print(f"chosen: {values} (--config.NAME=VALUE changes a setting)", flush=True)
     return chosen
+
+
+def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> C:
+    """Returns the settings of a run on a slice, see `completed`.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model, without adapters.
+        where: the slice.
+        devices: number of devices of the slice.
+
+    Raises:
+        UserError: the run is not of RL and leaves ``row_length`` to its data.
+    """
+    longest = config.longest if isinstance(config, RLConfig) else config.row_length
+    if not longest:
+        raise UserError("row_length is 0, and only the data say how long examples are; give it")
+    model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
+    machine = Machine("tpu" if where.tpu else "gpu", devices, where.chip.hbm_bytes)
+    return completed(config, model, longest, machine=machine)
 
 
 def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:

@@ -41,6 +41,7 @@ from coa_jax.run.command import config_flag, run_main
 from coa_jax.run.settings import build_config
 from coa_jax.train.arrays import set_up
 from coa_jax.train.config import SFTConfig
+from coa_jax.train.defaults import completed_for
 from coa_jax.train.rl_config import RLConfig
 
 
@@ -74,6 +75,7 @@ def main(_: list[str]) -> int:
     config = build_config(kind, settings)
     name, model = architecture_of(values.model or config.model)
     devices = devices_of(where)
+    config = completed_for(config, model, where, len(devices))
     setup = set_up(config, model, where, devices)
     result = analyse(setup, values.reserve, values.kernel_efficiency, fraction)
     refused = [row["name"] for row in result["programs"] if row["roofline"] is None]
