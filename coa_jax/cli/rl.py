@@ -3,8 +3,8 @@
     coa-jax rl --config=configs/rl/factbook.py --workdir=runs/rl
     coa-jax rl --config.model=MODEL --config.tasks=questions.jsonl --workdir=runs/rl
 
-A config file holds what differs from the defaults; without a file, the flags do. The command writes metrics, every trajectory and checkpoints to the work directory, and the model to
-``WORKDIR/model``.
+A config file holds what differs from the defaults; without a file, the flags do. The command writes
+metrics, every trajectory and checkpoints to the work directory, and the model to ``WORKDIR/model``.
 
     coa-jax rl --replay=runs/rl
 

@@ -3,8 +3,8 @@
     coa-jax sft --config=configs/sft/factbook.py --workdir=runs/sft
     coa-jax sft --config.model=MODEL --config.data=records.jsonl --workdir=runs/sft
 
-A config file holds what differs from the defaults; without a file, the flags do. The command writes metrics and checkpoints to the work directory, and the model to
-``WORKDIR/model``.
+A config file holds what differs from the defaults; without a file, the flags do. The command writes
+metrics and checkpoints to the work directory, and the model to ``WORKDIR/model``.
 """
 
 from __future__ import annotations
