@@ -19,7 +19,7 @@ from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks.base import with_level
 from coa_jax.tools.make import ToolsConfig
-from tests.test_quickstart import small_config
+from tests.paper.test_quickstart import small_config
 
 FORMATS = ("hermes", "react")
 

@@ -39,7 +39,7 @@ from coa_jax.train.config import SFTConfig
 from coa_jax.train.sft import train
 from tests.distill.logs import distill_tasks
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 PROTOCOL = get_protocol("generalist")
 BUDGET = RolloutConfig(max_tokens=400, max_tool_calls=4, max_observation_tokens=120)
 

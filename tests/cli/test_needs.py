@@ -16,7 +16,7 @@ from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders, GradersConfig
 from tests.test_launch import run
 
-LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 PAPER = {
     "rl web.py": (("gguf", "web"), ("SERPER_API_KEY",)),
     "rl mhqa.py": (("gguf",), ()),

@@ -18,7 +18,7 @@ from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.make import TOOLS
 from coa_jax.train.algorithms import ADVANTAGES, LOSSES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     "tool": TOOLS,
     "reward": REWARDS,

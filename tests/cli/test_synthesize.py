@@ -21,7 +21,7 @@ from coa_jax.tasks.base import split_of
 from tests.distill.chat_server import serving
 from tests.killing import kill_when
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "synthesis.atomic": 40,
     "synthesis.depth": (15, 5),

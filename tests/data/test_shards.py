@@ -24,7 +24,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.train.rejection import read_graded
 from tests.report.run_files import episode
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 each_format = pytest.mark.parametrize("form", shards.SHARD_FORMATS)
 
 
@@ -102,7 +102,7 @@ def test_two_writes_of_one_step_are_both_kept(tmp_path, form):
 WRITER = """
 import sys
 from coa_jax.run.run_dir import RunDir
-from tests.test_shards import graded
+from tests.data.test_shards import graded
 with RunDir(sys.argv[1]) as run:
     for step in range(1, 10_000):
         run.traces(step, "rl", [graded(step)] * 20, sys.argv[2])

@@ -17,7 +17,7 @@ from coa_jax.paper.claims import Folders
 from coa_jax.run.command import load_config
 from coa_jax.tasks import Task
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_stage(folder, stage, tasks, tools=None, methods=None):

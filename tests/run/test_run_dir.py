@@ -331,7 +331,7 @@ time.sleep(60)
 
 
 def start_holder(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     return subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path), *arguments],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)},

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from coa_jax.serve.http.limits import ConnectionLimits
+from tests.serve.http.attack import KINDS, is_slow
 from tests.serve.live import CONFIG, server
-from tests.web.attack import KINDS, is_slow
 
-ATTACK = Path(__file__).resolve().parent.parent / "web" / "attack.py"
+ATTACK = Path(__file__).with_name("http") / "attack.py"
 # Large enough for what parsing and encoding would take.
 MAX_BODY = 4 << 20
 

@@ -10,7 +10,7 @@ from coa_jax.serve import tool_server
 from coa_jax.serve.http.limits import ConnectionLimits
 from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.tools.bm25 import Index
-from tests.web.live import running
+from tests.serve.http.live import running
 
 
 @contextlib.contextmanager

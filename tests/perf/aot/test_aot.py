@@ -22,7 +22,7 @@ from coa_jax.perf.aot import __main__ as command
 from coa_jax.perf.aot import estimate
 from coa_jax.perf.aot.estimate import _compiled
 from coa_jax.run.command import load_config
-from tests.aot.test_estimate import TOO_LARGE, Refusing, needs_tpu_compiler
+from tests.perf.aot.test_estimate import TOO_LARGE, Refusing, needs_tpu_compiler
 
 
 def aot(*arguments):
@@ -35,7 +35,7 @@ def aot(*arguments):
             "XLA_FLAGS": "",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
         },
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=600,

@@ -114,7 +114,7 @@ def test_an_operation_takes_the_cycles_that_the_compiler_says():
 
 
 def test_a_loop_counts_as_often_as_it_turns():
-    from tests.aot.test_costs import TPU
+    from tests.perf.aot.test_costs import TPU
 
     module = parse(TPU)
     chip = Chip(1e12, 10**9, 1e12, 6e9)
@@ -167,7 +167,7 @@ def test_a_slice_is_fetched_beside_operations(start, done):
 
 
 def test_what_is_sent_inside_a_fusion_uses_the_links():
-    from tests.aot.test_costs import SCATTERED
+    from tests.perf.aot.test_costs import SCATTERED
 
     places = np.array([(n % 4, n // 4, 0) for n in range(8)])
     found = play(parse(SCATTERED), Machine(Chip(100.0, 10**9, 1e9, 60.0), places, (4, 2, 1)))

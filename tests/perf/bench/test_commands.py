@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.small_workload import content, rollout, write
+from tests.perf.bench.small_workload import content, rollout, write
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def run(name, *arguments):

@@ -18,7 +18,7 @@ from coa_jax.perf.bench.models import Subject
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import RolloutConfig
 from tests import tiny_policy
-from tests.bench.small_workload import subject
+from tests.perf.bench.small_workload import subject
 
 
 def test_decoding_samples_what_was_asked_for():

@@ -14,7 +14,7 @@ from coa_jax.errors import UserError
 from coa_jax.perf.bench import rl
 from coa_jax.perf.bench.rollout import run_workload
 from coa_jax.perf.bench.shapes import engine_shapes
-from tests.bench.small_workload import rollout, subject, workload
+from tests.perf.bench.small_workload import rollout, subject, workload
 
 
 def own():

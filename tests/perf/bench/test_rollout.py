@@ -16,7 +16,7 @@ from coa_jax.perf.bench.measure import compile_count
 from coa_jax.perf.bench.models import load_subject
 from coa_jax.perf.bench.rollout import logp_gap, measure, measure_once, run_workload
 from coa_jax.perf.bench.shapes import engine_shapes
-from tests.bench.small_workload import rollout, subject, workload
+from tests.perf.bench.small_workload import rollout, subject, workload
 
 
 def engine(work, slots=4, chunk=4, block=8, buckets=(32,), max_length=128):

@@ -10,7 +10,7 @@ from coa_jax.errors import UserError
 from coa_jax.perf.bench import stalls
 from coa_jax.perf.bench.forced import Sleep
 from coa_jax.perf.bench.shapes import engine_shapes
-from tests.bench.small_workload import rollout, subject, workload
+from tests.perf.bench.small_workload import rollout, subject, workload
 
 
 def shapes(work, slots=4):

@@ -18,7 +18,7 @@ from coa_jax.perf.bench.workload import (
     given_recipe,
     read_workload,
 )
-from tests.bench.small_workload import content, rollout, workload, write
+from tests.perf.bench.small_workload import content, rollout, workload, write
 
 
 def test_a_workload_is_read_as_written(tmp_path):

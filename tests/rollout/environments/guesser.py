@@ -29,7 +29,7 @@ from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from tests.rollout.small_loop import GREEDY
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_environment"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_environment"
 sys.path.append(str(EXAMPLE))
 
 guess = importlib.import_module("guess")  # it is no part of the package

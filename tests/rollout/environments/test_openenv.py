@@ -4,7 +4,8 @@
 variable the tests are skipped:
 
     python -m venv runs/openenv && runs/openenv/bin/pip install openenv-core
-    COA_JAX_OPENENV=$PWD/runs/openenv/bin/python python -m pytest tests/environments/test_openenv.py
+    export COA_JAX_OPENENV=$PWD/runs/openenv/bin/python
+    python -m pytest tests/rollout/environments/test_openenv.py
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason, read_trajectories
 from tests.buckets import free_port
-from tests.environments.test_runs import coa_jax, prepared
+from tests.rollout.environments.test_runs import coa_jax, prepared
 
 PYTHON = os.environ.get("COA_JAX_OPENENV", "")
 pytestmark = [

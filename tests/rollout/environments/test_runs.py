@@ -14,9 +14,9 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.model.api import save_model
-from tests.environments import guesser
+from tests.rollout.environments import guesser
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RL = """
 from coa_jax.run.command import load_config
 

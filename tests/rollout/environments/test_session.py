@@ -23,8 +23,8 @@ from coa_jax.rollout.replay import recording, replay
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import grade
 from coa_jax.tools.base import ToolContext
-from tests.environments import guesser
-from tests.environments.guesser import TASK, environments, request
+from tests.rollout.environments import guesser
+from tests.rollout.environments.guesser import TASK, environments, request
 
 SHAPES = EngineConfig(slots=4, max_length=192, chunk=8, extend_buckets=(64,))
 BUDGET = RolloutConfig(max_tokens=192, max_tool_calls=6, max_turn_tokens=12)

@@ -12,8 +12,8 @@ from coa_jax.errors import UserError
 from coa_jax.rollout.environments import Step, Turn
 from coa_jax.rollout.replay import read_recordings, replay
 from coa_jax.tasks import load_tasks
-from tests.environments import guesser
-from tests.environments.test_runs import coa_jax, prepared
+from tests.rollout.environments import guesser
+from tests.rollout.environments.test_runs import coa_jax, prepared
 
 pytest.importorskip("textarena")
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
 """A run that samples with agent programs; run as a program, it may be killed.
 
-python -m tests.agents.killed FOLDER RUN
+python -m tests.serve.agents.killed FOLDER RUN
 """
 
 from __future__ import annotations

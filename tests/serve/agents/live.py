@@ -19,7 +19,7 @@ from tests.rollout.small_loop import engine, requests
 
 LENGTH = 384
 BUDGET = RolloutConfig(max_tokens=LENGTH)
-HERE = "tests.agents.functions"
+HERE = "tests.serve.agents.functions"
 
 
 def one(samples: int = 1, task: int = 0, temperature: float = 1.0) -> Request:

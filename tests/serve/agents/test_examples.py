@@ -20,7 +20,7 @@ from tests import tiny_policy
 from tests.evaluate import tiny_evaluation
 from tests.train.tiny_runs import rl_config, rows, run_rl
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 LENGTH = 768
 COMMANDS = {"curl_agent": ("bash", "agent.sh"), "smolagents_agent": (sys.executable, "agent.py")}
 

@@ -26,13 +26,13 @@ from coa_jax.train.record import checksum, oldest_of
 from coa_jax.train.rl import repeat
 from coa_jax.train.update import group_examples
 from tests import tiny_policy
-from tests.agents import killed
-from tests.agents.test_program import gone
 from tests.evaluate import tiny_evaluation
 from tests.killing import lines_of
+from tests.serve.agents import killed
+from tests.serve.agents.test_program import gone
 from tests.train.tiny_runs import rl_config, rows, run_rl
 
-AGENT = AgentConfig(function="tests.agents.functions:brevity", seconds=600.0)
+AGENT = AgentConfig(function="tests.serve.agents.functions:brevity", seconds=600.0)
 OPTIMIZER = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)
 
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 CHANGES = {"optimizer": OPTIMIZER, "temperature": 2.0}
 STREAM = {
-    "agent": AgentConfig(function="tests.agents.functions:rewarded_team", seconds=600.0),
+    "agent": AgentConfig(function="tests.serve.agents.functions:rewarded_team", seconds=600.0),
     "max_staleness": 2,
 }
 
@@ -123,8 +123,8 @@ def test_a_run_that_a_signal_ends_leaves_no_program_and_goes_on_to_the_same_end(
     name, numbers = f"signals-{number.name}", folder / "numbers"
     numbers.unlink()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.agents.killed", str(folder), name],
-        cwd=Path(__file__).parents[2], stderr=subprocess.PIPE,
+        [sys.executable, "-m", "tests.serve.agents.killed", str(folder), name],
+        cwd=Path(__file__).parents[3], stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
         # After a checkpoint, while programs of the next step run.

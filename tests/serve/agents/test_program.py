@@ -116,7 +116,7 @@ def test_programs_end_when_their_owner_is_killed(tmp_path):
     script = family(tmp_path / "numbers")
     code = (
         "import asyncio\n"
-        "from tests.agents.test_program import ACCESS, TASK, run_command\n"
+        "from tests.serve.agents.test_program import ACCESS, TASK, run_command\n"
         f"asyncio.run(run_command(['bash', '-c', {script!r}], TASK, ACCESS))"
     )
     owner = subprocess.Popen([sys.executable, "-c", code])

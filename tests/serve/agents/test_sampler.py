@@ -19,9 +19,9 @@ from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve import service
 from tests import tiny_policy
-from tests.agents.functions import LOOK
-from tests.agents.live import LENGTH, one, sampler, solve
 from tests.rollout.small_loop import engine
+from tests.serve.agents.functions import LOOK
+from tests.serve.agents.live import LENGTH, one, sampler, solve
 
 
 def trainer_logps(trajectory: Trajectory) -> np.ndarray:

@@ -32,7 +32,7 @@ from tests.train.tiny_runs import rl_config, rows, run_rl
 
 HERE = sys.executable if find_spec("verifiers") else ""
 PYTHON = os.environ.get("COA_JAX_VERIFIERS", HERE)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "verifiers"
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs verifiers")
 
 # One turn; two weighted rewards behind a system message; a game of several turns.
@@ -120,7 +120,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def environment(folder, monkeypatch):
     importable(EXAMPLE)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{folder}")
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{folder}")
     monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
 
 

@@ -18,8 +18,8 @@ from coa_jax.serve.http.guard import GuardRules, check_exposure
 from coa_jax.serve.http.json_app import JsonRoute, make_app
 from coa_jax.serve.http.limits import ConnectionLimits
 from coa_jax.serve.http.refusals import RefusalLog
+from tests.serve.http.live import running
 from tests.tools.fault_server import wait_until
-from tests.web.live import running
 
 LIMITS = ConnectionLimits(
     connections=20, header_seconds=0.5, body_seconds=0.5, idle_seconds=0.5, write_seconds=0.5
