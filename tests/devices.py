@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forked
 
 
 def on_devices(count: int, *command: str, optimized: bool = False) -> list[str]:
@@ -18,13 +18,6 @@ def on_devices(count: int, *command: str, optimized: bool = False) -> list[str]:
         environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
     flags = environment.get("XLA_FLAGS", "")
     environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}"
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = forked.run(command, Path(__file__).parents[1], environment, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

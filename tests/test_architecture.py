@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import CodeType, CoroutineType, FrameType
@@ -18,7 +17,7 @@ from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.wiki_search import WikiSearch
 from coa_jax.train import logps, objectives
 from coa_jax.train.algorithms import Algorithm
-from tests import tiny_policy
+from tests import forked, tiny_policy
 from tests.train.tiny_runs import rl_config, run_rl, run_sft, sft_config
 
 PACKAGE = Path(decoder.__file__).parent.parent
@@ -77,8 +76,8 @@ def stacks(tmp_path_factory) -> Stacks:
     folder = tmp_path_factory.mktemp("reading")
     # In a process of its own: programs that another test has traced would not be traced again.
     record = f"from tests.test_architecture import *; write_stacks(Path({str(folder)!r}))"
-    command = [sys.executable, "-c", record]
-    subprocess.run(command, cwd=PACKAGE.parent, check=True, timeout=300)
+    done = forked.run(["-c", record])
+    assert done.returncode == 0, done.stderr
     stacks = json.loads((folder / "stacks.json").read_text())
     return {
         way: [[tuple(function) for function in stack] for stack in stacks[way]] for way in stacks

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from coa_jax.data.trajectory import read_trajectories
+from tests import forked
 from tests.distill.chat_server import serving
 from tests.own_files import FILES
 
@@ -37,17 +37,10 @@ def says(messages):
     return PLAN.format(answer) if messages[-1]["role"] == "user" else END.format(answer)
 
 
-def coa_jax(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def coa_jax(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the console command, for which the working directory is not on the path by itself."""
     start = "import sys; sys.argv[0] = 'coa-jax'; from coa_jax.__main__ import main; main()"
-    places = {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "PYTHONSAFEPATH": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", start, *arguments],
-        cwd=folder,
-        env={**os.environ, **places},
-        capture_output=True,
-        text=True,
-    )
+    return forked.run(["-c", start, *arguments], folder, {**os.environ, "PYTHONSAFEPATH": "1"})
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -36,6 +37,11 @@ def room_of(path: Path, package: Path) -> str | None:
     return None if room in ("__init__.py", "__main__.py") else room.removesuffix(".py")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST, module: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     """Yields (line, dotted name) of everything that a module imports, wherever it does so."""
     for node in ast.walk(tree):
@@ -59,7 +65,7 @@ def wrong_imports(package: Path) -> list[str]:
             found.append(f"{where}: the room {room} has no place in the order")
             continue
         module = ("coa_jax", *where.with_suffix("").parts)
-        for line, name in imports(ast.parse(path.read_text()), module):
+        for line, name in imports(tree_of(path), module):
             parts = name.split(".")
             if parts[0] != "coa_jax" or parts[1:2] in ([], [room], ["__version__"]):
                 continue
@@ -227,7 +233,7 @@ def test_every_import_of_the_package_is_declared():
     missing = set()
     for path in PACKAGE.rglob("*.py"):
         inside = path.relative_to(PACKAGE).parts[0] in WITH_EXTRA
-        for name, at_import in third_party(ast.parse(path.read_text())):
+        for name, at_import in third_party(tree_of(path)):
             packages = {normal(p) for p in providers.get(name, [name])} | {normal(name)}
             if not packages & (core if at_import and not inside else everything):
                 missing.add(f"{path.relative_to(REPOSITORY)}: {name}")
@@ -259,7 +265,7 @@ def imported(root: Path) -> set[str]:
     """Returns the top-level packages that the modules below a folder import, also by name."""
     names = set()
     for path in root.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         names |= {name for name, _ in third_party(tree)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and node.args:
@@ -301,7 +307,7 @@ def test_packages_with_private_names_have_a_highest_version():
     found = {
         str(path.relative_to(PACKAGE)): set(map(normal, names))
         for path in PACKAGE.rglob("*.py")
-        if (names := {name.split(".")[0] for name in private_names(ast.parse(path.read_text()))})
+        if (names := {name.split(".")[0] for name in private_names(tree_of(path))})
     }
     assert {file: {package.split("-")[0]} for file, package in PRIVATE.items()} == found
     text = (REPOSITORY / "setup.py").read_text()
@@ -316,7 +322,7 @@ def test_every_import_of_the_tests_is_declared():
     own |= {"setuptools", "tests", "examples"}
     missing = set()
     for path in (REPOSITORY / "tests").rglob("*.py"):
-        for name, _ in third_party(ast.parse(path.read_text())):
+        for name, _ in third_party(tree_of(path)):
             packages = {normal(p) for p in providers.get(name, [name])} | {normal(name)}
             if name not in own and not packages & declared_for_tests:
                 missing.add(f"{path.relative_to(REPOSITORY)}: {name}")

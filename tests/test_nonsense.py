@@ -7,10 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import random
-import subprocess
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tools.mcp_tool import McpConfig
+from tests import forked
 from tests.test_configs import COMMANDS, SPECS, build_all, leaves
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -229,15 +227,9 @@ def command_lines(number: int, seed: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def assert_one_line(name: str, arguments: list[str], workdir: Path) -> None:
-    command = [sys.executable, "-m", "coa_jax", name, f"--workdir={workdir}", *arguments]
-    run = subprocess.run(
-        command,
-        cwd=workdir.parent,
-        capture_output=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
-    )
-    said = run.stderr.decode(errors="replace")
+    words = ["-m", "coa_jax", name, f"--workdir={workdir}", *arguments]
+    run = forked.run(words, cwd=workdir.parent)
+    said = run.stderr
     case = (name, [a[:200] for a in arguments], said[-2000:])
     assert run.returncode == 2, case
     assert "Traceback" not in said, case

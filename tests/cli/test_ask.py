@@ -37,6 +37,7 @@ from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.sft import train
+from tests import forked
 from tests.distill.logs import distill_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -138,11 +139,9 @@ def test_the_directory_of_a_run_is_asked_as_its_model_was_trained(learnt, tmp_pa
 
 
 def test_a_pipe_gets_plain_text_and_several_answers(learnt):
-    done = subprocess.run(
-        command(f"--model={learnt.path}", "--max_tokens=400"),
-        input=f"{learnt.question}\n\n  {learnt.question}\n",
-        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    words = command(f"--model={learnt.path}", "--max_tokens=400")[1:]
+    typed = f"{learnt.question}\n\n  {learnt.question}\n"
+    done = forked.run(words, REPOSITORY, environment(), text=typed)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout.count(f"question\n│ {learnt.question}\n") == 2
@@ -199,10 +198,7 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
-    done = subprocess.run(
-        command(*arguments), cwd=REPOSITORY, env=environment(), capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+    done = forked.run(command(*arguments)[1:], REPOSITORY, environment())
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(message)

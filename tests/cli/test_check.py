@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -15,8 +12,8 @@ from absl import flags
 from coa_jax.cli import check
 from coa_jax.data.trajectory import write_records
 from coa_jax.run.command import load_config
-from tests import tiny_policy
-from tests.parallel.launched import ROOT, launch
+from tests import forked, tiny_policy
+from tests.parallel.launched import launch
 
 SMALL = {"row_length": 192, "engine.max_length": 192, "rollout.max_tokens": 192}
 
@@ -165,11 +162,7 @@ def command(folder, workdir, *more):
 
 
 def test_a_command_that_checks_runs_nothing_and_ends_with_a_code(folder, tmp_path):
-    done = subprocess.run(
-        [sys.executable, *command(folder, tmp_path / "run", "--check", "--config.data=/nowhere")],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = forked.run(command(folder, tmp_path / "run", "--check", "--config.data=/nowhere"))
     assert done.returncode == 2, done.stderr
     assert list((tmp_path / "run").iterdir()) == []
     assert "FAIL data: /nowhere" in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from coa_jax.run.settings import complete_config
 from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state
+from tests import forked
 from tests.devices import on_devices
 from tests.tiny_policy import write_untrained
 
@@ -121,9 +120,7 @@ def test_checkpoints_of_the_baselines_are_exported_too(run, tmp_path, phase):
 @pytest.mark.slow
 def test_the_command_says_what_it_wrote(run, tmp_path):
     flags = [f"--workdir={run[0]}", f"--output={tmp_path / 'out'}", "--step=1", "--phase=rl"]
-    done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.cli.export", *flags], capture_output=True, text=True
-    )
+    done = forked.run(["-m", "coa_jax.cli.export", *flags])
     assert (done.returncode, done.stdout) == (0, f"rl step 1 -> {tmp_path / 'out'}\n"), done.stderr
     assert "checkpoint_manager.py" not in done.stderr  # no warning of a library
 

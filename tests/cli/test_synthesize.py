@@ -18,6 +18,7 @@ from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.base import split_of
+from tests import forked
 from tests.distill.chat_server import serving
 from tests.killing import kill_when
 
@@ -116,8 +117,8 @@ def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
 def test_a_corpus_that_the_author_cannot_read_is_explained(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Tides", "text": "The tide turned twice that day."}\n')
-    line = [*command(tmp_path / "run"), f"--config.tools.corpus={corpus}"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    words = [*command(tmp_path / "run")[1:], f"--config.tools.corpus={corpus}"]
+    done = forked.run(words)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: the author cannot read any document")

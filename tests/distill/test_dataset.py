@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.tasks import load_tasks
+from tests import forked
 from tests.killing import kill_when
 
 TASKS = load_config("configs/distill/factbook.py").tasks.tasks
@@ -91,9 +91,7 @@ def command(workdir, *more):
 
 
 def run(workdir, *more):
-    return subprocess.run(
-        command(workdir, *more), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    return forked.run(command(workdir, *more)[1:])
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import subprocess
 import sys
 
 import datasets
@@ -19,6 +18,7 @@ from coa_jax.distill.convert import convert
 from coa_jax.distill.export import FORMS, export, funnel_of, masked_by_markers, prompt_of
 from coa_jax.distill.inspect import page
 from coa_jax.errors import UserError
+from tests import forked
 from tests.distill.logs import log_of
 
 
@@ -322,9 +322,8 @@ def test_a_damaged_record_is_the_users_mistake(tmp_path, change, why):
 
 def test_a_set_without_records_is_the_users_mistake(tmp_path):
     (tmp_path / "train.jsonl").write_text("")
-    line = [sys.executable, "-m", "coa_jax.distill.export"]
-    line += [f"--data={tmp_path}/train.jsonl", f"--out={tmp_path}/out"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    files = [f"--data={tmp_path}/train.jsonl", f"--out={tmp_path}/out"]
+    done = forked.run(["-m", "coa_jax.distill.export", *files])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.strip().endswith("contains no record, so there is nothing to export")
 
@@ -352,13 +351,6 @@ def test_the_card_of_a_command_shows_what_the_filters_of_the_run_did(tmp_path):
 def test_the_commands(tmp_path, command, said):
     write_records(tmp_path / "train.jsonl", RECORDS)
     name, *rest = (word.format(tmp_path) for word in command)
-    line = [
-        sys.executable,
-        "-m",
-        f"coa_jax.distill.{name}",
-        f"--data={tmp_path}/train.jsonl",
-        *rest,
-    ]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-m", f"coa_jax.distill.{name}", f"--data={tmp_path}/train.jsonl", *rest])
     assert (done.returncode, done.stderr) == (0, "")
     assert said.format(tmp_path) in done.stdout

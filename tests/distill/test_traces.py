@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +12,7 @@ from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.base import Task
+from tests import forked
 from tests.distill.logs import INVENTING
 from tests.distill.readers.samples import file_of, product, tower
 
@@ -154,19 +153,14 @@ def test_mistakes_of_the_user_are_explained(logs):
 
 
 def test_the_command_reads_logs(logs, tmp_path):
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "coa_jax.cli.distill",
-            "--config=configs/distill/traces.py",
-        ),
+    words = [
+        *("-m", "coa_jax.cli.distill", "--config=configs/distill/traces.py"),
         *(f"--workdir={tmp_path}/run", f"--config.traces.files={logs!r}"),
         "--config.teacher.selection.min_tool_calls=3",
         "--config.traces.completion.thoughts=True",
         "--config.traces.completion.verification=True",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(words)
     assert done.returncode == 0, done.stderr
     assert f"{logs[0]}: 4 records, 2 malformed" in done.stdout
     assert "no trajectory for 1: calls code" in done.stdout

@@ -90,9 +90,9 @@ def sampled(engine, slot, others=()):
     [
         {"chunk": 1, "slots": 7},
         pytest.param({"chunk": 32, "slots": 2}, marks=pytest.mark.slow),
-        {"chunk": 3, "slots": 16},
+        pytest.param({"chunk": 3, "slots": 16}, marks=pytest.mark.slow),
         pytest.param({"slots": 16, "decode_programs": 5}, marks=pytest.mark.slow),
-        {"pages": 9},
+        pytest.param({"pages": 9}, marks=pytest.mark.slow),
         {"slots": 33, "pages": 90, "extend_buckets": (16, 48, 200)},
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +15,7 @@ from scipy import stats
 from coa_jax.errors import UserError
 from coa_jax.evaluate import compare as module
 from coa_jax.evaluate.compare import bootstrap_interval, compare, permutation_test
+from tests import forked
 from tests.evaluate.made import outcome
 
 DIFFERENCES = st.lists(
@@ -128,10 +127,7 @@ def test_the_command_compares_two_files(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
 
     def run(*names):
-        return subprocess.run(
-            [sys.executable, "-m", "coa_jax.cli.compare", *map(str, names)],
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        return forked.run(["-m", "coa_jax.cli.compare", *names])
 
     done = run(tmp_path / "a.json", tmp_path / "b.json", f"--out={tmp_path}/out.json")
     assert done.returncode == 0, done.stderr

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from coa_jax.files import jsonl
-from tests import tiny_policy
+from tests import forked, tiny_policy
 from tests.serve import live
 
-ROOT = Path(__file__).parents[2]
 SHAPES = (
     "--config.engine.slots=4", "--config.engine.max_length=192", "--config.engine.chunk=8",
     "--config.engine.extend_buckets=(32,64)", "--config.rollout.max_tokens=192",
@@ -33,15 +28,12 @@ def files(tmp_path_factory):
 
 
 def command(files, workdir, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.cli.evaluate", "--config=configs/evaluate/factbook.py",
-         f"--workdir={workdir}", f"--config.tasks={files}/tasks.jsonl",
-         f"--config.tools.corpus={files}/corpus.jsonl",
-         "--config.rollout.prompt_style=brief", *SHAPES, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    return done
+    words = [
+        "-m", "coa_jax.cli.evaluate", "--config=configs/evaluate/factbook.py",
+        f"--workdir={workdir}", f"--config.tasks={files}/tasks.jsonl",
+        f"--config.tools.corpus={files}/corpus.jsonl", "--config.rollout.prompt_style=brief",
+    ]  # fmt: skip
+    return forked.run([*words, *SHAPES, *arguments])
 
 
 def test_the_command_measures_a_policy_and_shows_it(files, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from coa_jax.paper import claims
 from coa_jax.paper.claims import Folders
 from coa_jax.run.command import load_config
 from coa_jax.tasks import Task
+from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -162,12 +161,12 @@ def test_every_stage_of_the_claims_is_one_of_the_pipeline():
 
 
 def test_mistakes_of_the_user_are_explained(tmp_path):
-    command, folder = [sys.executable, "-m", "coa_jax.paper.claims"], str(tmp_path)
+    folder = str(tmp_path)
     for arguments, part in (
         ((), "give the folders"),
         ((folder,), "no summary.json"),
         ((folder, folder, f"--plain={folder}"), "--plain has 1 folders for 2 runs"),
         ((folder, f"--out={folder}/none/claims.md"), "in a directory that exists"),
     ):
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+        done = forked.run(["-m", "coa_jax.paper.claims", *arguments])
         assert done.returncode == 2 and part in done.stderr and "Traceback" not in done.stderr

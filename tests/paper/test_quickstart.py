@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +9,7 @@ from coa_jax.distill.tasks import Tasks
 from coa_jax.errors import UserError
 from coa_jax.paper.quickstart import run_pipeline
 from coa_jax.run.command import load_config
+from tests import forked
 
 SMALL = {
     "distill.train": 30,
@@ -105,16 +104,8 @@ def test_a_policy_from_nothing_learns_the_protocol(protocol, tmp_path):
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, arguments, message):
-    command = [
-        sys.executable,
-        "-m",
-        "coa_jax.paper.quickstart",
-        f"--workdir={tmp_path}",
-        *arguments,
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "NO_COLOR": "1"}
-    )
+    words = ["-m", "coa_jax.paper.quickstart", f"--workdir={tmp_path}", *arguments]
+    done = forked.run(words, env={**os.environ, "NO_COLOR": "1"})
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[-1].startswith("error: ") and message in lines[-1]

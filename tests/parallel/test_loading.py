@@ -109,9 +109,8 @@ def test_weights_of_the_hub_that_are_in_the_cache_are_not_fetched(hub, tmp_path)
     assert fetched(hub, folder, **{**env, "HF_HUB_OFFLINE": "1"}) == hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "kind", ["safetensors", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gguf", "adapter"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "adapter"])
 def test_other_files_of_a_model_of_the_hub_are_downloaded_by_one_host(hub, tmp_path, kind):
     base, copy = tmp_path / "base", tmp_path / "copy"
     samples.write_model(base)

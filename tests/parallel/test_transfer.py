@@ -161,6 +161,7 @@ def test_a_fault_of_one_process_is_raised_in_all(tmp_path, source):
     assert re.fullmatch(r"error: files of the test: .*host1.* \(process 1 on .*\)", first[0])
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_downloaded_by_one_process(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "program.py").write_text(DATA_SET)

@@ -7,7 +7,6 @@ import html.parser
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from coa_jax.report import build_report
 from coa_jax.report.page import escape
 from coa_jax.report.traces import render_trace, sample_traces, verdict_of
 from coa_jax.train.watch import QUIET
+from tests import forked
 from tests.report.run_files import HOSTILE, episode, write_run
 from tests.serve.browser import CHROMIUM, needs_browser
 from tests.trajectory_files import append_trajectories
@@ -249,11 +249,7 @@ def test_malformed_files_are_named(tmp_path, name, content, why):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coa_jax.cli.report", *arguments],
-        capture_output=True,
-        text=True,
-    )
+    return forked.run(["-m", "coa_jax.cli.report", *arguments])
 
 
 def test_the_command_writes_the_page_and_prints_its_path(tmp_path):

@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tools.base import Observation
-from tests import tiny_policy
+from tests import forked, tiny_policy
 from tests.trajectory_files import write_trajectories
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -102,13 +99,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def replay(folder: Path, traces: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "coa_jax.rollout.replay", str(folder / traces),
-            f"--model={folder / 'model'}", f"--limit={ROLLOUTS}", *arguments,
-        ],
-        cwd=REPOSITORY, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-    )  # fmt: skip
+    flags = (f"--model={folder / 'model'}", f"--limit={ROLLOUTS}")
+    words = ["-m", "coa_jax.rollout.replay", str(folder / traces), *flags, *arguments]
+    done = forked.run(words, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,14 @@ from coa_jax import storage
 from coa_jax.api import evaluate_policy
 from coa_jax.cli import compare
 from coa_jax.data.trajectory import read_trajectories
-from tests import tiny_policy
+from tests import forked, tiny_policy
 from tests.evaluate.tiny_evaluation import CONFIG
-from tests.killing import ROOT
 from tests.storage.bucket_runs import prepare, run_kind, tools_of
 
 
 def told(*words: str) -> str:
     """What a command prints."""
-    command = [sys.executable, "-m", "coa_jax", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = forked.run(["-m", "coa_jax", *words])
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -38,7 +38,8 @@ def test_every_entity_on_the_way_belongs_to_the_split(split):
         assert {split_of(entity) for entity in task.metadata["entities"]} == {split}
 
 
-def test_no_answer_of_another_split_is_in_a_training_question():
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_answer_of_another_split_is_in_a_training_question(every):
     answers = {
         normalize_answer(part)
         for split in ("validation", "test")
@@ -52,7 +53,7 @@ def test_no_answer_of_another_split_is_in_a_training_question():
     questions = {task.question for task in load_tasks("factbook", "train")}
     assert len(questions) == TEMPLATES * len(items_of("train"))
     phrases = set()
-    for question in questions:
+    for question in sorted(questions)[::every]:
         words = normalize_answer(question).split()
         for i, word in enumerate(words):
             phrases.update(" ".join(words[i : i + size]) for size in sizes.get(word, ()))

@@ -1,29 +1,29 @@
-"""Kills the runs of `tests.train.tiny_runs` at random moments."""
+"""Ends the runs of `tests.train.tiny_runs` from outside, at random moments or after a step."""
 
 from __future__ import annotations
 
 import os
 import random
-import subprocess
+import signal
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.killing import kill, started
-
-PHASE = {"sft": "sft", "rl": "rl", "stream": "rl", "pool": "rl", "leave_out": "rl"}
-
-
-def start(kind: str, folder: Path, name: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    """Starts the run of a kind in a process of its own, with programs in ``KIND-compiled``."""
-    words = ["tests.train.tiny_runs", kind, str(folder), name]
-    return started(words, folder / f"{kind}-compiled")
+from tests import forked
+from tests.train.tiny_runs import PHASE, rows, words_of
 
 
-def wait_until(process: subprocess.Popen[bytes], condition) -> bool:
+def start(kind: str, folder: Path, name: str) -> BaseProcess:
+    """Starts the run of a kind in a process of its own; ``KIND-compiled`` has its programs."""
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / f"{kind}-compiled")}
+    return forked.start(words_of(kind, folder, name), env=env, err=folder / f"{name}-errors")
+
+
+def wait_until(process: BaseProcess, condition: Callable[[], bool]) -> bool:
     """Whether a condition came true before the process ended."""
     end = time.monotonic() + 240
-    while process.poll() is None:
+    while process.is_alive():
         if condition():
             return True
         assert time.monotonic() < end
@@ -39,7 +39,8 @@ def writes_checkpoint(workdir: Path, kind: str) -> bool:
 def kill_once(kind: str, folder: Path, name: str, chance: random.Random) -> bool:
     """Kills a run at a random moment after it has begun to step; False if it ended before that."""
     workdir = folder / name
-    with start(kind, folder, name) as process:
+    process = start(kind, folder, name)
+    try:
         # Rows that a resumed run takes back are no sign of life; a lock file with its number is.
         own = f"process {process.pid} on"
         lock = workdir / ".lock"
@@ -58,4 +59,23 @@ def kill_once(kind: str, folder: Path, name: str, chance: random.Random) -> bool
             reached = wait_until(process, moved)
             delay = chance.uniform(0, 0.05 if kind == "sft" else 0.6)
         time.sleep(delay if reached else 0)
-        return kill(process)
+    finally:
+        killed = process.is_alive()
+        process.kill()
+        process.join()
+    errors = (folder / f"{name}-errors").read_text()
+    assert process.exitcode in ((0, -signal.SIGKILL) if killed else (0,)), errors[-3000:]
+    return process.exitcode != 0
+
+
+def stop_after_a_step(kind: str, folder: Path, name: str) -> tuple[int | None, str]:
+    """Sends SIGTERM to a run that has made a step; returns the exit code and what it said."""
+    process = start(kind, folder, name)
+    try:
+        assert wait_until(process, lambda: len(rows(folder / name, PHASE[kind])) >= 1)
+        process.terminate()
+        process.join(120)
+    finally:
+        process.kill()
+        process.join()
+    return process.exitcode, (folder / f"{name}-errors").read_text()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +12,6 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import Reward
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, save_model
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train import preference, rejection
@@ -24,10 +20,9 @@ from coa_jax.train.experience import score
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.preference import dpo_objective, make_pairs, pair_batches
 from coa_jax.train.rejection import read_graded, select
-from tests import tiny_policy
-from tests.killing import stopped_after
+from tests import forked, tiny_policy
 from tests.train.test_update import groups
-from tests.train.tiny_runs import rows
+from tests.train.tiny_runs import baseline_settings, rows, write_graded
 from tests.trajectory_files import write_trajectories
 
 
@@ -143,42 +138,16 @@ def test_a_file_without_graded_trajectories_of_the_phase_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The tiny policy, and two trajectories of a task: one as it was taught, one spoilt."""
-    path = tmp_path_factory.mktemp("baselines")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    rng = np.random.default_rng(0)
-    traces = []
-    for task in range(2):
-        for t in graded([1.0, 0.0], f"t{task}"):
-            size = len(model.tokenizer)
-            traces.append(dataclasses.replace(t, tokens=rng.integers(3, size, len(t.tokens))))
-    write_trajectories(path / "traces.jsonl", traces)
+    """The tiny policy, and a right and a wrong trajectory of each of two tasks."""
+    path = tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("baselines"))
+    write_graded(path / "traces.jsonl")
     return path
-
-
-def settings(folder, **changes):
-    return {
-        "model": str(folder / "model"),
-        "traces": str(folder / "traces.jsonl"),
-        "phase": "rl",
-        "per_task": 2,
-        "seed": 0,
-        "batch_size": 2,
-        "rows": 2,
-        "row_length": 48,
-        "dtype": "float32",
-        "remat": "none",
-        "optimizer": OptimizerConfig(learning_rate=3e-3, total_steps=4, weight_decay=0.0),
-        "checkpoint_every": 2,
-        **changes,
-    }
 
 
 def test_rejection_sampling_makes_right_trajectories_likelier(folder):
     with RunDir(folder / "rft") as run:
         rejection.train(
-            RFTConfig(**settings(folder), min_reward=1.0), run, folder / "rft" / "model"
+            RFTConfig(**baseline_settings(folder), min_reward=1.0), run, folder / "rft" / "model"
         )
     losses = [row["loss"] for row in rows(folder / "rft", "rft")]
     assert len(losses) == 4
@@ -192,7 +161,7 @@ def test_records_are_learned_beside_trajectories_or_alone(folder, tmp_path, caps
     answered = {"output": "<think>x</think><answer>y</answer>"}
     path.write_text(json.dumps([{"instruction": prompt, **answered}] * 3))
     optimizer = OptimizerConfig(learning_rate=3e-3, total_steps=1)
-    values = settings(folder, data=str(path), prompt_style="data", row_length=192)
+    values = baseline_settings(folder, data=str(path), prompt_style="data", row_length=192)
     values |= {"optimizer": optimizer, "min_reward": 1.0}
     with RunDir(tmp_path / "both") as run:
         rejection.train(RFTConfig(**values), run, tmp_path / "both" / "model")
@@ -204,24 +173,15 @@ def test_records_are_learned_beside_trajectories_or_alone(folder, tmp_path, caps
         RFTConfig(**{**values, "traces": "", "data": ""})
 
 
-def test_preferences_are_learnt_and_an_interrupted_run_ends_the_same(folder):
-    def train(name):
-        with RunDir(folder / name) as run:
-            config = DPOConfig(**settings(folder), beta=0.5, min_gap=0.5)
-            preference.train(config, run, folder / name / "model")
-        return load_file(folder / name / "model" / "model.safetensors")
-
-    whole = train("dpo")
+def test_preferences_are_learnt(folder):
+    with RunDir(folder / "dpo") as run:
+        config = DPOConfig(**baseline_settings(folder), beta=0.5, min_gap=0.5)
+        preference.train(config, run, folder / "dpo" / "model")
     history = rows(folder / "dpo", "dpo")
     assert history[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)  # the reference itself
     assert history[-1]["loss"] < history[0]["loss"] - 0.05
     assert history[-1]["dpo/accuracy"] == 1
     assert history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
-    with stopped_after(3):
-        train("dpo-parts")
-    parts = train("dpo-parts")
-    for name in whole:
-        np.testing.assert_array_equal(whole[name], parts[name])
 
 
 def test_processes_meet_before_the_scores_of_the_reference(folder, monkeypatch):
@@ -240,7 +200,7 @@ def test_processes_meet_before_the_scores_of_the_reference(folder, monkeypatch):
     mesh = MeshConfig(wait_seconds=7.0)
     with RunDir(folder / "meet") as run:
         config = DPOConfig(
-            **settings(folder, optimizer=optimizer, mesh=mesh), beta=0.5, min_gap=0.5
+            **baseline_settings(folder, optimizer=optimizer, mesh=mesh), beta=0.5, min_gap=0.5
         )
         preference.train(config, run, folder / "meet" / "model")
     assert order[:3] == [("scores of the reference", 7.0), "score", ("update 1", 7.0)]
@@ -249,20 +209,16 @@ def test_processes_meet_before_the_scores_of_the_reference(folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["rft", "dpo"])
 def test_the_commands_train_from_a_file_of_traces(folder, command):
-    overrides = {k: v for k, v in settings(folder).items() if not isinstance(v, OptimizerConfig)}
+    overrides = {
+        k: v for k, v in baseline_settings(folder).items() if not isinstance(v, OptimizerConfig)
+    }
     workdir = folder / f"command-{command}"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "coa_jax", command),
-            *(f"--config=configs/{command}/factbook.py", f"--workdir={workdir}"),
-            *(f"--config.{key}={value}" for key, value in overrides.items()),
-            "--config.optimizer.total_steps=2",
-        ],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [
+        *("-m", "coa_jax", command, f"--config=configs/{command}/factbook.py"),
+        *(f"--config.{key}={value}" for key, value in overrides.items()),
+        *("--config.optimizer.total_steps=2", f"--workdir={workdir}"),
+    ]
+    done = forked.run(words)
     assert done.returncode == 0, done.stderr
     assert (workdir / "model" / "model.safetensors").exists()
     assert len([json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]) == 2

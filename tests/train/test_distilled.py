@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -22,8 +20,8 @@ from coa_jax.train.config import DistilledConfig
 from coa_jax.train.distilled import find_distilled, trained_on
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.questions import questions
-from tests import tiny_policy
-from tests.killing import ROOT, stopped_after
+from tests import forked, tiny_policy
+from tests.killing import stopped_after
 from tests.train.test_rl import assert_same_run
 from tests.train.tiny_runs import pooled, rl_config, run_rl, sft_config
 
@@ -95,13 +93,13 @@ def test_the_tasks_may_be_counted_only(folder):
 
 
 def test_a_run_that_refuses_distilled_tasks_ends_before_it_writes_anything(folder, tmp_path):
-    command = [
-        *(sys.executable, "-m", "coa_jax.cli.rl", f"--workdir={tmp_path / 'run'}"),
+    words = [
+        *("-m", "coa_jax.cli.rl", f"--workdir={tmp_path / 'run'}"),
         *("--config=configs/rl/tiny.py", "--config.distilled.tasks=refuse"),
         f"--config.model={folder / 'sft' / 'model'}",
         f"--config.tasks={folder / 'tasks.jsonl'}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run(words)
     assert done.returncode == 2, done.stderr
     assert f"error: distilled.tasks is refuse: {ONE_OF_THREE}" in done.stderr
     assert not (tmp_path / "run").exists()

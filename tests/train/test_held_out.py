@@ -139,7 +139,7 @@ def evaluations(run, phase):
     ]
 
 
-@pytest.mark.parametrize("step", [2, 3])  # 3 is the last step
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3])  # 3 is the last
 def test_a_resumed_run_completes_an_evaluation_that_sigterm_ended(
     folder, evaluated, monkeypatch, step
 ):

@@ -17,7 +17,7 @@ from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.killed_runs import kill_once
 from tests.train.test_rl import assert_same_run
-from tests.train.tiny_runs import config_of, pooled, rl_config, rows, run_rl
+from tests.train.tiny_runs import config_of, pooled, rl_config, rows, run_kind, run_rl
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_stream_with_a_pool_that_is_killed_goes_on_with_the_same_pool(folder):
     kills = sum(kill_once("pool", folder, name, chance) for _ in range(4))
     assert kills >= 2
     config = config_of("pool", folder)
-    run_rl(folder / name, config)
+    run_kind("pool", folder, name)
     pool, records = known_after(config, folder / name)
     assert [record.composition.step for record in records] == list(range(1, 9))
     assert saved(folder / name) == pool.known

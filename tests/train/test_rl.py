@@ -108,10 +108,6 @@ def assert_same_run(one, other):
     assert tokens[0] == tokens[1]
 
 
-def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder):
-    assert_same_run(finished, interrupt(folder, "parts", 2, checkpoint_every=1))
-
-
 def test_trajectories_stay_on_disk_until_the_last_checkpoint_is_complete(folder, monkeypatch):
     events = []
 

@@ -6,8 +6,6 @@ import asyncio
 import dataclasses
 import json
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -26,10 +24,10 @@ from coa_jax.train.admission import AdmissionRules, Ledger
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.record import GRADING, Spool, checksum, versions_of
 from coa_jax.train.stream import Stream
-from tests import tiny_policy
+from tests import forked, tiny_policy
 from tests.train.killed_runs import kill_once
 from tests.train.slow_tools import slow_tools
-from tests.train.tiny_runs import LEAVE_OUT, STREAM, config_of, rl_config, rows, run_rl
+from tests.train.tiny_runs import LEAVE_OUT, STREAM, config_of, rl_config, rows, run_kind
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +115,7 @@ def killed_until_done(kind, folder, name, kills, chance):
     while kills and kill_once(kind, folder, name, chance):
         kills -= 1
         ended.append(Spool(folder / name / "spool").read())
-    run_rl(folder / name, config_of(kind, folder))
+    run_kind(kind, folder, name)
     return ended
 
 
@@ -153,10 +151,9 @@ def test_streams_killed_twenty_times_are_repeated_to_the_bit(folder, kind):
 
 
 def test_the_command_repeats_a_run_without_a_work_directory(tmp_path):
-    command = [sys.executable, "-m", "coa_jax.cli.rl"]
-    missing = subprocess.run([*command, f"--replay={tmp_path}"], capture_output=True, text=True)
+    missing = forked.run(["-m", "coa_jax.cli.rl", f"--replay={tmp_path}"])
     assert missing.returncode == 2 and "config.json: cannot be read" in missing.stderr
-    neither = subprocess.run(command, capture_output=True, text=True)
+    neither = forked.run(["-m", "coa_jax.cli.rl"])
     assert neither.returncode == 2 and "give --workdir, or --replay" in neither.stderr
 
 

@@ -1,28 +1,42 @@
-"""Short SFT and RL runs of the tiny policy; run as a program, one may be killed.
+"""Short runs of the tiny policy by each trainer; run as a program, one may be killed.
 
-python -m tests.train.tiny_runs {sft,rl,stream,pool,leave_out} FOLDER RUN
+python -m tests.train.tiny_runs {dpo,rft,rl,agents,stream,pool,leave_out} FOLDER RUN
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from coa_jax.data.trajectory import Author, Reward
 from coa_jax.engine.config import EngineConfig
+from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import run_main
 from coa_jax.run.run_dir import RunDir
-from coa_jax.train import rl, sft
+from coa_jax.train import preference, rejection, rl, sft
 from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.config import DPOConfig, RFTConfig
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.pool import PoolConfig
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig
-from tests import tiny_policy
+from tests import forked, tiny_policy
+from tests.train.bare import bare
 from tests.train.slow_tools import slow_tools
+from tests.trajectory_files import write_trajectories
 
 SFT_STEPS = 24
+PHASE = {"sft": "sft", "dpo": "dpo", "rft": "rft"} | dict.fromkeys(
+    ("rl", "agents", "stream", "pool", "leave_out"), "rl"
+)
+"""Kind of run -> the phase in its metrics and checkpoints."""
+STEPS = {"sft": SFT_STEPS, "dpo": 6, "rft": 6, "rl": 3, "agents": 3, "stream": 8}
 
 
 def sft_config(model: Path, data: Path, **changes: object) -> sft.SFTConfig:
@@ -117,24 +131,97 @@ def pooled(tasks: Path) -> dict[str, object]:
     }
 
 
-def config_of(kind: str, folder: Path) -> sft.SFTConfig | RLConfig:
-    """The run of a kind: SFT, RL, RL that streams, or a stream that lets tasks rest."""
+def baseline_settings(folder: Path, **changes: object) -> dict[str, object]:
+    """Settings that DPO and RFT share, for the trajectories of `write_graded`."""
+    return {
+        "model": str(folder / "model"),
+        "traces": str(folder / "traces.jsonl"),
+        "phase": "rl",
+        "per_task": 2,
+        "seed": 0,
+        "batch_size": 2,
+        "rows": 2,
+        "row_length": 48,
+        "dtype": "float32",
+        "remat": "none",
+        "optimizer": OptimizerConfig(learning_rate=3e-3, total_steps=4, weight_decay=0.0),
+        "checkpoint_every": 2,
+        **changes,
+    }
+
+
+def write_graded(path: Path) -> None:
+    """Writes a right and a wrong trajectory, of drawn tokens, of each of two tasks."""
+    rng = np.random.default_rng(0)
+    size = len(tiny_policy.policy().tokenizer)
+    traces = []
+    for task in range(2):
+        for sample, reward in enumerate((1.0, 0.0)):
+            author = [Author.PROMPT] * 2 + [Author.POLICY] * 12
+            tokens = rng.integers(3, size, len(author))
+            traces.append(
+                bare(
+                    tokens, author, task_id=f"t{task}", sample_id=sample, reward=Reward(reward),
+                    metadata={"phase": "rl"},
+                )
+            )  # fmt: skip
+    write_trajectories(path, traces)
+
+
+def config_of(kind: str, folder: Path) -> Any:
+    """The settings of a kind: SFT, DPO, RFT, or RL; RL may ask programs, stream, or have a pool."""
     if kind == "sft":
         return sft_config(folder / "base", folder / "data.jsonl")
-    streams = {"stream": STREAM, "pool": STREAM, "leave_out": LEAVE_OUT}
-    changes: dict[str, object] = streams.get(kind, {})
+    if kind in ("dpo", "rft"):
+        optimizer = OptimizerConfig(3e-3, total_steps=STEPS[kind], weight_decay=0.0)
+        settings = baseline_settings(folder, optimizer=optimizer, checkpoint_every=1)
+        return (
+            DPOConfig(**settings, beta=0.5, min_gap=0.5)
+            if kind == "dpo"
+            else RFTConfig(**settings, min_reward=1.0)
+        )
+    agent = AgentConfig(function="tests.serve.agents.functions:brevity", seconds=600.0)
+    changes: dict[str, object] = {
+        "rl": {}, "agents": {"agent": agent, "temperature": 2.0}, "leave_out": LEAVE_OUT
+    }.get(kind, STREAM)  # fmt: skip
     if kind == "pool":
         changes = {**changes, **pooled(folder / "tasks.jsonl")}
     return rl_config(folder / "model", folder / "tasks.jsonl", **changes)
 
 
-def main(argv: list[str]) -> None:
-    kind, folder, name = argv[1], Path(argv[2]), argv[3]
+def words_of(kind: str, folder: Path, name: str) -> list[str]:
+    """What comes behind ``python`` on the command line of a run; SFT runs by its own command."""
+    if kind != "sft":
+        return ["-m", "tests.train.tiny_runs", kind, str(folder), name]
     config = config_of(kind, folder)
-    if isinstance(config, RLConfig):
+    settings = (
+        *("model", "data", "validation", "prompt_style", "rename_share", "seed", "batch_size"),
+        *("rows", "row_length", "dtype", "export_dtype", "remat"),
+        *("validate_every", "checkpoint_every", "optimizer.learning_rate"),
+        *("optimizer.total_steps", "optimizer.warmup_steps"),
+    )
+    values = {name: operator.attrgetter(name)(config) for name in settings}
+    flags = [f"--config.{name}={value}" for name, value in values.items()]
+    return ["-m", "coa_jax", "sft", "--config=configs/sft/tiny.py", *flags,
+            f"--workdir={folder / name}"]  # fmt: skip
+
+
+def run_kind(kind: str, folder: Path, name: str) -> None:
+    """Runs a kind to its end; SFT by its own command, the others in this process."""
+    config = config_of(kind, folder)
+    if kind == "sft":
+        done = forked.run(words_of(kind, folder, name))
+        assert done.returncode == 0, done.stderr
+    elif isinstance(config, RLConfig):
         run_rl(folder / name, config)
     else:
-        run_sft(folder / name, config)
+        trainer = preference if kind == "dpo" else rejection
+        with RunDir(folder / name) as run:
+            trainer.train(config, run, folder / name / "model")
+
+
+def main(argv: list[str]) -> None:
+    run_kind(argv[1], Path(argv[2]), argv[3])
 
 
 if __name__ == "__main__":

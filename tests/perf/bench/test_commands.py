@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.perf.bench.small_workload import content, rollout, write
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def run(name, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", f"coa_jax.perf.bench.{name}", *map(str, arguments)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return forked.run(["-m", f"coa_jax.perf.bench.{name}", *arguments])
 
 
 @pytest.mark.slow

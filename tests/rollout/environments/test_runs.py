@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +12,8 @@ import pytest
 from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.model.api import save_model
 from tests.rollout.environments import guesser
+from tests.test_extension_commands import coa_jax as console
 
-ROOT = Path(__file__).parents[3]
 RL = """
 from coa_jax.run.command import load_config
 
@@ -46,15 +43,7 @@ def get_config():
 
 def coa_jax(folder: Path, *arguments: str) -> str:
     """Runs a command; what it printed."""
-    start = "import sys; sys.argv[0] = 'coa-jax'; from coa_jax.__main__ import main; main()"
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", start, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = console(folder, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -19,7 +19,6 @@ from coa_jax.errors import UserError
 from coa_jax.evaluate.run import local_policy
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run.run_dir import RunDir
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.record import checksum, oldest_of
@@ -84,32 +83,6 @@ def test_a_replay_repeats_every_token_without_the_program(finished, folder, name
     kept = read_trajectories(folder / name / "traces.jsonl")
     assert found.trajectories == len([t for t in kept if t.metadata["step"]])
     assert any(t.branches for t in kept) == (name == "stream")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"max_staleness": 1}], ids=["in steps", "stream"])
-def test_an_interrupted_run_goes_on(finished, folder, changes):
-    class Stopped(Exception):
-        pass
-
-    def stop(self, step, phase, **scalars):
-        original(self, step, phase, **scalars)
-        if step == 1:
-            raise Stopped
-
-    name = f"parts-{len(changes)}"
-    with pytest.MonkeyPatch.context() as patch:
-        original = RunDir.metrics
-        patch.setattr(RunDir, "metrics", stop)
-        with pytest.raises(Stopped):
-            train(folder, name, **changes)
-    again = train(folder, name, **changes)
-    assert [row["step"] for row in rows(again, "rl")] == [1, 2]
-    if changes:
-        return
-    left, right = (load_file(p / "model" / "model.safetensors") for p in (finished, again))
-    for key in left:
-        np.testing.assert_array_equal(left[key], right[key])
 
 
 @pytest.mark.slow
