@@ -27,7 +27,8 @@ from typing import NoReturn
 
 # No entry point: Python warns of one that is imported before it is run.
 PRELOADED = (
-    *("jax", "optax", "transformers", "grain", "orbax.checkpoint", "coa_jax.tools.make"),
+    *("jax", "optax", "grain", "orbax.checkpoint", "transformers.models.auto.tokenization_auto"),
+    *("httpx", "openai", "coa_jax.tools.make"),
     *("coa_jax.train.rl", "coa_jax.train.sft", "coa_jax.evaluate.run", "coa_jax.evaluate.held_out"),
 )
 

@@ -36,7 +36,7 @@ PHASE = {"sft": "sft", "dpo": "dpo", "rft": "rft"} | dict.fromkeys(
     ("rl", "agents", "stream", "pool", "leave_out"), "rl"
 )
 """Kind of run -> the phase in its metrics and checkpoints."""
-STEPS = {"sft": SFT_STEPS, "dpo": 6, "rft": 6, "rl": 3, "agents": 3, "stream": 8}
+STEPS = {"sft": 12, "dpo": 6, "rft": 6, "rl": 3, "agents": 3, "stream": 8}
 
 
 def sft_config(model: Path, data: Path, **changes: object) -> sft.SFTConfig:
@@ -171,7 +171,8 @@ def write_graded(path: Path) -> None:
 def config_of(kind: str, folder: Path) -> Any:
     """The settings of a kind: SFT, DPO, RFT, or RL; RL may ask programs, stream, or have a pool."""
     if kind == "sft":
-        return sft_config(folder / "base", folder / "data.jsonl")
+        optimizer = OptimizerConfig(1e-2, total_steps=STEPS[kind], warmup_steps=2)
+        return sft_config(folder / "base", folder / "data.jsonl", optimizer=optimizer)
     if kind in ("dpo", "rft"):
         optimizer = OptimizerConfig(3e-3, total_steps=STEPS[kind], weight_decay=0.0)
         settings = baseline_settings(folder, optimizer=optimizer, checkpoint_every=1)
