@@ -1,4 +1,4 @@
-"""The folders of examples/: each is short, and a run in another folder uses all of them at once."""
+"""The folders of examples/: a run in another folder uses all of them at once."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ def options(folder: str) -> list[str]:
     return re.findall(r"--config\.\S+", readme.partition("```bash")[2].partition("```")[0])
 
 
-def test_an_example_is_short_and_has_a_readme():
-    folders = sorted(path for path in EXAMPLES.iterdir() if path.is_dir())
-    assert {folder.name for folder in folders} >= set(OWN)
-    for folder in folders:
-        assert (folder / "README.md").is_file()
-        lines = [len(path.read_text().splitlines()) for path in folder.glob("*.py")]
-        assert sum(lines) < 60 and max(lines, default=0) <= 40, folder
+def test_an_example_has_a_readme():
+    folders = [path for path in EXAMPLES.iterdir() if path.is_dir()]
+    assert {folder.name for folder in folders if (folder / "README.md").is_file()} >= {*OWN}
+    assert [folder for folder in folders if not (folder / "README.md").is_file()] == []
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.serve.run import open_listener, serve
 from coa_jax.serve.score import score
 from coa_jax.serve.service import Service
-from tests import tiny_policy
+from tests import forked, tiny_policy
 from tests.serve.live import CONFIG, engine, meter, server, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -364,9 +364,7 @@ def model(tmp_path_factory):
 def test_sigterm_lets_requests_finish_and_ends_with_0(model, address):
     taken = address.rpartition(":")[2]
     options = {"cwd": REPOSITORY, "text": True, "env": {**os.environ, "JAX_PLATFORMS": "cpu"}}
-    refused = subprocess.run(
-        command(model, f"--config.port={taken}"), capture_output=True, **options
-    )
+    refused = forked.run(command(model, f"--config.port={taken}")[1:], REPOSITORY)
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"error: cannot listen on 127.0.0.1:{taken}: ")
     assert len(refused.stderr.splitlines()) == 1

@@ -66,7 +66,6 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_two_steps_of_rl_learn_from_rewards_of_turns(folder):
-    assert len((folder / "guess.py").read_text().splitlines()) <= 40
     rows = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -26,12 +26,7 @@ COMMANDS = {"curl_agent": ("bash", "agent.sh"), "smolagents_agent": (sys.executa
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "verifiers"])
-def test_an_example_is_short_and_says_how_to_run_it(name):
-    files = sorted((EXAMPLES / name).iterdir())
-    assert EXAMPLES / name / "README.md" in files
-    code = [file for file in files if file.suffix in (".py", ".sh")]
-    assert sum(len(file.read_text().splitlines()) for file in code) < 60
-    assert all(len(file.read_text().splitlines()) < 60 for file in files)
+def test_an_example_says_how_to_run_it(name):
     readme = (EXAMPLES / name / "README.md").read_text()
     assert f"examples/{name}/agent" in readme and "docs/agents.md" in readme
 
