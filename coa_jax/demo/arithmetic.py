@@ -14,7 +14,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Task
-from coa_jax.tasks.rewards import reasoning_gym
+from coa_jax.tasks.checks import reasoning_gym
 
 _DEFAULT_SIZE = 1000
 """Number of tasks if the run sets none, because the generators could generate tasks without end."""

@@ -25,7 +25,6 @@ from coa_jax.evaluate.chain import text_trajectory
 from coa_jax.evaluate.sample import Measured, Sample
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.judge import parse_object
-from coa_jax.tasks.rewards import opened
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
 
@@ -197,7 +196,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
     if first.strip() == second.strip():
         return True
     for gold, answer in ((first, second), (second, first)):
-        asked = dataclasses.replace(task, gold=(opened(task, gold) or gold,))
+        asked = dataclasses.replace(task, gold=(task.unboxed(gold) or gold,))
         if task.metadata.get("scorer") == "reasoning_gym":  # accepts only gold
             asked = dataclasses.replace(asked, metadata={})
         span = SegmentSpan("answer", Author.POLICY, f"<answer>{answer}</answer>", 0, 0)

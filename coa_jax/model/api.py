@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from coa_jax.model.export import save_model as save_model
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
+from coa_jax.model.params import Model as Model
 from coa_jax.model.params import Params, bind, param_dtype, shardings
 from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
@@ -39,26 +40,6 @@ from coa_jax.storage import (
     weights_apart,
     weights_on_hub,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A policy: architecture, parameters and tokenizer.
-
-    Attributes:
-        config: the architecture.
-        params: the parameters, stacked over layers; empty if the model was loaded by
-            `describe_model`.
-        tokenizer: the tokenizer. A model without tokenizer files has a `MissingTokenizer`, which
-            can be saved but not used.
-        card: the card of the model, which records how the policy was prompted in training, see
-            `model.card`; empty if there is no card.
-    """
-
-    config: ModelConfig
-    params: Params
-    tokenizer: Any
-    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def download_once(path: str | Path, *, is_base: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The architecture of a decoder-only policy: all sizes and options that the forward pass needs."""
+"""The architecture of a decoder-only policy, and the settings of adapters and text encoders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from absl import logging
 
-from coa_jax.config.fields import Bounded, Items, Natural, OneOf, Positive
+from coa_jax.config.fields import Between, Bounded, Items, Natural, OneOf, Place, Positive, Prose
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -107,6 +107,34 @@ class LoraConfig(Bounded):
     projections: Annotated[
         tuple[Annotated[str, OneOf(*PROJECTIONS)], ...], Items(1, len(PROJECTIONS))
     ] = PROJECTIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig(Bounded):
+    """The settings of the model that encodes texts as vectors.
+
+    Attributes:
+        path: Hugging Face directory of a BERT or XLM-RoBERTa model, with ``config.json``,
+            safetensors and ``tokenizer.json``; "" for no encoder.
+        query_prefix: text before each query. The default is the prefix of the E5 models. For a
+            model that was trained without prefixes, set "".
+        passage_prefix: text before each passage.
+        max_tokens: maximum number of tokens of a text. Longer texts are truncated. If the model has
+            a smaller maximum, the model's maximum is used.
+        batch_size: maximum number of texts in a batch.
+        device: JAX backend that runs the encoder. The default "cpu" leaves the accelerator to the
+            policy; "" means the default backend of JAX.
+    """
+
+    path: Place = ""
+    query_prefix: Prose = "query: "
+    passage_prefix: Prose = "passage: "
+    max_tokens: Annotated[int, Between(1, 2**20)] = 512
+    batch_size: Annotated[int, Between(1, 2**16)] = 32
+    device: Annotated[str, OneOf("", "cpu", "gpu", "cuda", "rocm", "tpu")] = "cpu"
+
+    def __bool__(self) -> bool:
+        return bool(self.path)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,9 @@ from coa_jax.model.config import DTYPES
 from coa_jax.model.hf_config import config_to_hf
 from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import export_tensors
-from coa_jax.model.params import param_dtype, specs
+from coa_jax.model.params import Model, param_dtype, specs
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
-
-if TYPE_CHECKING:
-    from coa_jax.model.api import Model
 
 
 def save_model(
@@ -39,7 +36,7 @@ def save_model(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> None:
-    """Writes a directory that transformers, vLLM and :func:`load_model` can read.
+    """Writes a directory that transformers, vLLM and `api.load_model` can read.
 
     The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
     file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with

@@ -1,4 +1,6 @@
-"""Parameters as nested dicts of arrays, the form in which all code outside of jit sees them.
+"""A model, and its parameters as nested dicts of arrays.
+
+All code outside of jit sees the parameters in this form.
 
 Optimisers, checkpoints, weight publishing and files see keys such as ``layers/attn/qkv/kernel``,
 but no modules. `specs` derives the shapes, the logical axes and the set of adapters from the
@@ -29,6 +31,26 @@ Params = dict[str, Any]
 """A nested dict of arrays. The parameters of all layers are stacked along their first axis."""
 
 Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A policy: architecture, parameters and tokenizer.
+
+    Attributes:
+        config: the architecture.
+        params: the parameters, stacked over layers; empty if the model was loaded by
+            `api.describe_model`.
+        tokenizer: the tokenizer. A model without tokenizer files has a `MissingTokenizer`, which
+            can be saved but not used.
+        card: the card of the model, which records how the policy was prompted in training, see
+            `model.card`; empty if there is no card.
+    """
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Any
+    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

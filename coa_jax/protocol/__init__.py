@@ -26,12 +26,13 @@ from coa_jax.protocol.formats import FORMATS as FORMATS
 from coa_jax.protocol.formats import TAGS as TAGS
 from coa_jax.protocol.formats import EpisodeStep as EpisodeStep
 from coa_jax.protocol.formats import Format as Format
+from coa_jax.protocol.formats import Protocol as Protocol
 from coa_jax.protocol.formats import Reader as Reader
+from coa_jax.protocol.formats import Segment as Segment
+from coa_jax.protocol.formats import Violation as Violation
 from coa_jax.protocol.formats import find_format as find_format
 from coa_jax.protocol.monitor import Monitor as Monitor
 from coa_jax.protocol.parser import Parser as Parser
-from coa_jax.protocol.parser import Segment as Segment
-from coa_jax.protocol.parser import Violation as Violation
 from coa_jax.protocol.parser import make_parser as make_parser
 from coa_jax.protocol.parser import parse as parse
 from coa_jax.protocol.parser import quote_tool_text as quote_tool_text
@@ -53,7 +54,6 @@ from coa_jax.protocol.spec import TOOL_FORMS as TOOL_FORMS
 from coa_jax.protocol.spec import TURNS as TURNS
 from coa_jax.protocol.spec import FormatName as FormatName
 from coa_jax.protocol.spec import Level as Level
-from coa_jax.protocol.spec import Protocol as Protocol
 from coa_jax.protocol.spec import add_note as add_note
 from coa_jax.protocol.spec import add_protocol as add_protocol
 from coa_jax.protocol.spec import at_level as at_level

@@ -13,7 +13,8 @@ from typing import Any
 
 from coa_jax.files import untrusted
 from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection, without_fence
-from coa_jax.protocol.spec import TOOL_FORMS, Protocol
+from coa_jax.protocol.formats import Protocol
+from coa_jax.protocol.spec import TOOL_FORMS
 
 _FORMS: dict[str, dict[str, str]] = {
     "text": {"query": "What to look for."},

@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from coa_jax.protocol import bodies
-from coa_jax.protocol.parser import Segment, Violation
-from coa_jax.protocol.spec import START, THINK, BodyForm, Protocol
+from coa_jax.protocol.formats import BodyForm, Protocol, Segment, Violation
+from coa_jax.protocol.spec import START, THINK
 
 AuthorName = Literal["policy", "environment"]
 

@@ -28,6 +28,7 @@ import itertools
 from collections.abc import Sequence
 
 from coa_jax.protocol.bodies import CRITERIA, format_double_check, format_reflection
+from coa_jax.protocol.formats import BodyForm
 from coa_jax.protocol.regex import (
     ANY_BYTE,
     ANYTHING,
@@ -41,7 +42,6 @@ from coa_jax.protocol.regex import (
     union,
     up_to,
 )
-from coa_jax.protocol.spec import BodyForm
 
 _SPACE, _BLANK = one_of(b" \t\r"), one_of(b" \t\r\n")
 _GAP, _SPACES = up_to(4, _BLANK), up_to(2, _SPACE)

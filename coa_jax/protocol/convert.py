@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterable
 
 from coa_jax.errors import UserError
-from coa_jax.protocol.formats import EpisodeStep
+from coa_jax.protocol.formats import EpisodeStep, Protocol
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.spec import THINK, Protocol
+from coa_jax.protocol.spec import THINK
 
 
 def in_format(

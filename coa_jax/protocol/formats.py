@@ -1,4 +1,6 @@
-"""Defines conversation formats: how thoughts, tool calls, tool results and the answer are written.
+"""Defines protocols and conversation formats, and the segments into which texts are parsed.
+
+A format says how thoughts, tool calls, tool results and the answer are written.
 
 A chain of agents uses the format ``tags``. Two other formats are baselines in the Chain-of-Agents
 paper: ``hermes`` writes tool calls as JSON in the turns of a chat, as Hermes and Qwen do, and
@@ -14,15 +16,11 @@ import abc
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from coa_jax.config.extensions import ExtensionKind, find, is_path, refuse_result
 from coa_jax.errors import UserError
-
-if typing.TYPE_CHECKING:
-    from coa_jax.protocol.parser import Segment, Violation
-    from coa_jax.protocol.spec import Protocol
 
 FORMATS = ExtensionKind(
     "format",
@@ -40,6 +38,41 @@ TAGS = "tags"
 
 BAD_CALL = "tool_call"
 """Role of an invalid call, which is not JSON, names an unknown tool, or has wrong arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A piece of a text: the text of one tag, or text between two tags.
+
+    Attributes:
+        role: name of the tag; None for text outside tags.
+        body: text between the opening and the closing tag, or the text outside tags.
+        start: offset of the first character, including the opening tag.
+        end: offset one past the last character, including the closing tag.
+        closed: False if the text ended before the closing tag. Text outside tags is always closed.
+    """
+
+    role: str | None
+    body: str
+    start: int
+    end: int
+    closed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """A violation of a rule of the protocol.
+
+    Attributes:
+        kind: kind of the violation. The parser reports ``nested``, ``unexpected_close``,
+            ``unknown_tag`` and ``unclosed``. ``coa_jax.protocol.automaton`` lists all other kinds.
+        position: offset of the violation in the text, in characters.
+        message: sentence that explains the violation.
+    """
+
+    kind: str
+    position: int
+    message: str
 
 
 class Reader(typing.Protocol):
@@ -174,6 +207,76 @@ class Format(abc.ABC):
     def quote(self, text: str) -> str:
         """Escapes the text of a tool, so that it cannot contain the mark that ends a result."""
         return text
+
+
+ThinkRule = Literal["required", "optional", "forbidden"]
+BodyForm = Literal["text", "grades", "score", "code", "urls", "inspection", "solution"]
+"""The form that the body of a tag must have.
+
+* ``text``: any text that is not blank.
+* ``grades``: three ``criterion: grade`` pairs.
+* ``score``: a sentence with one integer from 1 to 4.
+* ``code``: a program in a Markdown code block, and optionally its standard input in another block.
+* ``urls``: URLs joined by ``|``.
+* ``inspection``: a JSON object with the key ``file_path``.
+* ``solution``: ``\\boxed{...}``, or one program in a Markdown code block.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """A set of tags, with the rules for the order and the bodies of the tags.
+
+    Attributes:
+        name: name of the protocol, with which `get_protocol` finds it.
+        roles: names of all tags. ``think`` comes first, and the others follow in the order in which
+            prompts explain them.
+        tools: names of the tags that call a tool. An observation follows each of these tags.
+        next_actions: action -> the actions that may follow. The key ``START`` stands for the
+            beginning of the text. ``think`` and the observation are not actions, because
+            ``think_rule`` and ``tools`` determine where they stand.
+        think_rule: action -> whether a ``think`` right before the action is ``required``,
+            ``optional`` or ``forbidden``.
+        body_form: tag -> form of its body. A tag without an entry has the form ``text``.
+        verbatim: tags whose bodies may contain other tags, because these bodies quote programs or
+            the text of the environment.
+        described: tag -> description for the policy. Only tools that are not built in need a
+            description.
+        notes: tag -> a sentence about the tool that prompts add, such as the packages that its
+            programs can import.
+        pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
+        must_end: whether the next action after a ``double_check`` with at least the score
+            ``pass_score`` must be ``answer``.
+        observation: name of the tag around text of the environment.
+        answer: name of the tag that ends the episode.
+        schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
+        format: conversation format; None for the format ``tags``.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    tools: tuple[str, ...]
+    next_actions: Mapping[str, frozenset[str]]
+    think_rule: Mapping[str, ThinkRule]
+    body_form: Mapping[str, BodyForm]
+    verbatim: frozenset[str]
+    described: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pass_score: int = 3
+    must_end: bool = False
+    observation: str = "observation"
+    answer: str = "answer"
+    schemas: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
+    format: Format | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Closing tags at which decoding stops: a tool must run, or the episode ends."""
+        return tuple(f"</{role}>" for role in (*self.tools, self.answer))
+
+    def form(self, role: str) -> BodyForm:
+        """Returns the name of the form that the body of a tag must have, such as ``urls``."""
+        return self.body_form.get(role, "text")
 
 
 _named: set[str] = set()  # import paths that settings of this process have named

@@ -19,6 +19,7 @@ import numpy as np
 
 from coa_jax.protocol.automaton import State, advance, allowed_after
 from coa_jax.protocol.body_languages import BLANKS_BETWEEN, MAY_SHOW_TAGS, outcomes
+from coa_jax.protocol.formats import Protocol
 from coa_jax.protocol.regex import (
     ANYTHING,
     NOTHING,
@@ -29,7 +30,6 @@ from coa_jax.protocol.regex import (
     literal,
     union,
 )
-from coa_jax.protocol.spec import Protocol
 
 DEAD = -1
 """Entry of the transition table that means that the byte is not allowed."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coa_jax.protocol.automaton import State, advance, allowed_after, body_violations
-from coa_jax.protocol.formats import Reader
-from coa_jax.protocol.parser import Segment
-from coa_jax.protocol.spec import Protocol
+from coa_jax.protocol.formats import Protocol, Reader, Segment
 
 
 class Monitor:

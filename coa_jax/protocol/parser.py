@@ -24,48 +24,12 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from coa_jax.protocol.formats import Reader
-from coa_jax.protocol.spec import Protocol
+from coa_jax.protocol.formats import Protocol, Reader, Segment, Violation
 
 _MAX_NAME = 64
 _TAG = re.compile(rf"<(/?)([A-Za-z_][A-Za-z0-9_]{{0,{_MAX_NAME - 1}}})>")
 _PARTIAL_TAG = re.compile(rf"</?(?:[A-Za-z_][A-Za-z0-9_]{{0,{_MAX_NAME - 1}}})?")
 _MAX_PARTIAL = _MAX_NAME + 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """A piece of a text: the text of one tag, or text between two tags.
-
-    Attributes:
-        role: name of the tag; None for text outside tags.
-        body: text between the opening and the closing tag, or the text outside tags.
-        start: offset of the first character, including the opening tag.
-        end: offset one past the last character, including the closing tag.
-        closed: False if the text ended before the closing tag. Text outside tags is always closed.
-    """
-
-    role: str | None
-    body: str
-    start: int
-    end: int
-    closed: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Violation:
-    """A violation of a rule of the protocol.
-
-    Attributes:
-        kind: kind of the violation. The parser reports ``nested``, ``unexpected_close``,
-            ``unknown_tag`` and ``unclosed``. ``coa_jax.protocol.automaton`` lists all other kinds.
-        position: offset of the violation in the text, in characters.
-        message: sentence that explains the violation.
-    """
-
-    kind: str
-    position: int
-    message: str
 
 
 @dataclasses.dataclass(frozen=True)

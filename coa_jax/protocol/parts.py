@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Iterable
 
 from coa_jax.protocol.automaton import AuthorName, check
-from coa_jax.protocol.parser import Segment, Violation, make_parser, parse
-from coa_jax.protocol.spec import Protocol, get_protocol
+from coa_jax.protocol.formats import Protocol, Segment, Violation
+from coa_jax.protocol.parser import make_parser, parse
+from coa_jax.protocol.spec import get_protocol
 
 
 def part_violations(

@@ -18,7 +18,8 @@ from collections import defaultdict
 from coa_jax.errors import UserError
 from coa_jax.protocol.arguments import schemas
 from coa_jax.protocol.bodies import CRITERIA
-from coa_jax.protocol.spec import START, THINK, Protocol, get_protocol, split_level
+from coa_jax.protocol.formats import Protocol
+from coa_jax.protocol.spec import START, THINK, get_protocol, split_level
 
 _PROGRAM = (
     "a Python program in a block that opens with ```py; it must print what you want to see and may "

@@ -19,10 +19,9 @@ import re
 from collections.abc import Sequence
 
 from coa_jax.protocol.arguments import describe
-from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format
-from coa_jax.protocol.parser import Segment
+from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format, Protocol, Segment
 from coa_jax.protocol.prompts import answer_rule
-from coa_jax.protocol.spec import THINK, Protocol
+from coa_jax.protocol.spec import THINK
 from coa_jax.protocol.text_buffer import Pieces, undecided
 
 _MARKS = ("Thought:", "Action:", "Action Input:", "Observation:", "Final Answer:")

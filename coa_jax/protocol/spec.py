@@ -20,87 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from coa_jax.config.extensions import Named
 from coa_jax.config.fields import OneOf
 from coa_jax.errors import UserError
-from coa_jax.protocol.formats import FORMATS, TAGS, Format, find_format
+from coa_jax.protocol.formats import FORMATS, TAGS, BodyForm, Protocol, ThinkRule, find_format
 
 START = "start"
 """Name of the state before the first tag."""
 
 THINK = "think"
-
-ThinkRule = Literal["required", "optional", "forbidden"]
-BodyForm = Literal["text", "grades", "score", "code", "urls", "inspection", "solution"]
-"""The form that the body of a tag must have.
-
-* ``text``: any text that is not blank.
-* ``grades``: three ``criterion: grade`` pairs.
-* ``score``: a sentence with one integer from 1 to 4.
-* ``code``: a program in a Markdown code block, and optionally its standard input in another block.
-* ``urls``: URLs joined by ``|``.
-* ``inspection``: a JSON object with the key ``file_path``.
-* ``solution``: ``\\boxed{...}``, or one program in a Markdown code block.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Protocol:
-    """A set of tags, with the rules for the order and the bodies of the tags.
-
-    Attributes:
-        name: name of the protocol, with which `get_protocol` finds it.
-        roles: names of all tags. ``think`` comes first, and the others follow in the order in which
-            prompts explain them.
-        tools: names of the tags that call a tool. An observation follows each of these tags.
-        next_actions: action -> the actions that may follow. The key ``START`` stands for the
-            beginning of the text. ``think`` and the observation are not actions, because
-            ``think_rule`` and ``tools`` determine where they stand.
-        think_rule: action -> whether a ``think`` right before the action is ``required``,
-            ``optional`` or ``forbidden``.
-        body_form: tag -> form of its body. A tag without an entry has the form ``text``.
-        verbatim: tags whose bodies may contain other tags, because these bodies quote programs or
-            the text of the environment.
-        described: tag -> description for the policy. Only tools that are not built in need a
-            description.
-        notes: tag -> a sentence about the tool that prompts add, such as the packages that its
-            programs can import.
-        pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
-        must_end: whether the next action after a ``double_check`` with at least the score
-            ``pass_score`` must be ``answer``.
-        observation: name of the tag around text of the environment.
-        answer: name of the tag that ends the episode.
-        schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
-        format: conversation format; None for the format ``tags``.
-    """
-
-    name: str
-    roles: tuple[str, ...]
-    tools: tuple[str, ...]
-    next_actions: Mapping[str, frozenset[str]]
-    think_rule: Mapping[str, ThinkRule]
-    body_form: Mapping[str, BodyForm]
-    verbatim: frozenset[str]
-    described: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    pass_score: int = 3
-    must_end: bool = False
-    observation: str = "observation"
-    answer: str = "answer"
-    schemas: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
-    format: Format | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Closing tags at which decoding stops: a tool must run, or the episode ends."""
-        return tuple(f"</{role}>" for role in (*self.tools, self.answer))
-
-    def form(self, role: str) -> BodyForm:
-        """Returns the name of the form that the body of a tag must have, such as ``urls``."""
-        return self.body_form.get(role, "text")
-
 
 TOOL_FORMS: Mapping[str, BodyForm] = {
     "web_search": "text",

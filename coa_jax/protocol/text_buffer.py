@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from coa_jax.protocol.automaton import body_violations
-from coa_jax.protocol.parser import Segment, Violation
-from coa_jax.protocol.spec import Protocol
+from coa_jax.protocol.formats import Protocol, Segment, Violation
 
 
 class Pieces:

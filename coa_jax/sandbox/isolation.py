@@ -16,7 +16,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from coa_jax.errors import UserError
 from coa_jax.sandbox import canaries, landlock
 from coa_jax.sandbox.limits import Job, Limits
 from coa_jax.sandbox.run import SandboxError, run
@@ -36,6 +35,10 @@ _DESCRIBE = (
     "import json, sys, sysconfig; print(json.dumps([*map(sysconfig.get_path,"
     " ('stdlib', 'platstdlib')), '%d.%d.%d' % sys.version_info[:3]]))"
 )
+
+
+class NoIsolationError(Exception):
+    """Raised if programs cannot be isolated here; the message says what the user can do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +101,12 @@ def find_isolation(backend: str = "auto") -> Isolation:
         backend: required kind of isolation, one of ``BACKENDS``; "auto" for the best that works.
 
     Raises:
-        UserError: no isolation works, or the kind of isolation is unknown.
+        NoIsolationError: no isolation works, or the kind of isolation is unknown.
     """
     if backend not in ("auto", *BACKENDS):
-        raise UserError(f"sandbox back end {backend!r} is unknown: use auto, {', '.join(BACKENDS)}")
+        raise NoIsolationError(
+            f"sandbox back end {backend!r} is unknown: use auto, {', '.join(BACKENDS)}"
+        )
     refused: list[tuple[str, str]] = []
     for name in BACKENDS if backend == "auto" else (backend,):
         why = _why_not(name)
@@ -109,7 +114,7 @@ def find_isolation(backend: str = "auto") -> Isolation:
             return Isolation(name, find_interpreter(), tuple(refused))
         refused.append((name, why))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused)
-    raise UserError(
+    raise NoIsolationError(
         f"no isolation available: {reasons} (install bubblewrap, or run on Linux 6.12 or newer;"
         " `coa-jax doctor` shows the details)"
     )
@@ -122,10 +127,10 @@ def without_isolation() -> Isolation:
     environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
 
     Raises:
-        UserError: the environment variable is missing.
+        NoIsolationError: the environment variable is missing.
     """
     if os.environ.get(UNSAFE_VARIABLE) != "1":
-        raise UserError(
+        raise NoIsolationError(
             f"programs run without isolation only if unsafe=True and {UNSAFE_VARIABLE}=1 are"
             " both set"
         )
@@ -164,7 +169,7 @@ def find_interpreter() -> Interpreter:
     home directory, so the Python of a virtual environment in such a directory is not used.
 
     Raises:
-        UserError: there is no such Python interpreter.
+        NoIsolationError: there is no such Python interpreter.
     """
     names = [f"python3.{minor}" for minor in range(sys.version_info[1], 8, -1)]
     places = [sys.executable, os.path.join(sys.base_prefix, "bin", "python3")]
@@ -181,7 +186,7 @@ def find_interpreter() -> Interpreter:
         library = dict.fromkeys(map(os.path.realpath, library))
         if all(map(reachable, library)):
             return Interpreter(place, tuple(library), version)
-    raise UserError(
+    raise NoIsolationError(
         "no isolation available: no python that an unprivileged user may start among "
         f"{', '.join(tried) or 'the usual places'} (install python3 into /usr/bin)"
     )
@@ -214,7 +219,9 @@ def _file_system(
     """
     for library in libraries:
         if not os.path.isdir(library) or not reachable(library):
-            raise UserError(f"sandbox library {library!r} is not a directory that others can read")
+            raise NoIsolationError(
+                f"sandbox library {library!r} is not a directory that others can read"
+            )
     standard = interpreter.standard_library
     hidden = [os.path.join(path, name) for path in standard for name in _THIRD_PARTY]
     hidden = [path for path in hidden if os.path.isdir(path)]
@@ -272,7 +279,7 @@ def _scratch() -> str:
     for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         if reachable(place) and os.access(place, os.W_OK):
             return place
-    raise UserError("the sandbox finds no directory for temporary files: set TMPDIR")
+    raise NoIsolationError("the sandbox finds no directory for temporary files: set TMPDIR")
 
 
 def _search_path() -> str:

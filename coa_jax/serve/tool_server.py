@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from coa_jax.config.installed import missing
 from coa_jax.errors import UserError
-from coa_jax.sandbox.isolation import Isolation, find_isolation
+from coa_jax.sandbox.isolation import Isolation
 from coa_jax.sandbox.limits import Limits
 from coa_jax.sandbox.run import SandboxError, run
 from coa_jax.serve.http.errors import Refused
 from coa_jax.storage import cache_folder
 from coa_jax.tools.bm25 import Index
-from coa_jax.tools.code_libraries import Libraries, find_libraries, split_libraries
+from coa_jax.tools.code_libraries import Libraries, find_libraries, isolation_here, split_libraries
 from coa_jax.tools.corpus import join_contents, read_corpus
 from coa_jax.tools.dense import RETRIEVALS, EncoderConfig, load_retriever
 from coa_jax.tools.net.secrets import Secret
@@ -224,7 +224,7 @@ def _serve(options: argparse.Namespace) -> None:
     key = secret.reveal() if options.key_env else None
     check_exposure(options.host, key, "give --key_env too, or --host 127.0.0.1")
     corpus = read_corpus(options.corpus) if options.corpus else None
-    isolation = None if options.no_code else find_isolation()
+    isolation = None if options.no_code else isolation_here()
     libraries = Libraries()
     if isolation is not None:
         libraries = find_libraries(split_libraries(options.libraries), isolation.interpreter)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from coa_jax.config.extensions import ExtensionKind, bind, read_options
 from coa_jax.config.fields import Split
 from coa_jax.errors import UserError
-from coa_jax.protocol import at_level, get_protocol, in_format
+from coa_jax.protocol import at_level, get_protocol, in_format, parse_boxed, split_level
 
 SPLITS: tuple[str, ...] = get_args(Split)
 _SALT = "1"
@@ -58,6 +58,16 @@ class Task:
     def is_program(self) -> bool:
         """Whether the answer to the task is a program; ``gold`` then contains its tests."""
         return self.metadata.get("grader") == "code"
+
+    def unboxed(self, answer: str | None) -> str | None:
+        r"""Returns the part of an answer that graders compare with the accepted answers.
+
+        In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
+        protocols, this is the whole answer.
+        """
+        if answer is not None and split_level(self.protocol)[0] == "code":
+            return parse_boxed(answer) or answer
+        return answer
 
     def without_tests(self) -> Task:
         """Returns a copy of the task without the tests of programs, for storage in trajectories.

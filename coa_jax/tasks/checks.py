@@ -6,12 +6,15 @@ A task whose answers cannot be graded is rejected with a message that names its 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from coa_jax.config.extensions import ExtensionKind
+from coa_jax.config.installed import missing
 from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
@@ -130,6 +133,18 @@ def tests_of(gold: tuple[str, ...]) -> Tests:
         return read_tests(value)
     except untrusted.MALFORMED as error:
         raise ValueError(f"the tests cannot be read: {untrusted.reason(error)}") from error
+
+
+def reasoning_gym() -> Any:
+    """Imports and returns the optional package reasoning-gym.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError:
+        raise missing("arithmetic", "reasoning-gym", "tasks") from None
 
 
 def _grader_of(gold: tuple[str, ...]) -> str:

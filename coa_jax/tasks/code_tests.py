@@ -27,11 +27,11 @@ from typing import Any, Literal
 
 from coa_jax.config.fields import Bounded, MiB, Seconds
 from coa_jax.protocol import parse_code
-from coa_jax.sandbox import isolation
+from coa_jax.sandbox.isolation import Isolation
 from coa_jax.sandbox.limits import Job, Limits
 from coa_jax.sandbox.run import ProgramResult, run
 from coa_jax.tasks.assertions import Separate, run_separate, separate
-from coa_jax.tools.code_libraries import Library, find_libraries
+from coa_jax.tools.code_libraries import Library, find_libraries, isolation_here
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
@@ -368,8 +368,8 @@ async def _run_together(program: str, tests: Tests, case: Case, seconds: float, 
 
 
 @functools.cache
-def _isolation() -> isolation.Isolation:
-    return isolation.find_isolation()
+def _isolation() -> Isolation:
+    return isolation_here()
 
 
 @functools.cache

@@ -44,10 +44,12 @@ from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.checks import REWARDS
+from coa_jax.tasks.checks import REWARDS, reasoning_gym
 from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
-from coa_jax.tasks.rewards import NEEDS, opened
+from coa_jax.tasks.maths import check_installed
+from coa_jax.tasks.private_tests import check_folder
+from coa_jax.tools.code_libraries import isolation_here
 from coa_jax.tools.concurrency import Turns, run_blocking
 from coa_jax.tools.net.budget import BudgetSpentError
 
@@ -203,8 +205,14 @@ class Graders:
         """
         for name in dict.fromkeys(map(self.config.measure, tasks)):
             self._bound(name)
-            if name in NEEDS:
-                NEEDS[name](self.config)
+            if name == "reasoning_gym":
+                reasoning_gym()
+            elif name == "math":
+                check_installed()
+            elif name == "code":
+                isolation_here()
+                if self.config.private_tests:
+                    check_folder(self.config.private_tests)
 
     def _bound(self, name: str) -> BoundFunction:
         if name not in self._found:
@@ -305,7 +313,7 @@ class Graders:
         return Reward(sum(each.weight * parts[each.name] for each in single), parts)
 
     def _offered(self, task: Task, trajectory: Trajectory) -> dict[str, Any]:
-        answer = opened(task, trajectory.answer) or ""
+        answer = task.unboxed(trajectory.answer) or ""
         return {"task": task, "trajectory": trajectory, "question": task.question, "answer": answer,
                 "gold": task.gold, "text": trajectory.text, "graders": self}  # fmt: skip
 

@@ -7,23 +7,19 @@ The names of the parameters of a function determine its arguments, see
 from __future__ import annotations
 
 import asyncio
-import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from coa_jax.config.installed import missing
 from coa_jax.data.trajectory import Author, Reward, Trajectory, format_valid
 from coa_jax.errors import UserError
-from coa_jax.protocol import parse_boxed, split_level
-from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.sandbox.run import SandboxError
 from coa_jax.tasks import release_rewards
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.checks import tests_of
+from coa_jax.tasks.checks import reasoning_gym, tests_of
 from coa_jax.tasks.code_tests import Tests, program_of, run_tests
 from coa_jax.tasks.grading import grade_answer
-from coa_jax.tasks.maths import MathsUnsureError, check_installed, same_expression
-from coa_jax.tasks.private_tests import check_folder, load_private_tests
+from coa_jax.tasks.maths import MathsUnsureError, same_expression
+from coa_jax.tasks.private_tests import load_private_tests
 
 if TYPE_CHECKING:
     from coa_jax.tasks.graders import Graders, GradersConfig
@@ -148,7 +144,7 @@ def generator(task: Task, trajectory: Trajectory) -> float:
     Raises:
         UserError: the package reasoning-gym, which checks the answer, is not installed.
     """
-    answer = opened(task, trajectory.answer)
+    answer = task.unboxed(trajectory.answer)
     if answer is None:
         return 0.0
     scorer = reasoning_gym().get_score_answer_fn(task.metadata["generator"])
@@ -161,43 +157,3 @@ def generator(task: Task, trajectory: Trajectory) -> float:
         return float(scorer(answer.strip(), entry) >= 1.0)
     except Exception:  # some scorers raise errors for unreadable answers, which are wrong
         return 0.0
-
-
-def reasoning_gym() -> Any:
-    """Imports and returns the optional package reasoning-gym.
-
-    Raises:
-        UserError: the package is not installed.
-    """
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError:
-        raise missing("arithmetic", "reasoning-gym", "tasks") from None
-
-
-def opened(task: Task, answer: str | None) -> str | None:
-    r"""Returns the part of an answer to a task that graders compare with the accepted answers.
-
-    In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
-    protocols, this is the whole answer.
-    """
-    if answer is not None and split_level(task.protocol)[0] == "code":
-        return parse_boxed(answer) or answer
-    return answer
-
-
-# --- requirements on this machine -------------------------------------------------------------
-
-
-def _code_needs(config: GradersConfig) -> None:
-    find_isolation()
-    if config.private_tests:
-        check_folder(config.private_tests)
-
-
-NEEDS: Mapping[str, Callable[[GradersConfig], None]] = {
-    "reasoning_gym": lambda config: reasoning_gym(),
-    "math": lambda config: check_installed(),
-    "code": _code_needs,
-}
-"""Name of a reward -> function that raises UserError if something the reward needs is missing."""

@@ -9,10 +9,9 @@ import logging
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coa_jax.protocol import parse_code
-from coa_jax.sandbox import isolation
 from coa_jax.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
 from coa_jax.sandbox.run import GRACE_S, Captured, ProgramResult, SandboxError, run
 from coa_jax.tools.base import (
@@ -24,15 +23,12 @@ from coa_jax.tools.base import (
     server_answers,
     time_for,
 )
-from coa_jax.tools.code_libraries import find_libraries, try_imports
+from coa_jax.tools.code_libraries import find_libraries, isolation_here, try_imports
 from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
 from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.net.chat import post_json, trusting
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import RequestLimits
-
-if TYPE_CHECKING:
-    from coa_jax.tools.make import ToolsConfig
 
 BAD_CALL = (
     "[FAILED] The call could not be read. Write one block that starts with ```py and ends with"
@@ -101,11 +97,9 @@ class CodeTool:
         Raises:
             UserError: no isolation works on this machine, or a package cannot be installed.
         """
+        self.isolation = isolation_here(backend, unsafe)
         if unsafe:
-            self.isolation = isolation.without_isolation()
             logging.warning("programs of the model run WITHOUT isolation on this machine")
-        else:
-            self.isolation = isolation.find_isolation(backend)
         self.timeout_s, self.max_output_chars = timeout_s, max_output_chars
         self.queue_s = queue_s
         self.remembers = session
@@ -354,7 +348,7 @@ def _remote_result(answer: Any) -> ProgramResult:
     return ProgramResult(streams[0], streams[1], reason, code, 0.0, 0)
 
 
-def make(config: ToolsConfig) -> Tool:
+def make(config: Any) -> Tool:
     """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
     limits: dict[str, Any] = {
         "timeout_s": config.code_timeout_s,
@@ -372,18 +366,18 @@ def make(config: ToolsConfig) -> Tool:
     )
 
 
-def asks_server(config: ToolsConfig) -> bool:
+def asks_server(config: Any) -> bool:
     """Returns whether the calls of the tool are sent to a server."""
     return bool(config.code_url)
 
 
-async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `preflight.findings`."""
     if config.code_url:
         key, program = config.remote_key_env, "```py\nprint(1)\n```"
         remote = RemoteCode(config.code_url, seconds, key_env=key)
         return await server_answers(remote, config.code_url, program, key, seconds)
-    here = isolation.without_isolation() if config.code_unsafe else isolation.find_isolation()
+    here = isolation_here(unsafe=config.code_unsafe)
     how = "WITHOUT isolation" if config.code_unsafe else f"isolated by {here.backend}"
     text = f"programs run here, {how}"
     libraries = find_libraries(config.code_libraries, here.interpreter)

@@ -32,9 +32,10 @@ from coa_jax.files import durable as files
 from coa_jax.sandbox.isolation import (
     Interpreter,
     Isolation,
-    find_interpreter,
+    NoIsolationError,
     find_isolation,
     reachable,
+    without_isolation,
 )
 from coa_jax.sandbox.limits import Limits
 from coa_jax.sandbox.run import run
@@ -94,6 +95,23 @@ class Libraries:
         return f"It can import the standard library and these packages: {self}."
 
 
+def isolation_here(backend: str = "auto", unsafe: bool = False) -> Isolation:
+    """Returns the isolation in which this machine runs programs, see `find_isolation`.
+
+    Args:
+        backend: kind of isolation: "bubblewrap", "landlock", or "auto" for the best that works.
+        unsafe: whether programs run without isolation, see `without_isolation`.
+
+    Raises:
+        UserError: no isolation works, or the environment does not permit programs without
+            isolation.
+    """
+    try:
+        return without_isolation() if unsafe else find_isolation(backend)
+    except NoIsolationError as error:
+        raise UserError(str(error)) from error
+
+
 def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None) -> Libraries:
     """Finds packages for programs, and installs missing packages.
 
@@ -108,7 +126,7 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
     """
     if not wanted:
         return Libraries()
-    interpreter = interpreter or find_interpreter()
+    interpreter = interpreter or isolation_here().interpreter
     directories, requirements = [], {}
     for entry in wanted:
         if entry.startswith(("/", "~", "./", "../")):
@@ -272,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     wanted = [name for text in options.wanted for name in split_libraries(text)]
     try:
-        isolation = find_isolation()
+        isolation = isolation_here()
         libraries = find_libraries(wanted, isolation.interpreter)
     except UserError as error:
         print(error, file=sys.stderr)

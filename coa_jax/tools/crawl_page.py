@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from coa_jax.config.fields import Bounded, Bytes, Count, Place, Seconds, Times
 from coa_jax.config.installed import install_hint, missing
 from coa_jax.protocol import parse_urls
-from coa_jax.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext, is_repeat, observe, time_for
 from coa_jax.tools.bm25 import Index
+from coa_jax.tools.code_libraries import isolation_here
 from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
@@ -37,7 +37,6 @@ from coa_jax.tools.web_search import LOCAL_HOST, MIRRORS
 from coa_jax.tools.worker import WorkerBusyError, WorkerError
 
 if TYPE_CHECKING:
-    from coa_jax.tools.make import ToolsConfig
     from coa_jax.tools.wiki_search import WikiSearch
 
 _log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class CrawlPage:
         Args:
             config: settings of the tool.
             index: function that returns the local index, for links to its passages.
-            backend: kind of isolation in which pages are parsed, see `find_isolation`.
+            backend: kind of isolation in which pages are parsed, see `isolation_here`.
             unsafe: whether pages are parsed without isolation. The environment variable
                 ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
 
@@ -130,7 +129,7 @@ class CrawlPage:
         self._limits = RequestLimits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
         self._guard = AddressGuard(config.allow_hosts, config.blocked)
         self._robots = Robots(self._limits, self._guard) if config.robots else None
-        isolation = without_isolation() if unsafe else find_isolation(backend)
+        isolation = isolation_here(backend, unsafe)
         self._workers = isolated_workers(
             "coa_jax.tools.page_text:extract",
             isolation,
@@ -311,17 +310,17 @@ class _Call:
             return self.context.question
 
 
-def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+def make(config: Any, search: WikiSearch) -> Tool:
     """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
     return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
 
 
-def asks_server(config: ToolsConfig) -> bool:
+def asks_server(config: Any) -> bool:
     """Returns whether the calls of the tool are sent to a server."""
     return bool(config.crawl_page.summarizer)
 
 
-async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `preflight.findings`."""
     absent = page_text.missing_packages()
     if absent:

@@ -8,20 +8,19 @@ machine share the vectors.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from coa_jax.config.fields import Between, Bounded, OneOf, Place, Prose
 from coa_jax.errors import UserError
 from coa_jax.files import durable
+from coa_jax.model.config import EncoderConfig
 from coa_jax.run.progress import progress
 from coa_jax.tools.bm25 import Index, best_rows, load_index
 from coa_jax.tools.corpus import Passage, default_corpus
@@ -71,34 +70,6 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
             # Indices ascend and the sort is stable, so the lowest index of equal products is first.
             best[i] = sorted(best[i] + found, key=lambda item: -item[1])[:top_k]
     return best
-
-
-@dataclasses.dataclass(frozen=True)
-class EncoderConfig(Bounded):
-    """The settings of the model that encodes texts as vectors.
-
-    Attributes:
-        path: Hugging Face directory of a BERT or XLM-RoBERTa model, with ``config.json``,
-            safetensors and ``tokenizer.json``; "" for no encoder.
-        query_prefix: text before each query. The default is the prefix of the E5 models. For a
-            model that was trained without prefixes, set "".
-        passage_prefix: text before each passage.
-        max_tokens: maximum number of tokens of a text. Longer texts are truncated. If the model has
-            a smaller maximum, the model's maximum is used.
-        batch_size: maximum number of texts in a batch.
-        device: JAX backend that runs the encoder. The default "cpu" leaves the accelerator to the
-            policy; "" means the default backend of JAX.
-    """
-
-    path: Place = ""
-    query_prefix: Prose = "query: "
-    passage_prefix: Prose = "passage: "
-    max_tokens: Annotated[int, Between(1, 2**20)] = 512
-    batch_size: Annotated[int, Between(1, 2**16)] = 32
-    device: Annotated[str, OneOf("", "cpu", "gpu", "cuda", "rocm", "tpu")] = "cpu"
-
-    def __bool__(self) -> bool:
-        return bool(self.path)
 
 
 class DenseIndex(Index):

@@ -28,9 +28,10 @@ from coa_jax.config.installed import warn_untested
 from coa_jax.errors import UserError
 from coa_jax.sandbox import landlock, trial
 from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
-from coa_jax.sandbox.isolation import BACKENDS, Isolation, find_isolation
+from coa_jax.sandbox.isolation import BACKENDS, Isolation
 from coa_jax.sandbox.limits import Job, Limits
 from coa_jax.sandbox.run import run
+from coa_jax.tools.code_libraries import isolation_here
 
 _TIMED_CALLS = 15
 
@@ -157,7 +158,7 @@ def run_checks(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.tools or options.config or overrides:
         return _show_tools(options.config, overrides)
     try:
-        isolation = find_isolation(options.backend)
+        isolation = isolation_here(options.backend)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

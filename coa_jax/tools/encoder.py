@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,11 @@ from coa_jax.files import untrusted
 from coa_jax.files.durable import read_json_object
 from coa_jax.model import encoder
 from coa_jax.model.compute import REFERENCE
+from coa_jax.model.config import EncoderConfig
 from coa_jax.model.encoder import BertConfig, bind, load_params, read_bert_config
 from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.storage import model_folder
-
-if TYPE_CHECKING:
-    from coa_jax.tools.dense import EncoderConfig
 
 _SHORTEST = 16
 """Number of tokens in the smallest compiled shape. Each further shape has twice as many tokens."""

@@ -17,7 +17,7 @@ import os
 import stat
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from coa_jax.config.fields import Bounded, Bytes, Count, Place
 from coa_jax.errors import UserError
@@ -29,9 +29,6 @@ from coa_jax.tools.net.chat import ChatConfig, chat, chat_answers, check_client
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text
-
-if TYPE_CHECKING:
-    from coa_jax.tools.make import ToolsConfig
 
 _BAD_CALL = (
     'The call could not be read. Write a JSON object such as {"file_path": "picture.png",'
@@ -188,17 +185,17 @@ def image_type(content: bytes) -> str | None:
     return next((kind for start, kind in _IMAGES.items() if content.startswith(start)), None)
 
 
-def make(config: ToolsConfig) -> Tool:
+def make(config: Any) -> Tool:
     """Creates ``visual_inspector``, which asks a vision model about images."""
     return VisualInspector(config.visual_inspector)
 
 
-def asks_server(config: ToolsConfig) -> bool:
+def asks_server(config: Any) -> bool:
     """Returns whether the calls of the tool are sent to a server."""
     return bool(config.visual_inspector.chat)
 
 
-async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `preflight.findings`."""
     visual = config.visual_inspector
     if not visual.chat:

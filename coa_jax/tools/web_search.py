@@ -35,7 +35,6 @@ from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch_json
 from coa_jax.tools.net.secrets import Secret, with_key
 
 if TYPE_CHECKING:
-    from coa_jax.tools.make import ToolsConfig
     from coa_jax.tools.wiki_search import WikiSearch
 
 _log = logging.getLogger(__name__)
@@ -351,7 +350,7 @@ def _line(text: str, most: int = _FIELD_CHARS) -> str:
     return " ".join(text.split())[:most]
 
 
-def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+def make(config: Any, search: WikiSearch) -> Tool:
     """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
     tool = WebSearch(config.web_search, search.warm_up)
     if tool.provider == "local":  # otherwise the first call would build the index
@@ -359,12 +358,12 @@ def make(config: ToolsConfig, search: WikiSearch) -> Tool:
     return tool
 
 
-def asks_server(config: ToolsConfig) -> bool:
+def asks_server(config: Any) -> bool:
     """Returns whether the calls of the tool are sent to a server."""
     return choose(config.web_search) in ("serper", "searxng")
 
 
-async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `preflight.findings`."""
     web = config.web_search
     provider = choose(web)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coa_jax.storage import local
 from coa_jax.tools.base import (
@@ -34,9 +34,6 @@ from coa_jax.tools.dense import check_retrieval
 from coa_jax.tools.net.chat import post_json, trusting
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import RequestLimits
-
-if TYPE_CHECKING:
-    from coa_jax.tools.make import ToolsConfig
 
 
 class WikiSearch:
@@ -188,7 +185,7 @@ def _hits(answer: Any) -> list[Hit]:
     return hits
 
 
-def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+def make(config: Any, search: WikiSearch) -> Tool:
     """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
     if config.wiki_url:
         return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
@@ -196,12 +193,12 @@ def make(config: ToolsConfig, search: WikiSearch) -> Tool:
     return search
 
 
-def asks_server(config: ToolsConfig) -> bool:
+def asks_server(config: Any) -> bool:
     """Returns whether the calls of the tool are sent to a server."""
     return bool(config.wiki_url)
 
 
-async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `preflight.findings`."""
     if config.wiki_url:
         key = config.remote_key_env

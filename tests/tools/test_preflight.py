@@ -134,7 +134,7 @@ def test_a_tool_of_your_own_is_asked_whether_it_can_be_called(answers):
 def test_programs_without_isolation_need_none_and_say_so(monkeypatch):
     config = ToolsConfig(names=("code",), code_unsafe=True)
     monkeypatch.setenv("COA_JAX_ALLOW_UNSAFE_CODE", "1")
-    monkeypatch.setattr(isolation, "find_isolation", lambda: pytest.fail("isolation is looked for"))
+    monkeypatch.setattr(isolation, "_why_not", lambda _: pytest.fail("isolation is looked for"))
     (found,) = asyncio.run(preflight.findings(config))
     assert found == preflight.Finding("code", True, "programs run here, WITHOUT isolation")
     monkeypatch.delenv("COA_JAX_ALLOW_UNSAFE_CODE")

@@ -424,7 +424,6 @@ def test_the_sandbox_runs_alone_as_its_page_shows(tmp_path):
     package = Path(isolation.__file__).parents[1]
     (tmp_path / "coa_jax").mkdir()
     (tmp_path / "coa_jax" / "__init__.py").touch()
-    shutil.copy(package / "errors.py", tmp_path / "coa_jax")
     shutil.copytree(package / "sandbox", tmp_path / "coa_jax" / "sandbox")
     page = (package.parent / "docs" / "isolation.md").read_text()
     (code,) = re.findall(r"## Use the sandbox alone\n.*?```python\n(.*?)```", page, re.DOTALL)
