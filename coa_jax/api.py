@@ -20,9 +20,8 @@ from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectori
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import Comparison, compare
 from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.run import evaluate, evaluate_model, load, settings
+from coa_jax.evaluate.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy, protocol_of
@@ -30,7 +29,7 @@ from coa_jax.rollout.environments.base import ENVIRONMENTS, tags_of
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
-from coa_jax.storage import is_url, local, model_folder, run_folder
+from coa_jax.storage import run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.question_rows import tasks_of_rows
@@ -364,14 +363,10 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     described = dataclasses.asdict(config.tools)
     for setting in ("store", "budgets"):  # neither group affects the answers
         described.pop(setting)
-    again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
-    if not config.endpoint:
-        # The policy is named by a hash of its weights, which `model_folder` leaves in the bucket.
-        path = Path(local(config.model)) if is_url(config.model) else model_folder(config.model)
-        return evaluate_model(path, tasks, config, run, config.stage, live, described, **again)
-    policy = endpoint_policy(config.endpoint, config.sampling, config.seed, config.rollout, live)
-    about = settings(config, f"{config.endpoint.model} (endpoint)", described)
-    return evaluate(policy, tasks, config, run, config.stage, about, **again)
+    return evaluate_model(
+        config.model, tasks, config, run, config.stage, live, described,
+        servers=None if config.agent else config.tools, fresh=fresh,
+    )  # fmt: skip
 
 
 # --- arguments of the functions -----------------------------------------------------------

@@ -19,10 +19,11 @@ from coa_jax.config.fields import (
 )
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import BLOCKED
 from coa_jax.evaluate.scaling import PickConfig
+from coa_jax.protocol import TAGS
 from coa_jax.rollout.agent_config import AgentConfig
+from coa_jax.rollout.endpoint import PolicyEndpoint
 from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.environments.session import graded_by_environment
 from coa_jax.rollout.request import RolloutConfig
@@ -185,6 +186,14 @@ class EvaluateConfig(SamplesConfig):
                 raise UserError(
                     f"rollout.{name} is True: it applies to the loop of tools, but agent names a "
                     "program; leave it False"
+                )
+        for name in ("constrain", "strict", "format"):
+            value = getattr(self.rollout, name)
+            if self.endpoint and value not in (False, "", TAGS):
+                raise UserError(
+                    f"rollout.{name} is {value}: a policy behind an endpoint writes text in the "
+                    f"format {TAGS}, and its tokens can be neither constrained nor checked; leave "
+                    "the setting out"
                 )
         if self.attempts > 1 and self.temperature == 0:
             raise UserError(

@@ -20,8 +20,7 @@ from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.evaluate.config import HeldOutConfig
 from coa_jax.evaluate.figures import training_metrics
-from coa_jax.evaluate.measure import finish, wanted
-from coa_jax.evaluate.policy import engine_policy
+from coa_jax.evaluate.measure import finish, missing_requests
 from coa_jax.evaluate.sample import Key, Sample, digest, measured, sample_of
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import Model
@@ -31,6 +30,7 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import RolloutConfig
+from coa_jax.rollout.sampler import make_sampler
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import Sources
@@ -134,7 +134,9 @@ class HeldOut:
             {"stage": f"{self.phase}-eval", **marks},
         )
         samples, tasks = self.config.samples, dict(processes.share(list(enumerate(self.tasks))))
-        missing = wanted(graded.samples, tasks, samples, self.prompt)
+        missing = missing_requests(
+            graded.samples, tasks, self.config, self.prompt, graded.about, self.environments
+        )
         states = self._gather((bool(missing), self._abandoned))
         if any(abandoned for _, abandoned in states):
             return None
@@ -142,11 +144,9 @@ class HeldOut:
         if any(incomplete for incomplete, _ in states):
             # All processes help to create the engines, even processes that have nothing to sample.
             budgets = self.config.budgets(self.rollout)
-            policy = engine_policy(
-                model, engines(), self.config, budgets, self.tools, self.environments
-            )
-            stream = policy(missing, graded.about, lambda tokens: None)
-            complete = asyncio.run(self._run(finish([stream], self.tasks, self.graders, graded)))
+            sampler = make_sampler(model, engines(), self.tools, budgets)
+            work = finish(sampler, lambda _: missing, self.tasks, self.graders, graded)
+            complete = asyncio.run(self._run(work))
         parts = self._gather((list(graded.samples.values()), complete))
         if not all(complete for _, complete in parts):
             return None

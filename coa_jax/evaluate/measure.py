@@ -1,4 +1,4 @@
-"""What all evaluations share: tasks, and samples that are run, graded and stored.
+"""What all evaluations share: the samples that are missing are run, graded and stored.
 
 `run.evaluate` evaluates a policy on a benchmark, and `held_out.HeldOut` the policy of a training
 run.
@@ -10,53 +10,17 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from coa_jax.data.trajectory import Reward, Trajectory
+from coa_jax.evaluate.config import SamplesConfig
 from coa_jax.evaluate.sample import Key, Sample
-from coa_jax.protocol import Messages, Prompt, messages_of
+from coa_jax.protocol import Prompt
+from coa_jax.rollout.environments.session import Environments
+from coa_jax.rollout.request import Request, make_request
+from coa_jax.rollout.sampler import Sampler
 from coa_jax.tasks import Graders, Task
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """The samples of one task that a policy must run.
-
-    Attributes:
-        index: index of the task among all tasks of the evaluation; the samples' random keys depend
-            on it.
-        task: the task.
-        numbers: indices, among the task's samples, of the samples to run.
-        messages: messages of the prompt.
-        attempt: index of the attempt, from 0. Attempts after the first repeat samples that gave no
-            answer.
-    """
-
-    index: int
-    task: Task
-    numbers: tuple[int, ...]
-    messages: Messages
-    attempt: int = 0
-
-
-def attempt_seed(seed: int, attempt: int) -> int:
-    """Returns the seed of a repeated attempt at a sample; attempt 0 has the evaluation's seed."""
-    if not attempt:
-        return seed
-    named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
-    return int.from_bytes(named.digest()) >> 1
-
-
-Policy = Callable[
-    [Sequence[Wanted], Mapping[str, Any], Callable[[int], None]], AsyncGenerator[Trajectory, None]
-]
-"""A function that runs samples and yields their ungraded trajectories as they end.
-
-Its arguments are the samples to run; a mapping, which it copies to the metadata of each trajectory;
-and a function, which it calls from time to time with the number of tokens written since the last
-call.
-"""
 
 
 class Store(Protocol):
@@ -74,21 +38,26 @@ class Store(Protocol):
         """Stores the grade of a sample."""
 
 
-def wanted(
+def missing_requests(
     samples: Mapping[Key, Sample],
     tasks: Mapping[int, Task],
-    number: int,
+    config: SamplesConfig,
     prompt: Prompt,
+    about: Mapping[str, Any],
+    environments: Environments | None = None,
     attempts: int = 1,
     attempt: int = 0,
-) -> list[Wanted]:
-    """Returns the samples that must run.
+) -> list[Request]:
+    """Returns requests for the samples that must run.
 
     Args:
         samples: finished samples.
-        tasks: tasks by their index among all tasks of the evaluation.
-        number: number of samples per task.
+        tasks: tasks by their index among all tasks of the evaluation, on which the random keys of
+            the samples depend.
+        config: settings of the samples.
         prompt: instructions and prompt style with which the policy sees the tasks.
+        about: metadata of the trajectories.
+        environments: creates the environment of each sample; None for the default loop of tools.
         attempts: maximum number of attempts per sample. A sample runs again until it has an answer
             or has run this many times.
         attempt: index of the attempt, from 0.
@@ -98,36 +67,48 @@ def wanted(
         sample = samples.get(key)
         if sample is None:
             return attempt == 0
-        return sample.attempts == attempt and sample.wanted(attempts)
+        return sample.attempts == attempt and sample.must_rerun(attempts)
 
-    return [
-        Wanted(index, task, numbers, messages_of(task, prompt), attempt)
-        for index, task in tasks.items()
-        if (numbers := tuple(n for n in range(number) if runs((task.id, n))))
-    ]
+    seed = config.seed
+    if attempt:
+        named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
+        seed = int.from_bytes(named.digest()) >> 1
+    requests = []
+    for index, task in tasks.items():
+        if numbers := [n for n in range(config.samples) if runs((task.id, n))]:
+            request = make_request(
+                task, prompt, seed, index, numbers, config.sampling,
+                metadata=about, environments=environments,
+            )  # fmt: skip
+            # The tests of a programming task can take megabytes.
+            requests.append(dataclasses.replace(request, task=task.without_tests()))
+    return requests
 
 
 async def finish(
-    streams: Iterable[AsyncGenerator[Trajectory, None]],
+    sampler: Sampler | None,
+    missing: Callable[[int], Sequence[Request]],
     tasks: Sequence[Task],
     graders: Graders,
     store: Store,
     *,
     ungraded: Iterable[Key] = (),
     attempts: int = 1,
-    ended: Callable[[], None] = lambda: None,
+    ended: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
-    """Stores samples as they end, and grades them meanwhile.
+    """Runs samples, stores them as they end, and grades them meanwhile.
 
     Args:
-        streams: samples of a `Policy`, one stream for each attempt. A stream starts when the
-            previous stream has ended.
+        sampler: runs the samples; None if no sample is missing. All its samples have ended when
+            this function returns or raises.
+        missing: function that returns the requests of an attempt. It is called when all samples of
+            the attempt before are stored.
         tasks: all tasks of the evaluation.
         graders: graders of the answers. They do not grade samples that a fault ended.
         store: takes the samples and their grades.
         ungraded: stored samples to grade, too.
-        attempts: maximum number of attempts per sample, see `wanted`.
-        ended: function that is called when a sample will not run again.
+        attempts: maximum number of attempts per sample, see `missing_requests`.
+        ended: function that is called with each sample that will not run again.
 
     Raises:
         UserError: as in `Graders.grade`, or an error of the policy.
@@ -140,16 +121,23 @@ async def finish(
             reward = await graders.grade(by_id[key[0]], store.trajectory(key))
         store.grade(key, reward)
 
+    async def run(sampler: Sampler, grading: asyncio.TaskGroup) -> None:
+        async with contextlib.aclosing(sampler.finished()) as finished:
+            for attempt in range(attempts):
+                requests = missing(attempt)
+                for request in requests:
+                    sampler.submit(request.encoded(sampler.tokenizer))
+                for _ in range(sum(len(request.samples) for request in requests)):
+                    sample = store.add(await anext(finished))
+                    if not sample.must_rerun(attempts):
+                        grading.create_task(grade(sample.key))
+                        ended(sample)
+
     try:
         async with asyncio.TaskGroup() as grading:
             for key in ungraded:
                 grading.create_task(grade(key))
-            for stream in streams:
-                async with contextlib.aclosing(stream):
-                    async for trajectory in stream:
-                        sample = store.add(trajectory)
-                        if not sample.wanted(attempts):
-                            grading.create_task(grade(sample.key))
-                            ended()
+            if sampler is not None:
+                await run(sampler, grading)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__

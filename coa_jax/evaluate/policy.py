@@ -1,97 +1,60 @@
-"""A policy that decodes on engines of this process, for evaluations."""
+"""The policy that an evaluation measures: how it is loaded, and a name for its weights."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from coa_jax.data.trajectory import Trajectory
-from coa_jax.engine.engine import Engine
+import jax
+
+from coa_jax.engine.group import make_engines
+from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import SamplesConfig
-from coa_jax.evaluate.measure import Policy, Wanted, attempt_seed
-from coa_jax.model.api import Model
-from coa_jax.model.encode import message_ids
-from coa_jax.rollout.agent_config import AgentConfig, agent_programs
-from coa_jax.rollout.environments.session import Environments
-from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.model.params import Model
+from coa_jax.model.tokenizer import eos_ids
+from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.sampler import Sampler, make_sampler
 from coa_jax.storage import is_url, local, model_folder
+from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 
 
-def engine_policy(
-    model: Model,
-    engines: Sequence[Engine],
-    config: SamplesConfig,
-    budgets: RolloutConfig,
+def load_sampler(
+    load: Callable[[], Model],
+    config: EvaluateConfig,
     tools: Sequence[Tool],
-    environments: Environments | None = None,
-    agent: AgentConfig | None = None,
-) -> Policy:
-    """Returns a policy that decodes on engines of this process.
+    tasks: Sequence[Task],
+) -> Sampler:
+    """Loads the policy of an evaluation, and returns its sampler.
 
     Args:
-        model: architecture and tokenizer of the policy.
-        engines: engines with the parameters of the policy and free slots.
-        config: settings of the evaluation, such as its seed.
-        budgets: budgets of a trajectory.
+        load: function that loads the model, unless the policy is behind an endpoint.
+        config: settings of the evaluation. The shapes of its engine are upper bounds, which are
+            reduced to what the samples need and the memory holds, see `engine.memory.fitted`.
         tools: live tools.
-        environments: creates the environment of each sample; None for the default loop of tools.
-        agent: external agent program that solves the tasks; None for the default loop of tools.
+        tasks: all tasks of the evaluation. The shapes are derived from all of them, so that a
+            resumed evaluation has the same shapes.
     """
-    tokenizer = model.tokenizer
-
-    def request(one: Wanted, about: Mapping[str, Any]) -> Request:
-        drawn, opener = attempt_seed(config.seed, one.attempt), None
-        if environments is not None:  # an environment provides the prompt
-            opener = environments.opener(one.task, drawn, one.index, one.numbers)
-        return Request(
-            # The tests of a programming task can take megabytes.
-            task=one.task.without_tests(),
-            prompt=() if opener else message_ids(tokenizer, one.messages),
-            environment=opener,
-            seed=drawn,
-            prompt_id=one.index,
-            samples=one.numbers,
-            sampling=config.sampling,
-            metadata=about,
-        )
-
-    def run(
-        wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
-    ) -> AsyncGenerator[Trajectory, None]:
-        requests = (request(one, about) for one in wanted)
-        if agent:
-            return _by_program(model, engines, agent, budgets, list(requests), written)
-        return rollout(engines, tokenizer, requests, tools, budgets, on_tokens=written)
-
-    return run
-
-
-async def _by_program(
-    model: Model,
-    engines: Sequence[Engine],
-    agent: AgentConfig,
-    config: RolloutConfig,
-    requests: Sequence[Request],
-    written: Callable[[int], None],
-) -> AsyncGenerator[Trajectory, None]:
-    """Lets an external agent program solve the requests, and yields the trajectories."""
-    sampler = agent_programs().sampler(model, engines, agent, config, 0)
-    for request in requests:
-        sampler.submit(request)
-    left = sum(len(request.samples) for request in requests)
-    async with contextlib.aclosing(sampler.finished()) as finished:
-        async for trajectory in finished:
-            written(trajectory.num_policy_tokens)
-            yield trajectory
-            left -= 1
-            if not left:
-                return
+    shapes, rollout = config.engine, config.rollout
+    if config.endpoint:
+        return make_sampler(config.endpoint, (), tools, rollout)
+    model = load()
+    device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
+    free, count = free_memory(device), len(tasks) * config.samples
+    fit = fitted(shapes, model.config, device.platform, count, rollout.max_tokens, free)
+    print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
+    protocols = (task.protocol for task in tasks)
+    constraint = constraint_for(rollout, model.tokenizer, model.config.vocab_size, protocols)
+    if constraint is not None:
+        print(f"constraint: {constraint}", flush=True)
+    stop = eos_ids(model.tokenizer)
+    engines = make_engines(model.params, model.config, fit, stop, constraint)
+    # Compiles now. Otherwise compilation would use up the time limits of the first trajectories.
+    for engine in engines if rollout.max_seconds else ():
+        engine.warm_up()
+    return make_sampler(model, engines, tools, rollout, config.agent)
 
 
 def weights_name(path: str) -> str:

@@ -5,38 +5,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import make_engines
-from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.exposure import exposure_of
 from coa_jax.evaluate.figures import blocks, check_written, result
 from coa_jax.evaluate.journal import Journal
-from coa_jax.evaluate.measure import Policy, Wanted, finish, wanted
-from coa_jax.evaluate.policy import engine_policy, weights_name
-from coa_jax.evaluate.sample import Key, Measured, digest, measured
+from coa_jax.evaluate.measure import finish, missing_requests
+from coa_jax.evaluate.policy import load_sampler, weights_name
+from coa_jax.evaluate.sample import Key, Measured, Sample, digest, measured
 from coa_jax.evaluate.scaling import choose, pick_name, scaling
 from coa_jax.files import durable
-from coa_jax.model.api import Model, load_model
-from coa_jax.model.tokenizer import eos_ids
+from coa_jax.model.api import load_model
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import AgentConfig
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.endpoint import PolicyEndpoint
 from coa_jax.rollout.environments.base import tags_of
 from coa_jax.rollout.environments.session import Environments
-from coa_jax.run.progress import Bar, progress
+from coa_jax.rollout.request import Request
+from coa_jax.rollout.sampler import Sampler
+from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
+from coa_jax.storage import is_url, local, model_folder
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.checks import warn_of_tools
@@ -150,7 +144,7 @@ def _grading(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def evaluate(
-    policy: Policy,
+    load: Callable[[], Sampler],
     tasks: Sequence[Task],
     config: EvaluateConfig,
     run: RunDir,
@@ -169,7 +163,7 @@ def evaluate(
     interruption.
 
     Args:
-        policy: the policy.
+        load: function that loads the policy, see `load_sampler`; called if samples are missing.
         tasks: the tasks.
         config: settings of the evaluation.
         run: the run directory.
@@ -193,18 +187,22 @@ def evaluate(
     journal = Journal(run, stage, about, _grading(config), config.last_suggestion)
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
 
-    pending = functools.partial(
-        wanted, journal.samples, dict(enumerate(tasks)), config.samples, prompt, config.attempts
-    )
+    environments = Environments(config.environment, prompt) if config.environment else None
 
-    def begin(attempt: int) -> AsyncGenerator[Trajectory, None] | None:
-        samples, about = pending(attempt), {**journal.about(), "attempt": attempt}
-        return policy(samples, about, lambda n: bars[0].count(tokens=n)) if samples else None
+    def missing(attempt: int) -> list[Request]:
+        return missing_requests(
+            journal.samples, dict(enumerate(tasks)), config, prompt,
+            {**journal.about(), "attempt": attempt}, environments, config.attempts, attempt,
+        )  # fmt: skip
+
+    def ended(sample: Sample) -> None:
+        bar.count(tokens=sample.tokens)
+        bar.update()
 
     async def complete() -> dict[str, str]:
         await finish(
-            filter(None, streams), tasks, graders, journal,
-            ungraded=ungraded, attempts=config.attempts, ended=bars[0].update,
+            sampler, missing, tasks, graders, journal,
+            ungraded=ungraded, attempts=config.attempts, ended=ended,
         )  # fmt: skip
         groups = measured(tasks, journal.samples, config.samples)
         return await choose(
@@ -212,18 +210,15 @@ def evaluate(
             lambda sample: journal.trajectory(sample.key), journal.say,
         )  # fmt: skip
 
-    bars: list[Bar] = []  # the bar is created once the policy is loaded
-    open_now = [one for attempt in range(config.attempts) for one in pending(attempt)]
-    total, left = len(tasks) * config.samples, sum(len(one.numbers) for one in open_now)
+    requests = [request for attempt in range(config.attempts) for request in missing(attempt)]
+    total, left = len(tasks) * config.samples, sum(len(request.samples) for request in requests)
     if left < total:
         print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
     groups = measured(tasks, journal.samples, config.samples)
     ungraded = [s.key for group in groups for s in group.samples if s.is_ungraded(config.attempts)]
-    _check_ready(config, groups, journal, open_now, ungraded, servers)
-    # The first stream is created outside the event loop, because loading a policy may take long.
-    streams = itertools.chain([begin(0)], map(begin, range(1, config.attempts)))
+    _check_ready(config, groups, journal, requests, ungraded, servers)
+    sampler = load() if requests else None  # outside the event loop, because it may take long
     with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
-        bars.append(bar)
         why = asyncio.run(complete())
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
@@ -238,7 +233,7 @@ def evaluate(
 
 
 def evaluate_model(
-    path: Path,
+    model: str | Path,
     tasks: Sequence[Task],
     config: EvaluateConfig,
     run: RunDir,
@@ -249,70 +244,36 @@ def evaluate_model(
     servers: ToolsConfig | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates a model that decodes on this machine; returns the content of the result file.
+    """Evaluates a model, or the policy behind an endpoint; returns the content of the result file.
 
     Args:
-        path: Hugging Face directory of the model.
+        model: Hugging Face directory of the model; ignored if ``config.endpoint`` names a server.
         tasks, config, run, stage, servers, fresh: as in `evaluate`.
         tools: live tools.
         tool_settings: settings of the tools, on which the samples depend.
     """
-    prompt = load_prompt(config.rollout.prompt_style, path)
     warn_of_tools(tools, tasks)
-    environments = Environments(config.environment, prompt) if config.environment else None
     tasks = with_level(tasks, config.rollout.level, config.rollout.format)
-    policy = local_policy(lambda: load_model(path), config, tools, tasks, environments)
-    about = settings(config, f"{path.name} {weights_name(str(path))}", tool_settings, prompt)
-    return evaluate(policy, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
-
-
-def local_policy(
-    load: Callable[[], Model],
-    config: EvaluateConfig,
-    tools: Sequence[Tool],
-    tasks: Sequence[Task],
-    environments: Environments | None = None,
-) -> Policy:
-    """Returns an `engine_policy` whose model is loaded when there are samples to run.
-
-    Args:
-        load: function that loads the model; called only if there are samples to run.
-        config: settings of the evaluation. The shapes of its engine are upper bounds, which are
-            reduced to what the samples need and the memory holds, see `engine.memory.fitted`.
-        tools: live tools.
-        tasks: all tasks of the evaluation. The shapes are derived from all of them, so that a
-            resumed evaluation has the same shapes.
-        environments: creates the environment of each sample; None for the default loop of tools.
-    """
-    shapes, rollout = config.engine, config.rollout
-
-    @functools.cache
-    def ready() -> Policy:
-        model = load()
-        device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
-        free, count = free_memory(device), len(tasks) * config.samples
-        fit = fitted(shapes, model.config, device.platform, count, rollout.max_tokens, free)
-        print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
-        protocols = (task.protocol for task in tasks)
-        constraint = constraint_for(rollout, model.tokenizer, model.config.vocab_size, protocols)
-        if constraint is not None:
-            print(f"constraint: {constraint}", flush=True)
-        stop = eos_ids(model.tokenizer)
-        engines: list[Engine] = make_engines(model.params, model.config, fit, stop, constraint)
-        # Compiles now. Otherwise compilation would use up the time limits of the first
-        # trajectories.
-        for engine in engines if rollout.max_seconds else ():
-            engine.warm_up()
-        return engine_policy(model, engines, config, rollout, tools, environments, config.agent)
-
-    return lambda wanted, about, written: ready()(wanted, about, written)
+    if config.endpoint:
+        name, prompt = (
+            f"{config.endpoint.model} (endpoint)",
+            load_prompt(config.rollout.prompt_style),
+        )
+    else:
+        # The policy is named by a hash of its weights, which `model_folder` leaves in the bucket.
+        model = Path(local(str(model))) if is_url(str(model)) else model_folder(model)
+        name = f"{model.name} {weights_name(str(model))}"
+        prompt = load_prompt(config.rollout.prompt_style, model)
+    load = functools.partial(load_sampler, lambda: load_model(model), config, tools, tasks)
+    about = settings(config, name, tool_settings, prompt)
+    return evaluate(load, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
 
 
 def _check_ready(
     config: EvaluateConfig,
     groups: Sequence[Measured],
     journal: Journal,
-    open_now: Sequence[Wanted],
+    requests: Sequence[Request],
     ungraded: Sequence[Key],
     servers: ToolsConfig | None,
 ) -> None:
@@ -320,9 +281,9 @@ def _check_ready(
 
     Also prints which answers will have no judge.
     """
-    ids = {one.task.id for one in open_now} | {task_id for task_id, _ in ungraded}
+    ids = {request.task.id for request in requests} | {task_id for task_id, _ in ungraded}
     graded = [group.task for group in groups if group.task.id in ids]
-    chats = {"endpoint": config.endpoint.chat} if open_now and config.endpoint else {}
+    chats = {"endpoint": config.endpoint.chat} if requests and config.endpoint else {}
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
         chats["best_of.chat"] = config.best_of.chat
@@ -330,7 +291,7 @@ def _check_ready(
         config.probe_s,
         tasks=graded,
         graders=config.graders if graded else None,
-        tools=servers if open_now else None,
+        tools=servers if requests else None,
         answered=tags_of(config.environment),
         chats=chats,
         made=True,

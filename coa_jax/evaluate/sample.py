@@ -54,7 +54,7 @@ class Sample:
     value: float | None = None
     attempts: int = 1
 
-    def wanted(self, attempts: int) -> bool:
+    def must_rerun(self, attempts: int) -> bool:
         """Returns whether the sample must run again.
 
         A sample runs again if it has no answer, no fault ended it, and it was run fewer than
@@ -67,7 +67,7 @@ class Sample:
 
         A sample that a fault ended is never graded.
         """
-        return self.value is None and not self.broken and not self.wanted(attempts)
+        return self.value is None and not self.broken and not self.must_rerun(attempts)
 
     @property
     def key(self) -> Key:

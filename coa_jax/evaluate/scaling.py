@@ -21,8 +21,8 @@ from coa_jax.config.fields import MAX_INT, Between, Bounded, Count, Times
 from coa_jax.data.trajectory import Author, SegmentSpan, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
-from coa_jax.evaluate.chain import text_trajectory
 from coa_jax.evaluate.sample import Measured, Sample
+from coa_jax.rollout.chain import text_trajectory
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.judge import parse_object
 from coa_jax.tools.net.chat import ChatConfig, chat

@@ -14,14 +14,13 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model
-from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.environments.session import Environments
-from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request import Arrival, RolloutConfig, make_request
+from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
@@ -153,17 +152,18 @@ class Agent:
         """
         tokenizer, budget = self.model.tokenizer, self._config.max_tokens
         task = Task("ask", question, self.protocol.name, (), "ask")
-        prompt = prompt_ids(tokenizer, task, self._prompt)
-        if len(prompt) >= budget:
-            raise UserError(f"the prompt has {len(prompt)} tokens; set max_tokens to more")
-        request = Request(task, prompt, self._seed, 0, (0,), self._sampling)
-        if self._environments is not None:
-            opener = self._environments.opener(task, self._seed, 0, (0,))
-            request = dataclasses.replace(request, prompt=(), environment=opener)
+        request = make_request(
+            task, self._prompt, self._seed, 0, (0,), self._sampling, environments=self._environments
+        ).encoded(tokenizer)
+        if len(request.prompt) >= budget:
+            raise UserError(f"the prompt has {len(request.prompt)} tokens; set max_tokens to more")
         async with self._turns.here():
-            stream = rollout(self._engine, tokenizer, [request], self.tools, self._config, on_text)
-            async with contextlib.aclosing(stream) as trajectories:
-                return await anext(trajectories)
+            sampler = EngineSampler(
+                [self._engine], tokenizer, self.tools, self._config, on_text=on_text
+            )
+            sampler.submit(request)
+            async with contextlib.aclosing(sampler.finished()) as finished:
+                return await anext(finished)
 
     async def stream(self, question: str) -> AsyncGenerator[Arrival, None]:
         """Lets the policy answer a question, and yields each piece of text as soon as it exists.

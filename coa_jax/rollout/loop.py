@@ -30,7 +30,6 @@ async def rollout(
     tools: Sequence[Tool],
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
-    on_tokens: Callable[[int], None] | None = None,
     on_start: Callable[[Scheduler], None] | None = None,
     episodes: Episodes | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
@@ -49,8 +48,6 @@ async def rollout(
         config: budgets of the trajectories.
         on_text: function that is called whenever the policy or the environment has produced text,
             with the new piece of text.
-        on_tokens: function that is called after each decoded chunk, with the number of tokens that
-            the policy wrote in the chunk.
         on_start: function that is called once per engine, with the engine's scheduler, before the
             engine samples tokens.
         episodes: creates the episodes of samples, and encodes the results of tools; None for
@@ -68,7 +65,7 @@ async def rollout(
     schedulers: list[Scheduler] = []
     try:
         for one in engines:
-            schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text, on_tokens))
+            schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text))
             if on_start is not None:
                 on_start(schedulers[-1])
         async with contextlib.aclosing(_merged(list(map(_run, schedulers)))) as stream:

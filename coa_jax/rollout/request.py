@@ -10,8 +10,9 @@ from coa_jax.config.fields import Bounded, Natural, Place, SecondsOrNone, Size
 from coa_jax.data.trajectory import Author, StopReason, ToolCall
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.protocol import TAGS, FormatName, Level
-from coa_jax.rollout.environments.session import Opener
+from coa_jax.model.encode import message_ids
+from coa_jax.protocol import TAGS, FormatName, Level, Messages, Prompt, messages_of
+from coa_jax.rollout.environments.session import Environments, Opener
 from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext
 
@@ -105,6 +106,8 @@ class Request:
             ended the recorded sample; else None.
         environment: function that creates the environment of a sample; None for the default
             environment, which only runs tools.
+        messages: messages of the prompt, if `make_request` made the request; else None. A policy
+            behind an endpoint gets these messages instead of ``prompt``.
     """
 
     task: Task
@@ -119,6 +122,46 @@ class Request:
     plan: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, StopReason] | None = None
     environment: Opener | None = None
+    messages: Messages | None = None
+
+    def encoded(self, tokenizer: Any) -> Request:
+        """Returns the request with the token ids of its messages as the prompt.
+
+        A request whose environment provides the prompt is returned unchanged.
+
+        Args:
+            tokenizer: tokenizer of the policy; None for a policy behind an endpoint, which encodes
+                the messages itself.
+        """
+        if tokenizer is None or self.messages is None or self.environment is not None:
+            return self
+        return dataclasses.replace(self, prompt=message_ids(tokenizer, self.messages))
+
+
+def make_request(
+    task: Task,
+    prompt: Prompt,
+    seed: int,
+    prompt_id: int,
+    samples: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    environments: Environments | None = None,
+) -> Request:
+    """Makes the request for samples of a task; `Request.encoded` adds the token ids of the prompt.
+
+    Args:
+        task, seed, prompt_id, samples, sampling, metadata: see `Request`.
+        prompt: prompt style in which the policy sees the task.
+        environments: creates the environment of each sample, which also provides the prompt; None
+            for the default environment, which only runs tools.
+    """
+    opener = environments.opener(task, seed, prompt_id, samples) if environments else None
+    return Request(
+        task, (), seed, prompt_id, tuple(samples), sampling, metadata=metadata or {},
+        environment=opener, messages=messages_of(task, prompt),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +226,7 @@ def tool_context(
 
 
 def described(
-    request: Request, config: RolloutConfig, shapes: EngineConfig, seconds: float
+    request: Request, config: RolloutConfig, seconds: float, shapes: EngineConfig | None = None
 ) -> dict[str, Any]:
     """Returns the metadata of a trajectory.
 
@@ -193,10 +236,10 @@ def described(
     Args:
         request: request of the trajectory.
         config: budgets of the trajectory.
-        shapes: shapes of the engine.
         seconds: duration of the trajectory in seconds.
+        shapes: shapes of the engine; None if the sample has no engine of its own.
     """
-    return {
+    about = {
         **request.task.metadata,
         **request.metadata,
         "source": request.task.source,
@@ -204,8 +247,8 @@ def described(
         "seconds": round(seconds, 3),
         "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
         "rollout": dataclasses.asdict(config),
-        "engine": {
-            **dataclasses.asdict(shapes),
-            "extend_buckets": list(shapes.extend_buckets),  # a list, as in JSON
-        },
     }
+    if shapes is not None:
+        buckets = list(shapes.extend_buckets)  # a list, as in JSON
+        about["engine"] = {**dataclasses.asdict(shapes), "extend_buckets": buckets}
+    return about

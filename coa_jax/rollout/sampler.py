@@ -1,23 +1,25 @@
-"""Defines the interface between a trainer and a sampler of trajectories, and implements a sampler.
+"""The interface by which training and evaluation sample trajectories, and its choice.
 
-The implementation uses the engines of this package. The interface is small, so that an inference
-server could implement it too. Such a server must load new weights between two tokens, and must
-return token ids with log-probabilities.
+There are three samplers: `EngineSampler` decodes with the engines of this package and runs the
+loop of tools, `serve.agents.sampler.AgentSampler` runs external agent programs, and
+`endpoint.EndpointSampler` asks a policy behind an OpenAI-compatible endpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import take_copies
-from coa_jax.model.params import DecodeParams
+from coa_jax.model.params import DecodeParams, Model
+from coa_jax.rollout.agent_config import AgentConfig, agent_programs
+from coa_jax.rollout.endpoint import EndpointSampler, PolicyEndpoint
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
 
@@ -31,8 +33,14 @@ class Sampler(Protocol):
 
     * ``prompt_id``: the prompt id of the request.
     * ``policy_versions``: a list of pairs ``[position, version]``. Each version sampled the tokens
-      from its position up to the position of the next pair. The first position is 0.
+      from its position up to the position of the next pair. The first position is 0. Samplers
+      without a policy version, see `make_sampler`, leave this key out.
+
+    Attributes:
+        tokenizer: tokenizer with which the prompts of requests are encoded, see `Request.encoded`.
     """
+
+    tokenizer: Any
 
     def submit(self, request: Request) -> None:
         """Adds a request for samples, which `finished` yields when they have ended."""
@@ -70,10 +78,11 @@ class EngineSampler:
         tokenizer: Any,
         tools: Sequence[Tool],
         config: RolloutConfig,
-        version: int | None,
+        version: int | None = None,
         *,
         recompute: bool = False,
         episodes: Episodes | None = None,
+        on_text: Callable[[Arrival], None] | None = None,
     ):
         """Creates a sampler.
 
@@ -88,13 +97,14 @@ class EngineSampler:
                 loaded. If False, the caches keep the values that earlier weights computed.
             episodes: says how samples begin, and how the results of tools become tokens; None for
                 `TextEpisodes`.
+            on_text: function that is called with each new piece of text, see `rollout`.
         """
-        self._engines, self._recompute = engines, recompute
+        self.tokenizer, self._engines, self._recompute = tokenizer, engines, recompute
         self._inbox = Inbox(version=version)
         self._schedulers: list[Scheduler] = []
         start = self._schedulers.append
         self._stream = rollout(
-            engines, tokenizer, self._inbox, tools, config, on_start=start, episodes=episodes
+            engines, tokenizer, self._inbox, tools, config, on_text, start, episodes
         )
 
     def submit(self, request: Request) -> None:
@@ -177,3 +187,37 @@ class EngineSampler:
             "decoded_tokens": sum(meter.decoded_tokens for meter in meters),
             "row_steps": sum(meter.row_steps for meter in meters),
         }
+
+
+def make_sampler(
+    policy: Model | PolicyEndpoint,
+    engines: Sequence[Engine],
+    tools: Sequence[Tool],
+    config: RolloutConfig,
+    agent: AgentConfig | None = None,
+    version: int | None = None,
+    *,
+    recompute: bool = False,
+) -> Sampler:
+    """Makes the sampler that the settings of a run name.
+
+    Args:
+        policy: the model whose parameters the engines hold, or the endpoint of the policy.
+        engines: engines with free slots; () for a policy behind an endpoint.
+        tools: tools that the policy can call. An agent program has its own tools.
+        config: budgets of the trajectories.
+        agent: agent program that solves the tasks; None, or settings without a program, for the
+            loop of tools.
+        version, recompute: see `EngineSampler`.
+
+    Raises:
+        UserError: the endpoint cannot be used, see `EndpointSampler`, or the agent program cannot.
+    """
+    if isinstance(policy, PolicyEndpoint):
+        return EndpointSampler(policy, tools, config)
+    if agent:
+        runner: Sampler = agent_programs().sampler(
+            policy, engines, agent, config, version or 0, recompute=recompute
+        )
+        return runner
+    return EngineSampler(engines, policy.tokenizer, tools, config, version, recompute=recompute)

@@ -39,7 +39,6 @@ class Scheduler:
         tools: Sequence[Tool],
         config: RolloutConfig,
         on_text: Callable[[Arrival], None] | None,
-        on_tokens: Callable[[int], None] | None = None,
     ):
         """Takes an engine whose slots are all free; `rollout` describes the arguments."""
         if config.constrain and engine.constraint is None:
@@ -51,7 +50,7 @@ class Scheduler:
         # Time that samples spent in slots, and the part of this time spent waiting for tools.
         self.occupied_s = self.waiting_s = 0.0
         self._counted = asyncio.get_running_loop().time()
-        self.on_text, self.on_tokens = on_text, on_tokens
+        self.on_text = on_text
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, Running] = {}
         # Slot -> request whose prompt is in the slot's KV cache, even if the sample has ended.
@@ -216,7 +215,7 @@ class Scheduler:
 
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> None:
         """Ends a sample that cannot start; its trajectory has no policy tokens."""
-        metadata = described(request, self.config, self.engine.config, 0.0)
+        metadata = described(request, self.config, 0.0, self.engine.config)
         metadata |= unstarted(request, self._limit(request), self.version)
         episode = self.episodes.begin(request, sample)
         self.ended.append(episode.finish(reason, request.task.gold, metadata))
@@ -294,16 +293,12 @@ class Scheduler:
             if run.tool is None and not run.must_pause(self.version):
                 self._computes(run)
         chunk = await self._on_device(self.engine.decode)
-        written = 0
         for run in list(self.running.values()):
             if run.tool is None and chunk.count[run.slot]:
-                count, before = int(chunk.count[run.slot]), len(run.episode.tokens)
+                count = int(chunk.count[run.slot])
                 tokens = chunk.tokens[run.slot, :count].tolist()
                 self._advance(run, tokens, chunk.logps[run.slot, :count].tolist())
-                written += len(run.episode.tokens) - before
                 self._check_ended(run, bool(chunk.active[run.slot]))
-        if self.on_tokens:
-            self.on_tokens(written)
         await asyncio.sleep(0)
 
     def _advance(self, run: Running, tokens: Sequence[int], logps: Sequence[float]) -> None:
@@ -421,7 +416,7 @@ class Scheduler:
         del self.running[run.slot]
         self.free.append(run.slot)
         seconds, shapes = asyncio.get_running_loop().time() - run.began, self.engine.config
-        metadata = described(run.request, self.config, shapes, seconds) | run.described()
+        metadata = described(run.request, self.config, seconds, shapes) | run.described()
         if run.environment.holds:
             closing = asyncio.create_task(run.environment.close())
             self.closing.add(closing)

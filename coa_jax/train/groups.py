@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import SamplingParams
 from coa_jax.model.api import Model
-from coa_jax.model.encode import prompt_ids
 from coa_jax.parallel.transfer import gather
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.environments.session import Environments
-from coa_jax.rollout.request import Request
+from coa_jax.rollout.request import Request, make_request
 from coa_jax.tasks import Graders, Task
 from coa_jax.train.admission import Composition
 from coa_jax.train.advantages import has_signal
@@ -79,20 +78,11 @@ def request_of(
         environments: creates the environment in which the policy acts; None if the policy only
             calls tools.
     """
-    samples = tuple(range(config.group_size))
-    environment, asked = None, prompt_ids(model.tokenizer, task, prompt)
-    if environments is not None:
-        environment, asked = environments.opener(task, config.seed, index, samples), ()
-    return Request(
-        task=task,
-        prompt=asked,
-        environment=environment,
-        seed=config.seed,
-        prompt_id=index,
-        samples=samples,
-        sampling=SamplingParams(temperature=config.temperature),
-        metadata={"stage": "rl-train"},
-    )
+    samples, sampling = range(config.group_size), SamplingParams(temperature=config.temperature)
+    return make_request(
+        task, prompt, config.seed, index, samples, sampling,
+        metadata={"stage": "rl-train"}, environments=environments,
+    ).encoded(model.tokenizer)  # fmt: skip
 
 
 async def graded(

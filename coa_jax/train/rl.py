@@ -24,10 +24,9 @@ from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
 from coa_jax.parallel import processes
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.agent_config import agent_programs
 from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import Request
-from coa_jax.rollout.sampler import EngineSampler, Sampler
+from coa_jax.rollout.sampler import make_sampler
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.checks import warn_of_tools
@@ -240,18 +239,9 @@ class Source:
             learner.publish()
         model, engines, budgets = learner.model, learner.engines, config.budgets
         version, recompute = ledger.version, config.in_flight_weights == "recompute"
-        sampler: Sampler
-        if config.agent:
-            agent = config.agent
-            sampler = agent_programs().sampler(
-                model, engines, agent, budgets, version, recompute=recompute
-            )
-        else:
-            tokenizer, tools = model.tokenizer, self._tools
-            sampler = EngineSampler(
-                engines, tokenizer, tools, budgets, version, recompute=recompute
-            )
-
+        sampler = make_sampler(
+            model, engines, self._tools, budgets, config.agent, version, recompute=recompute
+        )
         self._stream = Stream(
             ledger,
             sampler,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -10,9 +12,10 @@ import pytest
 
 from coa_jax.data.trajectory import Author, StopReason, read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.evaluate.chain import Chain
-from coa_jax.evaluate.endpoint import _TOO_LONG, PolicyEndpoint, endpoint_policy
-from coa_jax.protocol import get_protocol
+from coa_jax.protocol import Prompt, get_protocol
+from coa_jax.rollout.chain import Chain
+from coa_jax.rollout.endpoint import _TOO_LONG, EndpointSampler, PolicyEndpoint
+from coa_jax.rollout.request import make_request
 from coa_jax.tasks import Task
 from tests import tiny_policy
 from tests.distill.chat_server import serving
@@ -34,9 +37,7 @@ def ask(url, folder, config=CONFIG, tasks=TASKS[:1], **options):
     config = dataclasses.replace(config, samples=1)
     endpoint = PolicyEndpoint(url, "tiny", **{"attempts": 1, **options})
     config = dataclasses.replace(config, endpoint=endpoint)
-    tools = list(tiny_policy.tools().values())
-    policy = endpoint_policy(endpoint, config.sampling, config.seed, config.rollout, tools)
-    outcome = run(folder, config, policy, tasks)
+    outcome = run(folder, config, tasks=tasks)
     return outcome, read_trajectories(folder / "traces.jsonl")
 
 
@@ -226,7 +227,7 @@ def test_a_request_ends_with_the_time_of_its_trajectory(tmp_path):
 )
 def test_what_only_a_policy_on_this_machine_can_do_is_refused(tmp_path, name, value):
     rollout = dataclasses.replace(CONFIG.rollout, **{name: value})
-    with pytest.raises(UserError, match=f"config.rollout.{name}"):
+    with pytest.raises(UserError, match=f"rollout.{name} is {value}"):
         ask("http://localhost:1/v1", tmp_path, dataclasses.replace(CONFIG, rollout=rollout))
 
 
@@ -292,7 +293,39 @@ def test_a_key_and_a_model_are_asked_for(monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     endpoint = PolicyEndpoint("http://localhost:1/v1", "m", key_env="NO_SUCH_KEY")
     with pytest.raises(UserError, match="the environment variable NO_SUCH_KEY is not set"):
-        endpoint_policy(endpoint, CONFIG.sampling, 0, CONFIG.rollout, [])
+        EndpointSampler(endpoint, [], CONFIG.rollout)
+
+
+def test_samples_of_a_cancelled_request_end_and_the_others_go_on(tmp_path):
+    def slow(messages):
+        time.sleep(0.3)
+        return search_then_answer(messages)
+
+    async def sampled(url):
+        endpoint = PolicyEndpoint(url, "tiny", attempts=1, concurrency=1)
+        sampler = EndpointSampler(endpoint, list(tiny_policy.tools().values()), CONFIG.rollout)
+        requests = [
+            make_request(task, Prompt("brief"), 0, index, (0, 1), CONFIG.sampling)
+            for index, task in enumerate(TASKS[:2])
+        ]
+        for request in requests:
+            sampler.submit(request)
+        async with contextlib.aclosing(sampler.finished()) as finished:
+            ended = [await anext(finished)]
+            sampler.cancel(requests[0])
+            ended += [await anext(finished) for _ in range(3)]
+        return [(t.metadata["prompt_id"], t.sample_id, t.stop_reason) for t in ended]
+
+    with serving(slow) as server:
+        answer, cancelled = StopReason.ANSWER, StopReason.CANCELLED
+        expected = [(0, 0, answer), (0, 1, cancelled), (1, 0, answer), (1, 1, answer)]
+        assert asyncio.run(sampled(server.url)) == expected
+
+
+def test_a_policy_behind_an_endpoint_cannot_be_trained():
+    sampler = EndpointSampler(PolicyEndpoint("http://localhost:1/v1", "m"), [], CONFIG.rollout)
+    with pytest.raises(UserError, match="neither token ids nor log-probabilities"):
+        sampler.publish(None, 1)
 
 
 # --- the chain -----------------------------------------------------------------------------

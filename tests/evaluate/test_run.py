@@ -13,12 +13,12 @@ from coa_jax.data.trajectory import Author, Reward, SegmentSpan, read_trajectori
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import HeldOutConfig
-from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.figures import blocks, figures, table
 from coa_jax.evaluate.held_out import HeldOut
 from coa_jax.evaluate.run import load, settings
 from coa_jax.evaluate.sample import Measured, sample_of
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.rollout.endpoint import PolicyEndpoint
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import Graders, GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
@@ -27,7 +27,7 @@ from coa_jax.tools.net.chat import ChatConfig
 from tests import tiny_policy
 from tests.distill.chat_server import serving
 from tests.evaluate.made import trajectory
-from tests.evaluate.tiny_evaluation import CONFIG, ONE, policy_of, refuse, results, run
+from tests.evaluate.tiny_evaluation import CONFIG, ONE, Scripted, policy_of, refuse, results, run
 from tests.tiny_policy import TASKS
 
 
@@ -68,12 +68,14 @@ class Stops:
 
     left: int
 
-    def __call__(self, wanted, about, written):
-        return self.stream(wanted, about, written)
+    def __call__(self):
+        self.sampler = policy_of(CONFIG)()
+        self.tokenizer, self.submit = self.sampler.tokenizer, self.sampler.submit
+        return self
 
-    async def stream(self, wanted, about, written):
-        async with contextlib.aclosing(policy_of(CONFIG)(wanted, about, written)) as stream:
-            async for trajectory in stream:
+    async def finished(self):
+        async with contextlib.aclosing(self.sampler.finished()) as finished:
+            async for trajectory in finished:
                 if not self.left:
                     raise RuntimeError("killed")
                 self.left -= 1
@@ -83,7 +85,7 @@ class Stops:
 def test_an_evaluation_that_dies_and_goes_on_ends_with_the_same_file(whole, tmp_path):
     for kept in (1, 3):
         with pytest.raises(RuntimeError, match="killed"):
-            run(tmp_path, policy=Stops(kept))
+            run(tmp_path, load=Stops(kept))
     before = {(t.task_id, t.sample_id): t for t in read_trajectories(tmp_path / "traces.jsonl")}
     assert len(before) == 4
     with open(tmp_path / "traces.jsonl", "ab") as file:
@@ -97,7 +99,7 @@ def test_an_evaluation_that_dies_and_goes_on_ends_with_the_same_file(whole, tmp_
 
 def test_what_is_finished_needs_no_policy(whole, tmp_path):
     before = results(whole), (whole / "traces.jsonl").read_bytes()
-    run(whole, policy=policy_of(CONFIG, refuse))
+    run(whole, load=policy_of(CONFIG, refuse))
     assert (results(whole), (whole / "traces.jsonl").read_bytes()) == before
 
 
@@ -105,11 +107,13 @@ def test_more_samples_are_added_to_those_that_are_there(whole, tmp_path):
     assert run(tmp_path, ONE)["figures"]["samples"]["finished"] == 3
     asked = []
 
-    def counting(wanted, about, written):
-        asked.extend(number for each in wanted for number in each.numbers)
-        return policy_of(CONFIG)(wanted, about, written)
+    def load():
+        sampler = policy_of(CONFIG)()
+        submit = sampler.submit
+        sampler.submit = lambda request: (asked.extend(request.samples), submit(request))
+        return sampler
 
-    run(tmp_path, policy=counting)
+    run(tmp_path, load=load)
     assert asked == [1, 1, 1]
     assert results(tmp_path) == results(whole)
 
@@ -145,14 +149,13 @@ def test_samples_depend_on_dtypes_and_on_how_much_of_an_observation_is_shown(tmp
 
 
 def test_samples_in_which_a_part_of_ours_broke_are_run_again_when_wanted(tmp_path):
-    async def broken(wanted, about, written):
-        for each in wanted:
-            metadata = {**about, "prompt_id": each.index}
-            call = ("wiki_search", "q", "not available", "fault")
-            made = trajectory("x", identity=each.task.id, calls=[call], **metadata)
-            yield dataclasses.replace(made, question=each.task.question)
+    def broken(request, number):
+        metadata = {**request.metadata, "prompt_id": request.prompt_id}
+        call = ("wiki_search", "q", "not available", "fault")
+        made = trajectory("x", identity=request.task.id, calls=[call], **metadata)
+        return dataclasses.replace(made, question=request.task.question)
 
-    outcome = run(tmp_path, ONE, broken)
+    outcome = run(tmp_path, ONE, lambda: Scripted(broken))
     assert outcome["figures"]["samples"]["ungraded"] == {"no_verdict": 0, "infrastructure_fault": 3}
     assert outcome["figures"]["n"] == 0
     assert run(tmp_path, ONE, refuse)["figures"]["n"] == 0
@@ -325,22 +328,25 @@ class Says:
     """A policy that is told what to end with; it keeps what it was asked for."""
 
     ends: dict
+    most: int = 99
     asked: list = dataclasses.field(default_factory=list)
 
-    async def __call__(self, wanted, about, written):
-        for each in wanted:
-            for number in each.numbers:
-                self.asked.append((each.task.id, number, each.attempt))
-                text = self.ends.get((each.task.id, each.attempt), "")
-                role = "answer" if text.startswith("<answer>") else "suggested_answer"
-                made = trajectory(None, identity=each.task.id, number=number,
-                                  calls=[("code", "1", "2", "ok")], tokens=4,
-                                  **about, prompt_id=each.index)  # fmt: skip
-                spans = (SegmentSpan(role, Author.POLICY, text, 3, 4),) if text else ()
-                yield dataclasses.replace(
-                    made, question=each.task.question, segments=spans, text=text,
-                    protocol=each.task.protocol,
-                )  # fmt: skip
+    def __call__(self):
+        return Scripted(self.sample)
+
+    def sample(self, request, number):
+        task, attempt = request.task, request.metadata["attempt"]
+        self.asked.append((task.id, number, attempt))
+        if len(self.asked) > self.most:
+            raise RuntimeError("killed")
+        text = self.ends.get((task.id, attempt), "")
+        role = "answer" if text.startswith("<answer>") else "suggested_answer"
+        made = trajectory(None, identity=task.id, number=number, calls=[("code", "1", "2", "ok")],
+                          tokens=4, **request.metadata, prompt_id=request.prompt_id)  # fmt: skip
+        spans = (SegmentSpan(role, Author.POLICY, text, 3, 4),) if text else ()
+        return dataclasses.replace(
+            made, question=task.question, segments=spans, text=text, protocol=task.protocol
+        )
 
 
 def test_a_sample_without_an_answer_is_run_again_if_that_is_wanted(tmp_path):
@@ -369,16 +375,8 @@ def test_attempts_go_on_where_a_kill_left_them(tmp_path, seen):
     ends = {("task-0", 0): "<answer>Ume</answer>", ("task-1", 1): "<answer>Ivo</answer>"}
     whole = run(tmp_path / "whole", hot, Says(ends))
 
-    async def dies(wanted, about, written):
-        async with contextlib.aclosing(policy(wanted, about, written)) as stream:
-            async for one in stream:
-                if len(policy.asked) > seen:
-                    raise RuntimeError("killed")
-                yield one
-
-    policy = Says(ends)
     with pytest.raises(RuntimeError, match="killed"):
-        run(tmp_path / "parts", hot, dies)
+        run(tmp_path / "parts", hot, Says(ends, seen))
     rest = Says(ends)
     assert run(tmp_path / "parts", hot, rest) == whole
     assert results(tmp_path / "parts") == results(tmp_path / "whole")

@@ -6,17 +6,20 @@ python -m tests.evaluate.tiny_evaluation FOLDER NAME
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.measure import Policy
-from coa_jax.evaluate.run import evaluate, local_policy, settings
+from coa_jax.evaluate.policy import load_sampler
+from coa_jax.evaluate.run import evaluate, settings
 from coa_jax.model.api import Model, load_model
-from coa_jax.rollout.request import RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.sampler import Sampler
 from coa_jax.run.run_dir import RunDir
 from tests import tiny_policy
 
@@ -37,14 +40,36 @@ MANY = dataclasses.replace(CONFIG, samples=24, temperature=1.2)
 ONE = dataclasses.replace(CONFIG, samples=1)
 
 
-def policy_of(config: EvaluateConfig, load: Callable[[], Model] = tiny_policy.policy) -> Policy:
-    return local_policy(load, config, list(tiny_policy.tools().values()), tiny_policy.TASKS)
+def policy_of(
+    config: EvaluateConfig, load: Callable[[], Model] = tiny_policy.policy
+) -> Callable[[], Sampler]:
+    tools = list(tiny_policy.tools().values())
+    return functools.partial(load_sampler, load, config, tools, tiny_policy.TASKS)
+
+
+class Scripted:
+    """A sampler whose trajectories a function makes of a request and the number of a sample."""
+
+    tokenizer = None
+
+    def __init__(self, make: Callable[[Request, int], Trajectory]):
+        self.make = make
+        self.requests: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+    async def finished(self) -> AsyncGenerator[Trajectory, None]:
+        while self.requests:
+            request = self.requests.pop(0)
+            for number in request.samples:
+                yield self.make(request, number)
 
 
 def run(
     folder: Path,
     config: EvaluateConfig = CONFIG,
-    policy: Policy | None = None,
+    load: Callable[[], Any] | None = None,
     tasks: Any = tiny_policy.TASKS,
     name: str = "tiny",
     **options: Any,
@@ -52,12 +77,12 @@ def run(
     about = settings(config, name, {})
     with RunDir(folder) as directory:
         return evaluate(
-            policy or policy_of(config), tasks, config, directory, "sft", about, **options
+            load or policy_of(config), tasks, config, directory, "sft", about, **options
         )
 
 
 def refuse(*_: Any) -> Any:
-    """A policy where there is nothing to run."""
+    """Loads the policy where there is nothing to run."""
     raise AssertionError("there is nothing to run")
 
 

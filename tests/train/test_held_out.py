@@ -91,9 +91,9 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
 
     original, samples = held_out.finish, []
 
-    async def half(streams, tasks, graders, store):
+    async def half(sampler, missing, tasks, graders, store):
         before = len(store.samples)
-        await original(streams, tasks, graders, store)
+        await original(sampler, missing, tasks, graders, store)
         samples.append(len(store.samples) - before)
         if len(samples) == 1:  # as if half of it had been written
             (path,) = (folder / "parts" / "evaluations").iterdir()
@@ -123,11 +123,11 @@ def stop_at(monkeypatch, step):
     """Makes the next evaluation after ``step`` receive SIGTERM before its first sample."""
     original, sent = held_out.finish, []
 
-    async def stopped(streams, tasks, graders, store):
+    async def stopped(sampler, missing, tasks, graders, store):
         if store.about["step"] == step and not sent:
             sent.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
-        await original(streams, tasks, graders, store)
+        await original(sampler, missing, tasks, graders, store)
 
     monkeypatch.setattr(held_out, "finish", stopped)
 

@@ -17,7 +17,7 @@ from coa_jax.model.api import Model
 from coa_jax.model.params import DecodeParams
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import AgentConfig
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import Request, RolloutConfig, described
 from coa_jax.serve.agents.app import Sessions, make_app
 from coa_jax.serve.agents.program import MODEL, Access, ProgramError, ProgramOutcome, make_agent
 from coa_jax.serve.agents.session import AgentSession
@@ -62,6 +62,7 @@ class AgentSampler:
             UserError: the agent function does not exist, or the address cannot be used.
         """
         self._agent, self._config, self._rollout = make_agent(config), config, rollout
+        self.tokenizer = model.tokenizer
         shapes = engines[0].config
         longest = min(rollout.max_tokens, shapes.max_length)
         slots = sum(engine.config.slots for engine in engines)
@@ -88,8 +89,8 @@ class AgentSampler:
     def submit(self, request: Request) -> None:
         """Adds a request; starts an agent program for each of its samples, see `Sampler.submit`."""
         for sample in request.samples:
-            tokenizer, most = self._service.model.tokenizer, self._config.max_requests
-            session = AgentSession(tokenizer, request, sample, self._version, most)
+            most = self._config.max_requests
+            session = AgentSession(self.tokenizer, request, sample, self._version, most)
             task = asyncio.create_task(self._run(session))
             task.add_done_callback(self._ended.put_nowait)
             self._running[task] = session
@@ -243,16 +244,8 @@ class AgentSampler:
         seconds: float = 0.0,
         fault: str = "",
     ) -> Trajectory:
-        request = session.request
-        about = {
-            "source": request.task.source,
-            "prompt_id": request.prompt_id,
-            "seconds": round(seconds, 3),
-            "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
-            "rollout": dataclasses.asdict(self._rollout),
-            "agent_turns": len(session.turns),
-            **({"fault": fault} if fault else {}),
-        }
+        about = described(session.request, self._rollout, seconds)
+        about |= {"agent_turns": len(session.turns), **({"fault": fault} if fault else {})}
         return session.trajectory(reason, outcome, about)
 
 

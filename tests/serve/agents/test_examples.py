@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import shutil
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.run import local_policy
+from coa_jax.evaluate.policy import load_sampler
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.optimizer import OptimizerConfig
@@ -63,7 +64,7 @@ def test_a_program_runs_two_steps_and_an_evaluation(name, tmp_path, monkeypatch)
     evaluation = dataclasses.replace(
         tiny_evaluation.CONFIG, samples=1, agent=agent, rollout=budget, engine=shapes
     )
-    policy = local_policy(tiny_policy.policy, evaluation, (), tiny_policy.TASKS)
+    policy = functools.partial(load_sampler, tiny_policy.policy, evaluation, (), tiny_policy.TASKS)
     tiny_evaluation.run(tmp_path / "evaluation", evaluation, policy)
     found = read_trajectories(tmp_path / "evaluation" / "traces.jsonl")
     assert len(found) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import Reward, StopReason, Trajectory, read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.evaluate.run import local_policy
+from coa_jax.evaluate.policy import load_sampler
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm
@@ -123,7 +124,7 @@ def test_a_run_that_a_signal_ends_leaves_no_program_and_goes_on_to_the_same_end(
 
 def test_an_evaluation_asks_the_same_program(tmp_path):
     config = dataclasses.replace(tiny_evaluation.CONFIG, agent=AGENT, rollout=RolloutConfig(192))
-    policy = local_policy(tiny_policy.policy, config, (), tiny_policy.TASKS)
+    policy = functools.partial(load_sampler, tiny_policy.policy, config, (), tiny_policy.TASKS)
     outcome = tiny_evaluation.run(tmp_path, config, policy)
     found = read_trajectories(tmp_path / "traces.jsonl")
     assert len(found) == 6

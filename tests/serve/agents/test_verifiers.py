@@ -8,6 +8,7 @@ The programs run in this environment if it has ``verifiers``, and otherwise with
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import subprocess
@@ -20,7 +21,8 @@ import pytest
 from coa_jax.config.extensions import importable
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.run import load, local_policy
+from coa_jax.evaluate.policy import load_sampler
+from coa_jax.evaluate.run import load
 from coa_jax.model.api import save_model
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -150,7 +152,7 @@ def trained_and_evaluated(
         engine=shapes,
     )  # fmt: skip
     tasks = load(config)
-    policy = local_policy(tiny_policy.policy, config, (), tasks)
+    policy = functools.partial(load_sampler, tiny_policy.policy, config, (), tasks)
     tiny_evaluation.run(folder / f"{name}-evaluation", config, policy, tasks)
     found = read_trajectories(folder / f"{name}-evaluation" / "traces.jsonl")
     assert len(found) == 4

@@ -1,4 +1,4 @@
-"""Evaluates a policy behind an OpenAI-compatible endpoint, with the tools on this machine.
+"""Samples a policy behind an OpenAI-compatible endpoint, with the tools on this machine.
 
 As in the evaluation of the AFM release, the whole chain of agents is a single assistant message.
 Each request sends the message so far, and asks the server to continue it until the policy closes
@@ -14,24 +14,21 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from coa_jax.config.fields import Count, Prose, Seconds, Times
 from coa_jax.data.trajectory import StopReason, ToolCall, Trajectory
-from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.evaluate.chain import Chain
-from coa_jax.evaluate.measure import Policy, Wanted, attempt_seed
 from coa_jax.model.encode import observation_text
 from coa_jax.protocol import TAGS, get_protocol, quote_tool_text
+from coa_jax.rollout.chain import Chain, text_trajectory
 from coa_jax.rollout.environments.session import ToolLoop
-from coa_jax.rollout.request import RolloutConfig, tool_context
+from coa_jax.rollout.request import Request, RolloutConfig, described, tool_context
 from coa_jax.tools.base import Tool
 from coa_jax.tools.net.budget import Spent, counts_of
-from coa_jax.tools.net.chat import ChatConfig, Client, ServedModel, check_client
+from coa_jax.tools.net.chat import ChatConfig, Client, ServedModel
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.secrets import Secret
 
 _TOO_LONG = re.compile(
     r"context[ _-](?:length|size|window)|context has room|leaves room for|maximum model length"
@@ -48,7 +45,7 @@ _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_
 
 @dataclasses.dataclass(frozen=True)
 class PolicyEndpoint(ServedModel):
-    """The endpoint of a policy, and how the evaluation uses it.
+    """The endpoint of a policy, and how it is sampled.
 
     If ``url`` is "", the policy runs on this machine.
 
@@ -82,75 +79,97 @@ class _Usage(Spent):
     cuts: int = 0
 
 
-def endpoint_policy(
-    endpoint: PolicyEndpoint,
-    sampling: SamplingParams,
-    seed: int,
-    config: RolloutConfig,
-    tools: Sequence[Tool],
-) -> Policy:
-    """Returns a policy behind an endpoint, which runs many samples at the same time.
+class EndpointSampler:
+    """A `sampler.Sampler` that asks a policy behind an endpoint, and runs its tools here.
 
-    Args:
-        endpoint: the endpoint of the policy.
-        sampling: how tokens are sampled.
-        seed: seed of the evaluation. The seed of each request is derived from this seed, the sample
-            and the turn.
-        config: budgets of a trajectory. The number of tokens that the server counts is compared
-            with ``max_tokens``.
-        tools: live tools.
+    The server returns text. The trajectories therefore have no token ids and no log-probabilities,
+    and cannot be trained on.
 
-    Raises:
-        UserError: the package openai is not installed, the API key is not in the environment, or
-            ``config`` asks for a feature that needs a policy on this machine.
+    Attributes:
+        tokenizer: None, because the server encodes the messages of a request.
     """
-    for name in ("constrain", "strict"):
-        if getattr(config, name):
-            raise UserError(
-                f"config.rollout.{name}: the tokens of a policy behind an endpoint can be "
-                "neither constrained nor checked; leave the setting False"
-            )
-    if config.format not in ("", TAGS):
-        raise UserError(
-            f"config.rollout.format: a policy behind an endpoint writes {TAGS}, not {config.format}"
-        )
-    check_client()
-    if endpoint.key_env:
-        Secret(endpoint.key_env).reveal()
 
-    async def run(
-        wanted: Sequence[Wanted], about: Mapping[str, Any], written: Callable[[int], None]
-    ) -> AsyncGenerator[Trajectory, None]:
-        left = iter([(one, number) for one in wanted for number in one.numbers])
-        client = Client(endpoint)
+    tokenizer = None
 
-        def start() -> asyncio.Task[Trajectory] | None:
-            pair = next(left, None)
-            if pair is None:
-                return None
-            one, number = pair
-            loop = ToolLoop({tool.name: tool for tool in tools})
-            episode = _Episode(client, endpoint, sampling, seed, config, loop, one, number)
-            return asyncio.create_task(episode.run(about, written))
+    def __init__(self, endpoint: PolicyEndpoint, tools: Sequence[Tool], config: RolloutConfig):
+        """Checks whether the endpoint can be called; sends no request.
 
-        first = (start() for _ in range(endpoint.concurrency))
-        running = {task for task in first if task is not None}
-        try:
-            while running:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for _ in done:
-                    if (following := start()) is not None:
-                        running.add(following)
-                # Finished samples are yielded even if another sample raises an error.
-                for task in sorted(done, key=lambda task: task.exception() is not None):
-                    yield task.result()
-        finally:
-            for task in running:
+        Args:
+            endpoint: the endpoint of the policy.
+            tools: live tools.
+            config: budgets of a trajectory. The number of tokens that the server counts is compared
+                with ``max_tokens``.
+
+        Raises:
+            UserError: the package openai is not installed, or the API key is not in the
+                environment.
+        """
+        self._endpoint, self._config, self._client = endpoint, config, Client(endpoint)
+        self._tools = {tool.name: tool for tool in tools}
+        self._places = asyncio.Semaphore(endpoint.concurrency)
+        self._running: dict[asyncio.Task[Trajectory], tuple[Request, int]] = {}
+        self._ended: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
+        self._tokens = 0
+
+    def submit(self, request: Request) -> None:
+        """Adds a request, see `Sampler.submit`."""
+        for sample in request.samples:
+            task = asyncio.create_task(self._run(request, sample))
+            task.add_done_callback(self._ended.put_nowait)
+            self._running[task] = request, sample
+
+    def cancel(self, request: Request) -> None:
+        """Ends all samples of a request that have not finished, see `Sampler.cancel`."""
+        for task, (other, _) in self._running.items():
+            if other is request:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            await client.close()
 
-    return run
+    def publish(self, weights: Any, version: int) -> None:
+        """Raises UserError, because the weights of the policy are on the server."""
+        raise UserError(
+            f"{self._endpoint.url}: a policy behind an endpoint gives neither token ids nor "
+            "log-probabilities and takes no weights, so it can be evaluated but not trained"
+        )
+
+    def oldest(self, request: Request) -> None:
+        """Returns None, because the policy has no versions."""
+
+    def figures(self) -> dict[str, float]:
+        """Returns the number of sampled tokens, and the number of samples at the same time."""
+        return {"decoded_tokens": self._tokens, "slots": self._endpoint.concurrency}
+
+    async def finished(self) -> AsyncGenerator[Trajectory, None]:
+        """Yields each trajectory when it ends, see `Sampler.finished`.
+
+        If a sample raises an error, the trajectories that have ended are yielded before the error
+        is raised.
+        """
+        try:
+            while True:
+                ended = [await self._ended.get()]
+                while not self._ended.empty():
+                    ended.append(self._ended.get_nowait())
+                ended.sort(key=lambda task: not task.cancelled() and task.exception() is not None)
+                for task in ended:
+                    request, sample = self._running.pop(task)
+                    if task.cancelled():
+                        about, reason = described(request, self._config, 0.0), StopReason.CANCELLED
+                        yield text_trajectory(request.task, sample, (), reason, metadata=about)
+                    else:
+                        yield task.result()
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._client.close()
+
+    async def _run(self, request: Request, sample: int) -> Trajectory:
+        async with self._places:
+            tools = ToolLoop(self._tools)
+            episode = _Episode(self._client, self._endpoint, self._config, tools, request, sample)
+            trajectory = await episode.run()
+        self._tokens += episode.usage.completion
+        return trajectory
 
 
 @dataclasses.dataclass
@@ -159,48 +178,37 @@ class _Episode:
 
     client: Client
     endpoint: PolicyEndpoint
-    sampling: SamplingParams
-    seed: int
     config: RolloutConfig
     tools: ToolLoop
-    wanted: Wanted
-    number: int
+    request: Request
+    sample: int
 
     def __post_init__(self) -> None:
-        self.protocol = get_protocol(self.wanted.task.protocol)
+        assert self.request.messages is not None, "the request was not made by make_request"
+        self.turns = self.request.messages.turns
+        self.protocol = get_protocol(self.request.task.protocol)
         if self.protocol.format is not None:
             raise UserError(f"a policy behind an endpoint writes {TAGS}; give a task in tags")
         self.chain = Chain(self.protocol)
         self.usage = _Usage()
-        self._asked = "".join(said for _, said in self.wanted.messages.turns)
-        self._prompt = len(self._asked.encode()) // _BYTES  # tokens, estimated
+        self._question = "".join(text for _, text in self.turns)
+        self._prompt = len(self._question.encode()) // _BYTES  # tokens, estimated
         self.began = time.monotonic()
         self.tool_seconds = 0.0
 
-    async def run(self, about: Mapping[str, Any], written: Callable[[int], None]) -> Trajectory:
+    async def run(self) -> Trajectory:
         """Runs the sample from beginning to end; returns its trajectory."""
-        task = self.wanted.task
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
         reason = None
         try:
             while reason is None:
-                before = self.usage.completion
                 reason = await self._turn()
-                written(self.usage.completion - before)
         finally:
             await self.tools.close()
-        metadata = {
-            **task.metadata,
-            **about,
-            "source": task.source,
-            "prompt_id": self.wanted.index,
-            "seconds": round(time.monotonic() - self.began, 3),
-            "sampling": {"seed": self.seed, **dataclasses.asdict(self.sampling)},
-            "rollout": dataclasses.asdict(self.config),
-            "usage": dataclasses.asdict(self.usage),
-        }
-        return self.chain.finish(reason, task, self.number, metadata)
+        about = described(self.request, self.config, time.monotonic() - self.began)
+        about["usage"] = dataclasses.asdict(self.usage)
+        return self.chain.finish(reason, self.request.task, self.sample, about)
 
     async def _turn(self) -> StopReason | None:
         """Lets the policy continue, and runs the tool that the policy calls.
@@ -242,22 +250,22 @@ class _Episode:
 
         Returns:
             The text with the closing tag that ended it, the finish reason, and whether the limit of
-            this evaluation, not the context of the server, ended the text. None if the context is
+            this sample, not the context of the server, ended the text. None if the context is
             full.
 
         Raises:
             UserError: the endpoint rejects the request or cannot be reached.
         """
-        messages = [{"role": role, "content": text} for role, text in self.wanted.messages.turns]
+        messages = [{"role": role, "content": text} for role, text in self.turns]
         body: dict[str, Any] = {
             "messages": messages,
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
+            "temperature": self.request.sampling.temperature,
+            "top_p": self.request.sampling.top_p,
             "seed": self._seed(),
             "stop": list(self.protocol.stops),
         }
-        if self.sampling.top_k:
-            body["top_k"] = self.sampling.top_k
+        if self.request.sampling.top_k:
+            body["top_k"] = self.request.sampling.top_k
         if self.chain.text:
             messages.append({"role": "assistant", "content": self.chain.text})
             body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -281,8 +289,8 @@ class _Episode:
         return None
 
     def _seed(self) -> int:
-        seed = attempt_seed(self.seed, self.wanted.attempt)
-        name = f"{seed}/{self.wanted.index}/{self.number}/{self.usage.calls}"
+        request = self.request
+        name = f"{request.seed}/{request.prompt_id}/{self.sample}/{self.usage.calls}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
 
     def _read(self, answer: dict[str, Any]) -> tuple[str, str]:
@@ -290,8 +298,8 @@ class _Episode:
         text, finish = choice["message"]["content"] or "", str(choice.get("finish_reason"))
         self.usage.add(counts, self.endpoint.price)
         if counts["prompt"] is None or counts["completion"] is None:
-            told = text if self.usage.calls > 1 else self._asked + text
-            self.usage.length += len(told.encode()) // _BYTES
+            new = text if self.usage.calls > 1 else self._question + text
+            self.usage.length += len(new.encode()) // _BYTES
         else:
             self.usage.length = counts["prompt"] + counts["completion"]
             if self.usage.calls == 1:
@@ -307,9 +315,9 @@ class _Episode:
         start = time.monotonic()
         context = tool_context(
             self.config,
-            f"{self.wanted.task.id}/{self.number}",
+            f"{self.request.task.id}/{self.sample}",
             self.chain.calls,
-            question=self.wanted.task.question,
+            question=self.request.task.question,
             think=self.chain.last_think,
             seconds=start - self.began,
             tool_seconds=self.tool_seconds,
