@@ -293,9 +293,9 @@ class Evaluation:
 
     def trajectories(self) -> list[Trajectory]:
         """Reads the sampled trajectories of this evaluation from ``traces.jsonl``."""
-        found = read_trajectories(self.path / "traces.jsonl")
+        trajectories = read_trajectories(self.path / "traces.jsonl")
         stage = self.outcome["stage"]
-        return [one for one in found if one.metadata.get("stage") == stage]
+        return [t for t in trajectories if t.metadata.get("stage") == stage]
 
     def compared_to(self, other: Evaluation) -> Comparison:
         """Compares this evaluation with another evaluation of the same tasks, task by task.
@@ -339,14 +339,14 @@ def evaluate_policy(
     changed = {"stage": "policy", **_values(model), **_plain(changes)}
     values = _given(changed, tasks, rewards, tools, environment)
     values |= {"model": str(policy)} if policy is not None else {}
-    found, path = build_config(EvaluateRun, values), run_folder(workdir)
+    settings, path = build_config(EvaluateRun, values), run_folder(workdir)
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
-            evaluation = Evaluation(path, _measured(found, run, fresh))
-            known = path / "config.json"
+            evaluation = Evaluation(path, _measured(settings, run, fresh))
+            stored = path / "config.json"
             # The config of a training run is not replaced.
-            if not known.exists() or "stage" in durable.read_json_object(known):
+            if not stored.exists() or "stage" in durable.read_json_object(stored):
                 run.write_config(values)
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
@@ -437,11 +437,11 @@ def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
     """Returns the setting ``graders.rewards``."""
     if callable(rewards):
         rewards = {getattr(rewards, "__name__", "reward").strip("<>"): rewards}
-    found = {}
-    for name, given in rewards.items():
-        function, weight = given if isinstance(given, tuple) else (given, 1.0)
+    settings = {}
+    for name, reward in rewards.items():
+        function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
         if callable(function):
-            found[name] = {"path": REWARDS.name_of(function, name), "weight": weight}
+            settings[name] = {"path": REWARDS.name_of(function, name), "weight": weight}
         else:
-            found[name] = {"weight": function}
-    return found
+            settings[name] = {"weight": function}
+    return settings

@@ -157,8 +157,8 @@ class HeldOut:
         """Returns a hash of everything besides the parameters that the samples depend on."""
         config = dataclasses.replace(self.config, num_tasks=0, samples=1, slots=0)
         budgets = dataclasses.asdict(self.config.budgets(self.rollout))
-        asked = [(task.id, task.question, task.gold) for task in self.tasks]
-        return digest([dataclasses.asdict(config), budgets, asked, self.prompt.style])
+        questions = [(task.id, task.question, task.gold) for task in self.tasks]
+        return digest([dataclasses.asdict(config), budgets, questions, self.prompt.style])
 
     def _gather(self, value: T) -> list[T]:
         return gather([value], "an evaluation", self.wait_seconds)

@@ -90,7 +90,7 @@ class Journal:
             UserError: the stored samples belong to another policy, other settings or other
                 questions.
         """
-        known = self.folder / "settings.json"
+        settings_file = self.folder / "settings.json"
         self._exposure = exposure
         if fresh:
             self._run.rewind(self.phase, 0)
@@ -98,7 +98,8 @@ class Journal:
         # If an accepted answer is corrected, grades by the old answer become invalid.
         self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
-        earlier = durable.read_json_object(known) if known.exists() else self.settings
+        stored = settings_file.exists()
+        earlier = durable.read_json_object(settings_file) if stored else self.settings
         for offset, length, row in self._rows():
             try:
                 if row.get("metadata", {}).get("phase") != self.phase:
@@ -116,7 +117,7 @@ class Journal:
             self._changed |= trajectory.reward is None
             self.samples[sample.key] = sample
             self._places[sample.key] = offset, length
-        durable.write_json(known, dict(self.settings))
+        durable.write_json(settings_file, dict(self.settings))
         self._load_verdicts()
 
     def _check_settings(self, earlier: Mapping[str, Any]) -> None:
@@ -205,9 +206,9 @@ class Journal:
             self._ungraded[key] = reward.reason
         if reward.value is not None:
             value = {"value": reward.value, "parts": reward.parts}
-            self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
+            self.add_verdict(_grade(key), value, gold=self._golds.get(key[0], ""))
 
-    def say(self, name: str, value: Any, **more: str) -> None:
+    def add_verdict(self, name: str, value: Any, **more: str) -> None:
         """Stores a verdict about samples, such as the result of a vote.
 
         Args:

@@ -83,12 +83,12 @@ def _other_than_default(config: EvaluateConfig) -> dict[str, Any]:
     therefore continue although their earlier samples were stored without these settings; others
     must start anew.
     """
-    values: PolicyEndpoint | EngineConfig = config.engine
+    group: PolicyEndpoint | EngineConfig = config.engine
     names = ["dtype", "cache_dtype"]
     if config.endpoint:
-        values, names = config.endpoint, ["observation_chars"]
-    found = {name: getattr(values, name) for name in names}
-    return {name: value for name, value in found.items() if value != getattr(type(values), name)}
+        group, names = config.endpoint, ["observation_chars"]
+    values = {name: getattr(group, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(type(group), name)}
 
 
 def _weightless(config: EvaluateConfig) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def load(config: EvaluateConfig) -> list[Task]:
 def _grading(config: EvaluateConfig) -> dict[str, Any]:
     """Returns the settings on which verdicts depend, without addresses and concurrency."""
     graders, pick = dataclasses.asdict(config.graders), dataclasses.asdict(config.best_of)
-    for asked in (graders["judge"], pick):
+    for group in (graders["judge"], pick):
         for name in ("attempts", "concurrency", "cache", "n"):
-            asked.pop(name, None)
-        chat = asked["chat"]
-        asked["chat"] = {name: chat[name] for name in ("model", "temperature", "max_tokens")}
+            group.pop(name, None)
+        chat = group["chat"]
+        group["chat"] = {name: chat[name] for name in ("model", "temperature", "max_tokens")}
     graders.pop("programs")
     return {**graders, "pick": pick, "last_suggestion": config.last_suggestion}
 
@@ -186,7 +186,6 @@ def evaluate(
     graders.check(tasks)
     journal = Journal(run, stage, about, _grading(config), config.last_suggestion)
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
-
     environments = Environments(config.environment, prompt) if config.environment else None
 
     def missing(attempt: int) -> list[Request]:
@@ -207,7 +206,7 @@ def evaluate(
         groups = measured(tasks, journal.samples, config.samples)
         return await choose(
             config.best_of, graders, groups, config.samples, journal.verdicts,
-            lambda sample: journal.trajectory(sample.key), journal.say,
+            lambda sample: journal.trajectory(sample.key), journal.add_verdict,
         )  # fmt: skip
 
     requests = [request for attempt in range(config.attempts) for request in missing(attempt)]
@@ -223,10 +222,10 @@ def evaluate(
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
     check_written(stage, groups)
-    found = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)
+    scaled = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)
     described = {**about, "grading": _grading(config)}
     unjudged = graders.judge.no_verdict if graders.judge else {}
-    outcome = result(stage, described, groups, config.samples, found, unjudged)
+    outcome = result(stage, described, groups, config.samples, scaled, unjudged)
     durable.write_json(journal.folder / "results.json", outcome)
     run.summary(blocks(outcome))
     return outcome
@@ -255,10 +254,8 @@ def evaluate_model(
     warn_of_tools(tools, tasks)
     tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     if config.endpoint:
-        name, prompt = (
-            f"{config.endpoint.model} (endpoint)",
-            load_prompt(config.rollout.prompt_style),
-        )
+        name = f"{config.endpoint.model} (endpoint)"
+        prompt = load_prompt(config.rollout.prompt_style)
     else:
         # The policy is named by a hash of its weights, which `model_folder` leaves in the bucket.
         model = Path(local(str(model))) if is_url(str(model)) else model_folder(model)
@@ -287,7 +284,7 @@ def _check_ready(
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
         chats["best_of.chat"] = config.best_of.chat
-    found = look(
+    findings = look(
         config.probe_s,
         tasks=graded,
         graders=config.graders if graded else None,
@@ -296,7 +293,7 @@ def _check_ready(
         chats=chats,
         made=True,
     )
-    check_ready(found)
+    check_ready(findings)
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
     if unseen and not config.graders.judge:
         print(

@@ -1,4 +1,4 @@
-"""The interface by which training and evaluation sample trajectories, and its choice.
+"""Defines how training and evaluation sample trajectories, and chooses the implementation.
 
 There are three samplers: `EngineSampler` decodes with the engines of this package and runs the
 loop of tools, `serve.agents.sampler.AgentSampler` runs external agent programs, and
@@ -37,7 +37,8 @@ class Sampler(Protocol):
       without a policy version, see `make_sampler`, leave this key out.
 
     Attributes:
-        tokenizer: tokenizer with which the prompts of requests are encoded, see `Request.encoded`.
+        tokenizer: tokenizer with which the prompts of requests are encoded, see `Request.encoded`;
+            None if a server encodes them.
     """
 
     tokenizer: Any

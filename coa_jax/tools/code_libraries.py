@@ -112,11 +112,11 @@ def isolation_here(backend: str = "auto", unsafe: bool = False) -> Isolation:
         raise UserError(str(error)) from error
 
 
-def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None) -> Libraries:
+def find_libraries(entries: Sequence[str], interpreter: Interpreter | None = None) -> Libraries:
     """Finds packages for programs, and installs missing packages.
 
     Args:
-        wanted: names ("numpy"), requirements ("numpy>=2"), and directories with installed packages.
+        entries: names ("numpy"), requirements ("numpy>=2"), or directories with installed packages.
             A requested package that one of the directories contains already is not installed again.
         interpreter: Python that will import the packages; None for the Python of the sandbox.
 
@@ -124,11 +124,11 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
         UserError: an entry is neither a requirement nor a directory, programs cannot read a
             directory, or pip fails.
     """
-    if not wanted:
+    if not entries:
         return Libraries()
     interpreter = interpreter or isolation_here().interpreter
     directories, requirements = [], {}
-    for entry in wanted:
+    for entry in entries:
         if entry.startswith(("/", "~", "./", "../")):
             directories.append(_directory(entry))
         elif match := re.fullmatch(_REQUIREMENT, entry.strip()):
@@ -168,7 +168,7 @@ async def try_imports(
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.
     """
-    job, found = isolation.job(limits, libraries.directories), []
+    job, results = isolation.job(limits, libraries.directories), []
     for package in libraries.packages:
         source = f"import time\nstart = time.time()\nimport {package.module}\n"
         result = await run(job, source + "print(f'{time.time() - start:.2f}')")
@@ -176,8 +176,8 @@ async def try_imports(
         ok = result.reason == "exit" and result.code == 0
         last = (result.stderr.tail.strip().splitlines() or [f"stopped: {result.reason}"])[-1]
         how = f"imported in {result.stdout.head.strip()} s" if ok else f"cannot be imported: {last}"
-        found.append((ok, f"{text}, {how}"))
-    return found
+        results.append((ok, f"{text}, {how}"))
+    return results
 
 
 def _directory(entry: str) -> str:
@@ -217,8 +217,8 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
     target = cache / key
     if target.is_dir():
         return str(target)
-    wanted = " ".join(requirements)
-    logging.warning("code_libraries: pip installs %s for programs into %s", wanted, target)
+    packages = " ".join(requirements)
+    logging.warning("code_libraries: pip installs %s for programs into %s", packages, target)
     start = time.monotonic()
 
     def fill(fresh: Path) -> None:
@@ -286,12 +286,12 @@ def _cache() -> Path:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command: installs packages, prints their directory, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
-    parser.add_argument("wanted", nargs="+", help="packages or directories")
+    parser.add_argument("entries", nargs="+", help="packages or directories")
     options = parser.parse_args(arguments)
-    wanted = [name for text in options.wanted for name in split_libraries(text)]
+    entries = [name for text in options.entries for name in split_libraries(text)]
     try:
         isolation = isolation_here()
-        libraries = find_libraries(wanted, isolation.interpreter)
+        libraries = find_libraries(entries, isolation.interpreter)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

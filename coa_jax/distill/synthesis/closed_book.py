@@ -25,11 +25,10 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
-from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol.bodies import without_thought
 from coa_jax.rollout.collect import collect
-from coa_jax.rollout.request import Request, RolloutConfig
+from coa_jax.rollout.request import RolloutConfig, make_request
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.prompts import load_prompt
 
@@ -154,18 +153,12 @@ class PolicySolver:
     def _answers(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
         config = self._config
         sampling = SamplingParams(config.temperature, 1.0, 0)
-        # The random key of a task depends on its question and not on the other questions.
-        requests = [
-            Request(
-                task=task,
-                prompt=prompt_ids(self._tokenizer, task, self._prompt),
-                seed=config.seed,
-                prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
-                samples=tuple(range(samples)),
-                sampling=sampling,
-            )
-            for task in tasks
-        ]
+        requests = []
+        for task in tasks:
+            # The random key of a task depends on its question and not on the other questions.
+            key = int(uniform(config.seed, task.id, "closed") * 2**31)
+            request = make_request(task, self._prompt, config.seed, key, range(samples), sampling)
+            requests.append(request.encoded(self._tokenizer))
         with asyncio.Runner() as runner:
             groups = collect(runner, self._engines, self._tokenizer, requests, (), config.rollout)
         return [[trajectory.answer or "" for trajectory in group] for group in groups]

@@ -102,8 +102,8 @@ class AgentSampler:
         cleanup.
         """
         for task, session in self._running.items():
-            wanted = request is None or session.request is request
-            if wanted and not (session.closed or task.cancelling()):
+            concerned = request is None or session.request is request
+            if concerned and not (session.closed or task.cancelling()):
                 task.cancel()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
@@ -116,13 +116,15 @@ class AgentSampler:
 
         The result is None if no sample of the request is running.
         """
-        found: list[int | None] = []
+        versions: list[int | None] = []
         for session in self._running.values():
             if session.request is request:
-                found += [turn.answer.metadata["policy_versions"][0][1] for turn in session.turns]
+                versions += [
+                    turn.answer.metadata["policy_versions"][0][1] for turn in session.turns
+                ]
                 visits = self._service.running(session)
-                found += [self._service.sampler.oldest(visit) for visit in visits]
-        return min((version for version in found if version is not None), default=None)
+                versions += [self._service.sampler.oldest(visit) for visit in visits]
+        return min((version for version in versions if version is not None), default=None)
 
     def figures(self) -> dict[str, float]:
         """Returns times and counts of the engines by name, see `EngineSampler.figures`."""
@@ -183,11 +185,11 @@ class AgentSampler:
         session.version = self._version
         key = secrets.token_urlsafe(24)
         self._by_key[key] = session
-        given = {"id": task.id, "question": task.question, "metadata": dict(task.metadata)}
+        shown = {"id": task.id, "question": task.question, "metadata": dict(task.metadata)}
         access = Access(self._url, key)
         try:
             async with asyncio.timeout(self._config.seconds):
-                outcome = await self._agent({**given, "sample": session.sample}, access)
+                outcome = await self._agent({**shown, "sample": session.sample}, access)
             reason = session.ended_by or StopReason.EOS
         except TimeoutError:
             reason = StopReason.DEADLINE
