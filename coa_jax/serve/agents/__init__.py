@@ -20,40 +20,38 @@ if TYPE_CHECKING:
     from coa_jax.serve.samples import ServedEpisodes
 
 
-def agent_sampler(*arguments: Any, **options: Any) -> AgentSampler:
-    """Creates the sampler that runs an agent program for each sample.
-
-    The arguments are those of the class `sampler.AgentSampler`, which is imported only now, because
-    it needs optional packages.
-
-    Raises:
-        UserError: the packages of the extra ``serve`` are not installed, or an argument is invalid,
-            see `AgentSampler`.
-    """
-    try:
-        from coa_jax.serve.agents.sampler import AgentSampler
-    except ModuleNotFoundError as error:
-        raise missing("agent", str(error.name), "serve") from error
-    return AgentSampler(*arguments, **options)
-
-
-def recorded_session(tokenizer: Any, request: Any, sample: Mapping[str, Any]) -> RecordedSession:
-    """Returns a recorded sample, which can be sampled again, see `replay.RecordedSession`."""
-    from coa_jax.serve.agents.replay import RecordedSession
-
-    return RecordedSession(tokenizer, request, sample)
-
-
-def replay_episodes(engine: Any, tokenizer: Any) -> ServedEpisodes:
-    """Returns the episodes of recorded samples, see `replay.replay_episodes`."""
-    from coa_jax.serve.agents import replay
-
-    return replay.replay_episodes(engine, tokenizer)
-
-
 class AgentPrograms:
-    """Samplers that run agent programs, and the replay of their samples."""
+    """Samplers that run agent programs, and the replay of their samples.
 
-    sampler = staticmethod(agent_sampler)
-    recorded_session = staticmethod(recorded_session)
-    replay_episodes = staticmethod(replay_episodes)
+    Each method imports its module only now, because the modules need optional packages.
+    """
+
+    @staticmethod
+    def sampler(*arguments: Any, **options: Any) -> AgentSampler:
+        """Creates a sampler; the arguments are those of the class `sampler.AgentSampler`.
+
+        Raises:
+            UserError: the packages of the extra ``serve`` are not installed, or an argument is
+                invalid, see `AgentSampler`.
+        """
+        try:
+            from coa_jax.serve.agents.sampler import AgentSampler
+        except ModuleNotFoundError as error:
+            raise missing("agent", str(error.name), "serve") from error
+        return AgentSampler(*arguments, **options)
+
+    @staticmethod
+    def recorded_session(
+        tokenizer: Any, request: Any, sample: Mapping[str, Any]
+    ) -> RecordedSession:
+        """Returns a recorded sample, which can be sampled again, see `replay.RecordedSession`."""
+        from coa_jax.serve.agents.replay import RecordedSession
+
+        return RecordedSession(tokenizer, request, sample)
+
+    @staticmethod
+    def replay_episodes(engine: Any, tokenizer: Any) -> ServedEpisodes:
+        """Returns the episodes of recorded samples, see `replay.replay_episodes`."""
+        from coa_jax.serve.agents import replay
+
+        return replay.replay_episodes(engine, tokenizer)
