@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from coa_jax.config.fields import Name, Place
+from coa_jax.config.preflight import preflight, require
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import Comparison, compare
-from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.evaluate.config import EvaluateConfig, EvaluateRun
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import evaluate, evaluate_model, load, settings
@@ -32,14 +32,13 @@ from coa_jax.run.settings import build_config
 from coa_jax.storage import is_url, local, model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
-from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.concurrency import apart
-from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
+from coa_jax.tools.make import Tools, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.renaming import renaming
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.rl_config import RLConfig, RLRun
 
 __all__ = [
     "Agent",
@@ -89,21 +88,6 @@ class Trained:
     def model(self) -> Path:
         """Directory of the trained policy, for `load_policy` or for the setting ``model``."""
         return self.path / "model"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RLRun(RLConfig):
-    """The settings of a run of RL together with the settings of its tools.
-
-    Attributes:
-        tools: tools that the policy can call.
-    """
-
-    tools: ToolsConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.graders.check_judge()
 
 
 def train_sft(
@@ -179,7 +163,9 @@ def train_rl(
         with run_at(path, found, wandb_project) as (run, output):
             tools = None if found.agent else found.tools  # an agent program has its own tools
             live = [] if tools is None else make_tools(tools, tags_of(found.environment))
-            check_ready(look(found.probe_s, graders=found.graders, tools=tools, made=True))
+            probes = {**found.graders.probes(), **found.environment.probes()}
+            probes |= tools.probes(made=True) if tools else {}
+            require(preflight(probes, found.probe_s))
             rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
@@ -203,25 +189,6 @@ def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
 
 
 # --- evaluation ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateRun(EvaluateConfig):
-    """The settings of an evaluation, with the policy and its tools.
-
-    Attributes:
-        model: Hugging Face directory of the policy; ignored if ``endpoint`` names a server.
-        stage: name of the evaluation, under which the work directory stores its results.
-        tools: tools that the policy can call.
-    """
-
-    model: Place
-    stage: Name
-    tools: ToolsConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.graders.check_judge()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,8 @@ def looked(monkeypatch):
             flags.DEFINE_string(name, value, "", flag_values=values)
         values.mark_as_parsed()
         monkeypatch.setattr(flags, "FLAGS", values)
-        lines = list(check._lines(command, config.to_dict(), str(workdir)))
-        return {name: (ok, text) for name, ok, text in lines}
+        checks = check._checks(command, config.to_dict(), str(workdir))
+        return {each.name: (each.ok, each.text) for each in checks}
 
     return look
 

@@ -38,6 +38,17 @@ def requirements_of(extra: str) -> list[str]:
     return [match["requirement"] for match in matches if match["extra"] == extra]
 
 
+def has_extra(extra: str) -> bool:
+    """Returns whether all packages of an extra of setup.py are installed."""
+    import importlib.metadata  # here for the reason given above
+
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements_of(extra)]
+    try:
+        return all(map(importlib.metadata.version, names))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def install_hint(extra: str) -> str:
     """Returns the shell command that installs the packages of an extra, for error messages.
 

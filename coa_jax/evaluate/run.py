@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from coa_jax.config.preflight import preflight, require
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
@@ -39,10 +40,9 @@ from coa_jax.run.progress import Bar, progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
-from coa_jax.tasks.checks import warn_of_tools
+from coa_jax.tasks.checks import check_tools, warn_of_tools
 from coa_jax.tasks.mixture import parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
-from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 
@@ -322,20 +322,18 @@ def _check_ready(
     """
     ids = {one.task.id for one in open_now} | {task_id for task_id, _ in ungraded}
     graded = [group.task for group in groups if group.task.id in ids]
-    chats = {"endpoint": config.endpoint.chat} if open_now and config.endpoint else {}
+    probes = config.graders.probes(graded) if graded else {}
+    if open_now:
+        probes |= config.environment.probes()
+        probes |= {"endpoint": config.endpoint.chat.probe} if config.endpoint else {}
+        probes |= servers.probes(made=True) if servers else {}
+    if open_now and servers:
+        tags = {*servers.tags, *tags_of(config.environment)}
+        probes["tools.names"] = lambda seconds: check_tools(graded, servers.names, tags)
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
-        chats["best_of.chat"] = config.best_of.chat
-    found = look(
-        config.probe_s,
-        tasks=graded,
-        graders=config.graders if graded else None,
-        tools=servers if open_now else None,
-        answered=tags_of(config.environment),
-        chats=chats,
-        made=True,
-    )
-    check_ready(found)
+        probes["best_of.chat"] = config.best_of.chat.probe
+    require(preflight(probes, config.probe_s))
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
     if unseen and not config.graders.judge:
         print(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from coa_jax.config.fields import Bounded, Bytes, Count, Place, Seconds, Times
 from coa_jax.config.installed import install_hint, missing
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.protocol import parse_urls
 from coa_jax.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools import page_text
@@ -27,7 +28,7 @@ from coa_jax.tools.bm25 import Index
 from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
-from coa_jax.tools.net.chat import ChatConfig, chat_answers, check_client
+from coa_jax.tools.net.chat import ChatConfig, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text, decode, media_type
@@ -85,6 +86,11 @@ class CrawlConfig(Bounded):
     blocked: tuple[Place, ...] = MIRRORS
     concurrency: Times = 16
     summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+
+    @property
+    def call_money(self) -> float:
+        """Highest cost of a call: a request about its aim, and a request about each page."""
+        return (self.max_pages + 1) * self.summarizer.money(8 * self.page_chars)
 
 
 class CrawlPage:
@@ -311,18 +317,14 @@ class _Call:
             return self.context.question
 
 
-def make(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
-    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
-
-
-def asks_server(config: ToolsConfig) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return bool(config.crawl_page.summarizer)
+def needs(config: ToolsConfig) -> Needs:
+    """Returns the packages that read pages, and the server and key of the summariser."""
+    summarizer = config.crawl_page.summarizer.needs()
+    return Needs(("web",)) + summarizer.under("crawl_page.summarizer")
 
 
 async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
+    """Checks whether the tool can be called, see `config.preflight`."""
     absent = page_text.missing_packages()
     if absent:
         return False, f"{', '.join(absent)} not installed; run: {install_hint('web')}"
@@ -332,5 +334,11 @@ async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         parts.append(f"also allowed: {', '.join(crawl.allow_hosts)}")
     if not crawl.summarizer:
         return True, "; ".join([*parts, "no summariser: pages are shown as they are"])
-    ok, text = await chat_answers(crawl.summarizer, seconds)
+    ok, text = await crawl.summarizer.probe(seconds)
     return ok, "; ".join([*parts, f"summaries by {text}"])
+
+
+@declares(needs, probe)
+def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
+    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)

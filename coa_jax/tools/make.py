@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -33,6 +34,7 @@ from coa_jax.config.fields import (
     Variable,
     check,
 )
+from coa_jax.config.preflight import Answer, Needs, Probe, answered, code_needs, code_probes
 from coa_jax.errors import UserError
 from coa_jax.protocol import (
     LEVELS,
@@ -180,6 +182,27 @@ class ToolsConfig(Bounded):
         """
         return tuple(_tag(name) if is_path(name) else name for name in self.names)
 
+    def needs(self) -> Needs:
+        """Returns what the tools in ``names`` need, see `config.preflight`."""
+        return sum((_needs(name, self) for name in self.names), Needs())
+
+    def probes(self, made: bool = False) -> dict[str, Probe]:
+        """Returns the probe of each tool, and of the store of answers, see `config.preflight`.
+
+        Args:
+            made: whether the tools were created already. If True, only tools that call a server are
+                asked. A tool whose answers are replayed from a recording calls no server.
+        """
+        names, store = self.names, self.store
+        if made:
+            replays = store.path and store.mode == "replay"
+            names = tuple(name for name in names if not (replays and store.keeps(name)))
+            own = {*self.mcp, *self.own}
+            here = {*TOOLS.built_in} - own
+            names = tuple(n for n in names if n not in here or _needs(n, self).servers)
+        probes = {name: functools.partial(_probe, name, self) for name in names}
+        return {**probes, **({"store": store.probe} if store.path and not made else {})}
+
 
 Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
 """Settings of tools, or a list of tools, each given as a name or as an object."""
@@ -266,6 +289,31 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
         told = f"has the name {tool.name!r}, and the config calls it {tag!r}"
         raise UserError(f"{where}: the tool {path} {told}; give both the same")
     return tool
+
+
+def _needs(name: str, config: ToolsConfig) -> Needs:
+    if name in config.mcp:
+        return build_config(McpConfig, config.mcp[name]).needs().under(f"mcp.{name}")
+    own = _own(name, config)
+    needs = code_needs(TOOLS, own.path or name, own.options, config=config)
+    return needs.under(f"own.{name}") if name in config.own else needs
+
+
+async def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer:
+    """Asks a function that creates a tool, or else the created tool, whether it can be called."""
+    own = _own(name, config)
+    path, where = own.path or name, "config.tools.names"
+    if name not in config.mcp and not isinstance(find(TOOLS, path, where), type):
+        probes = code_probes(TOOLS, path, own.options, where, config=config)
+        if probes:
+            return await answered(probes[where], seconds)
+    alone = dataclasses.replace(
+        with_names(config, (name,)), protocol="", budgets={}, corpus="", store=StoreConfig()
+    )
+    (tool,) = await asyncio.to_thread(make_tools, alone)
+    if not hasattr(tool, "probe"):
+        return True, "a tool of your own"  # only a call could check the tool
+    return await answered(tool.probe, seconds)
 
 
 def _own(name: str, config: ToolsConfig) -> Extension:

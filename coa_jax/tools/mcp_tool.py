@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from coa_jax.config.fields import Address, Bounded, Count, Prose, Seconds, Variable, shown
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.protocol.bodies import without_fence
@@ -84,6 +85,10 @@ class McpConfig(Bounded):
             raise UserError(f"schema is {untrusted.reason(error)}") from None
         if not isinstance(schema, dict):
             raise UserError(f'schema is {shown(self.schema)}; give a JSON object, or ""')
+
+    def needs(self) -> Needs:
+        """Returns the package of MCP clients, the server and its key, see `config.preflight`."""
+        return Needs(("mcp",)) + Needs.of_server("url", self.url, self.key_env)
 
 
 class _Session:

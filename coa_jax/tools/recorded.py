@@ -69,6 +69,11 @@ class StoreConfig(Bounded):
     max_age_s: NotNegative = 0.0
     max_entries: Natural = 0
 
+    def probe(self, seconds: float) -> tuple[bool, str]:
+        """Checks whether the store can be read, see `config.preflight`."""
+        entries = len(Store(self.path, writes=False))
+        return True, f"{self.mode} of {entries} answers in {self.path}"
+
     def keeps(self, name: str) -> bool:
         """Returns whether the answers of the tool with this name are stored."""
         if not self.tools:

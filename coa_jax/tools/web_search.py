@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coa_jax.config.extensions import ExtensionKind, Named, bind
 from coa_jax.config.fields import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
+from coa_jax.config.preflight import Needs, code_needs, declares
 from coa_jax.tools.base import (
     Observation,
     Tool,
@@ -28,6 +29,7 @@ from coa_jax.tools.base import (
     time_for,
 )
 from coa_jax.tools.bm25 import Index
+from coa_jax.tools.corpus import corpus_needs
 from coa_jax.tools.net.address import AddressGuard, parse_url
 from coa_jax.tools.net.chat import refusal, trusting
 from coa_jax.tools.net.errors import REFUSED, Blame, FetchError
@@ -351,21 +353,20 @@ def _line(text: str, most: int = _FIELD_CHARS) -> str:
     return " ".join(text.split())[:most]
 
 
-def make(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
-    tool = WebSearch(config.web_search, search.warm_up)
-    if tool.provider == "local":  # otherwise the first call would build the index
-        search.warm_up()
-    return tool
-
-
-def asks_server(config: ToolsConfig) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return choose(config.web_search) in ("serper", "searxng")
+def needs(config: ToolsConfig) -> Needs:
+    """Returns the server and the key of the search service, or the corpus of the local index."""
+    web = config.web_search
+    provider = choose(web)
+    if provider == "local":
+        return corpus_needs(config.corpus)
+    if provider not in ("serper", "searxng"):
+        return code_needs(PROVIDERS, provider, web.options).under("web_search")
+    key_env = web.key_env if provider == "serper" else ""
+    return Needs.of_server("web_search.url", web.url, key_env)
 
 
 async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
+    """Checks whether the tool can be called, see `config.preflight`."""
     web = config.web_search
     provider = choose(web)
     if provider == "local":
@@ -386,3 +387,12 @@ async def probe(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         if query or error.status not in REFUSED or error.account:
             return False, f"{where}: {error.message}{refusal(error.status, key_env)}"
     return with_key(True, f"{where} answers", key_env)
+
+
+@declares(needs, probe)
+def make(config: ToolsConfig, search: WikiSearch) -> Tool:
+    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
+    tool = WebSearch(config.web_search, search.warm_up)
+    if tool.provider == "local":  # otherwise the first call would build the index
+        search.warm_up()
+    return tool
