@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.cli.needs import needs_of, settings_of, worst_case
+from coa_jax.cli.needs import needs_of, paths_of, settings_of, worst_case
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.run.command import load_config
@@ -85,7 +85,7 @@ def test_a_web_run_names_its_search_service_its_judge_and_the_most_calls():
         "graders.judge.chat.url": "http://judge:8000/v1",
         "tools.web_search.url": "https://google.serper.dev/search",
     }
-    assert found.paths["tasks"] == "/mnt/data/web_rl.jsonl"
+    assert paths_of(settings("rl", "web.py:7b"))["tasks"] == "/mnt/data/web_rl.jsonl"
     # 60 steps of 64 groups of 8, up to four times as many samples, 24 calls each.
     most = cost("rl", "web.py:7b")
     assert most.startswith("at most 2,949,120 calls of web_search, crawl_page (60 steps x")
@@ -151,20 +151,25 @@ def test_each_source_of_a_mixture_has_its_own_number_of_tasks(num_tasks, most):
 URL = "http://10.0.0.2:8000/v1"
 
 
+def served(group):
+    return {f"{group}.url": URL, f"{group}.model": "m"}
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "extra"),
     [
-        ("rl", {"graders.judge.chat.url": URL}, {"endpoint"}),
-        ("rl", {"teacher.url": URL}, {"endpoint"}),
-        ("evaluate", {"endpoint.url": URL}, {"endpoint"}),
-        ("evaluate", {"best_of.chat.url": URL}, {"endpoint"}),
-        ("rl", {"tools.visual_inspector.chat.url": URL}, set()),  # not among the tools
-        ("rl", {"tools.names": ("visual_inspector",), "tools.visual_inspector.chat.url": URL},
+        ("rl", served("graders.judge.chat"), {"endpoint"}),
+        ("rl", {**served("teacher"), "algorithm.name": "opd"}, {"endpoint"}),
+        ("evaluate", served("endpoint"), {"endpoint"}),
+        ("evaluate", served("best_of.chat"), {"endpoint"}),
+        ("rl", served("tools.visual_inspector.chat"), set()),  # not among the tools
+        ("rl", {"tools.names": ("visual_inspector",), **served("tools.visual_inspector.chat")},
          {"endpoint"}),
         ("rl", {"agent.command": "python agent.py"}, {"serve"}),
         ("evaluate", {"agent.function": "mine:solve"}, {"serve"}),
         ("rl", {"environment.path": "openenv", "environment.options": {"url": URL}}, {"openenv"}),
         ("evaluate", {"environment.path": "textarena"}, {"textarena"}),
+        ("evaluate", {"tasks": "hf:openai/gsm8k:main"}, {"hub"}),
     ],
 )  # fmt: skip
 def test_models_agents_and_environments_bring_their_packages(command, changes, extra):

@@ -39,7 +39,7 @@ _SETTINGS = {
 }
 """Maps each command to the class of its settings, which is imported only if it is asked for."""
 
-_FILES = ("tasks", "data", "validation", "traces", "questions")
+_PLACES = ("model", "tasks", "data", "validation", "traces", "questions")
 
 
 def settings_of(command: str, values: Mapping[str, Any]) -> Any:
@@ -79,19 +79,19 @@ def needs_of(config: Any, wandb: bool = False, workdir: str = "") -> Needs:
     needs += sum((settings_needs(part).under(name) for name, part in used.items()), Needs())
     needs += sources_need(config) if "task_options" in used else Needs()
     needs += Needs(tuple(e for scheme, (_, e) in storage.SCHEMES.items() if f"{scheme}://" in text))
-    files = {name: used[name] for name in _FILES if isinstance(used.get(name), str)}
-    needs += files_need(" ".join(files.values()))
-    paths = {name: _path_of(x) for name, x in {"model": str(used.get("model")), **files}.items()}
+    needs += files_need(" ".join(str(used.get(name)) for name in _PLACES))
     # The extras `web` and `distill` contain the client of served models, too.
     spare = {"endpoint"} if {"web", "distill"} & {*needs.extras} else set()
-    extras = tuple(extra for extra in needs.extras if extra not in spare)
-    paths = {name: path for name, path in paths.items() if "/" in path}
-    return dataclasses.replace(needs, extras=extras, paths=paths)
+    return dataclasses.replace(needs, extras=tuple(e for e in needs.extras if e not in spare))
 
 
-def _path_of(source: str) -> str:
-    """Returns the path in a task source such as ``aime:/mnt/data/aime.jsonl:protocol=code``."""
-    return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?!//)(?=[/.\w])", "", source))
+def paths_of(config: Any) -> dict[str, str]:
+    """Returns the files and folders that a run reads, by the names of the settings."""
+    # A task source is a path in a text such as aime:/mnt/data/aime.jsonl:protocol=code.
+    inside = r"(\w+:(?!//)(?=[/.\w]))?(?P<path>.*?)(:\w+=[^/]*)?"
+    places = {name: getattr(config, name, None) for name in _PLACES}
+    found = {name: re.fullmatch(inside, x) for name, x in places.items() if isinstance(x, str)}
+    return {name: match["path"] for name, match in found.items() if match and "/" in match["path"]}
 
 
 # --- what a run can cost -------------------------------------------------------------------
@@ -183,6 +183,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"give a command, one of {', '.join(_SETTINGS)}")
     config = settings_of(argv[1], values.config.to_dict())
     print(needs_of(config, bool(values.wandb_project), values.workdir or ""))
+    for setting, path in paths_of(config).items():
+        print(f"path: {path} ({setting})")
     print(f"cost: {worst_case(config)}")
 
 

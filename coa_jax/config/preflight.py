@@ -40,14 +40,13 @@ class Needs:
     Attributes:
         extras: names of extras in setup.py, without the extra of the accelerator.
         variables: names of environment variables that must hold API keys.
-        servers: maps the name of a setting to the URL of the server that the setting names.
-        paths: maps the name of a setting to the file or folder that the run reads.
+        servers: maps the name of a setting to the URL or the command line of the server that the
+            setting names.
     """
 
     extras: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     servers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_server(cls, setting: str, url: str, key_env: str = "", *extras: str) -> Needs:
@@ -66,21 +65,17 @@ class Needs:
             tuple(sorted({*self.extras, *other.extras})),
             tuple(sorted({*self.variables, *other.variables})),
             {**self.servers, **other.servers},
-            {**self.paths, **other.paths},
         )
 
     def under(self, group: str) -> Needs:
         """Returns the same needs, with the names of settings below a group of settings."""
-        servers, paths = (
-            {f"{group}.{setting}": place for setting, place in places.items()}
-            for places in (self.servers, self.paths)
-        )
-        return dataclasses.replace(self, servers=servers, paths=paths)
+        servers = {f"{group}.{setting}": server for setting, server in self.servers.items()}
+        return dataclasses.replace(self, servers=servers)
 
     def __str__(self) -> str:
         lines = [f"extras: {' '.join(self.extras)}", f"variables: {' '.join(self.variables)}"]
-        lines += [f"server: {url} ({setting})" for setting, url in self.servers.items()]
-        return "\n".join(lines + [f"path: {path} ({name})" for name, path in self.paths.items()])
+        lines += [f"server: {server} ({setting})" for setting, server in self.servers.items()]
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +172,6 @@ def _call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
     return BoundFunction(function, frozenset(inspect.signature(function).parameters), {})(**offered)
 
 
-async def answered(probe: Probe, seconds: float) -> Answer:
-    """Returns the answer of a probe, which may be async."""
-    answer = probe(seconds)
-    return await answer if inspect.isawaitable(answer) else answer
-
-
 def preflight(probes: Mapping[str, Probe], seconds: float) -> list[Check]:
     """Asks parts of a run at the same time whether they can start.
 
@@ -196,7 +185,9 @@ def preflight(probes: Mapping[str, Probe], seconds: float) -> list[Check]:
 
     async def ask(name: str, probe: Probe) -> Check:
         try:
-            ok, text = await answered(probe, seconds) or (True, "")
+            answer = await asyncio.to_thread(probe, seconds)  # it may block
+            answer = await answer if inspect.isawaitable(answer) else answer
+            ok, text = answer or (True, "")
             return Check(name, bool(ok), str(text))
         except Exception as error:  # a broken probe must not hide the other checks
             return Check.failed(name, error)

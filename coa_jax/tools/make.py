@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.config.extensions import (
@@ -34,7 +33,7 @@ from coa_jax.config.fields import (
     Variable,
     check,
 )
-from coa_jax.config.preflight import Answer, Needs, Probe, answered, code_needs, code_probes
+from coa_jax.config.preflight import Answer, Needs, Probe, code_needs, code_probes
 from coa_jax.errors import UserError
 from coa_jax.protocol import (
     LEVELS,
@@ -195,13 +194,11 @@ class ToolsConfig(Bounded):
         """
         names, store = self.names, self.store
         if made:
-            replays = store.path and store.mode == "replay"
-            names = tuple(name for name in names if not (replays and store.keeps(name)))
-            own = {*self.mcp, *self.own}
-            here = {*TOOLS.built_in} - own
-            names = tuple(n for n in names if n not in here or _needs(n, self).servers)
-        probes = {name: functools.partial(_probe, name, self) for name in names}
-        return {**probes, **({"store": store.probe} if store.path and not made else {})}
+            local = {*TOOLS.built_in} - {*self.own}
+            names = tuple(n for n in names if n not in local or _needs(n, self).servers)
+            names = tuple(n for n in names if not (store.replays and store.keeps(n)))
+        probes: dict[str, Probe] = {name: functools.partial(_probe, name, self) for name in names}
+        return probes | ({"store": store.probe} if store.path and not made else {})
 
 
 Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
@@ -299,21 +296,19 @@ def _needs(name: str, config: ToolsConfig) -> Needs:
     return needs.under(f"own.{name}") if name in config.own else needs
 
 
-async def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer:
+def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer | Awaitable[Answer]:
     """Asks a function that creates a tool, or else the created tool, whether it can be called."""
-    own = _own(name, config)
-    path, where = own.path or name, "config.tools.names"
+    own, where = _own(name, config), "config.tools.names"
+    path = own.path or name
     if name not in config.mcp and not isinstance(find(TOOLS, path, where), type):
-        probes = code_probes(TOOLS, path, own.options, where, config=config)
-        if probes:
-            return await answered(probes[where], seconds)
+        for probe in code_probes(TOOLS, path, own.options, where, config=config).values():
+            return probe(seconds)
     alone = dataclasses.replace(
         with_names(config, (name,)), protocol="", budgets={}, corpus="", store=StoreConfig()
     )
-    (tool,) = await asyncio.to_thread(make_tools, alone)
-    if not hasattr(tool, "probe"):
-        return True, "a tool of your own"  # only a call could check the tool
-    return await answered(tool.probe, seconds)
+    (tool,) = make_tools(alone)
+    ask: Probe | None = getattr(tool, "probe", None)
+    return ask(seconds) if ask else (True, "a tool of your own")  # only a call could check it
 
 
 def _own(name: str, config: ToolsConfig) -> Extension:

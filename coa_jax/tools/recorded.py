@@ -69,6 +69,11 @@ class StoreConfig(Bounded):
     max_age_s: NotNegative = 0.0
     max_entries: Natural = 0
 
+    @property
+    def replays(self) -> bool:
+        """Whether stored answers take the place of all calls."""
+        return bool(self.path) and self.mode == "replay"
+
     def probe(self, seconds: float) -> tuple[bool, str]:
         """Checks whether the store can be read, see `config.preflight`."""
         entries = len(Store(self.path, writes=False))
@@ -91,7 +96,7 @@ def open_store(config: StoreConfig, names: Sequence[str]) -> Store:
     Raises:
         UserError: the store cannot be opened, or its answers must be replayed and it has none.
     """
-    replays = config.mode == "replay" and any(map(config.keeps, names))
+    replays = config.replays and any(map(config.keeps, names))
     # Opening a store creates its file. A file that is missing is not created only to be empty.
     there = storage.is_url(config.path) or Path(config.path).expanduser().exists()
     store = None

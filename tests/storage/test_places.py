@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from coa_jax import storage
 from coa_jax.cli import check
-from coa_jax.cli.needs import needs_of, settings_of
+from coa_jax.cli.needs import needs_of, paths_of, settings_of
 from coa_jax.data.records import read_records
 from coa_jax.data.rows import find_files
 from coa_jax.distill.export import write_tfds
@@ -284,7 +284,8 @@ def test_launchers_learn_the_extras_of_buckets():
     data = {"model": "Org/Name", "data": "s3://b/a.jsonl,s3://b/c.jsonl"}
     assert {"gcs", "s3"} <= set(needs("sft", "gs://b/run", **data).extras)
     assert not {"gcs", "s3"} & set(needs("sft", "/runs", model="/m/n").extras)
-    assert needs("rl", "", tasks="aime:gs://b/x.jsonl").paths["tasks"] == "gs://b/x.jsonl"
+    config = settings_of("rl", load_config("configs/rl/tiny.py", {"tasks": "aime:gs://b/x.jsonl"}))
+    assert paths_of(config)["tasks"] == "gs://b/x.jsonl"
 
 
 def test_a_check_looks_into_buckets(bucket):
