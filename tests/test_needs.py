@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coa_jax.cli.needs import needs_of, paths_of, settings_of, worst_case
+from coa_jax.config.preflight import Check, preflight
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.run.command import load_config
@@ -92,9 +93,10 @@ def test_a_web_run_names_its_search_service_its_judge_and_the_most_calls():
     assert " and 122,880 verdicts; no price is known" in most
 
 
-def money(budgets=None, tools=None, **chat):
-    values = load_config("configs/rl/web.py:7b", {**JUDGE, **(tools or {})}).to_dict()
+def money(budgets=None, summarizer=None, **chat):
+    values = load_config("configs/rl/web.py:7b", JUDGE).to_dict()
     values["tools"]["budgets"] = budgets or {}
+    values["tools"]["crawl_page"]["summarizer"] |= summarizer or {}
     values["graders"]["judge"]["chat"] |= chat
     return worst_case(settings_of("rl", values)).partition("; money: at most ")[2]
 
@@ -170,11 +172,83 @@ def served(group):
         ("rl", {"environment.path": "openenv", "environment.options": {"url": URL}}, {"openenv"}),
         ("evaluate", {"environment.path": "textarena"}, {"textarena"}),
         ("evaluate", {"tasks": "hf:openai/gsm8k:main"}, {"hub"}),
+        ("sft", {"data": "hf:me/mine:train"}, {"hub"}),
     ],
 )  # fmt: skip
 def test_models_agents_and_environments_bring_their_packages(command, changes, extra):
     extras = {*needs(command, "tiny.py", changes).extras}
     assert extras - {*needs(command, "tiny.py").extras} == extra
+
+
+def test_the_teacher_smolagents_brings_its_package():
+    assert needs("distill", "smolagents.py").extras == ("demo", "distill", "gguf")
+
+
+def test_a_model_that_summarises_pages_is_paid_for_each_page():
+    summarizer = {"url": URL, "model": "m", "prices": (("m", 3.0, 6.0),)}
+    # Each call reads up to five pages; a request has 8 x 6,000 + 3,000 characters.
+    a_request = (51_000 / 3 * 3 + 1024 * 6) / 1e6
+    assert money(summarizer=summarizer) == f"{2_949_120 * 6 * a_request:,.2f}"
+
+
+OWN = """
+from coa_jax import Needs, UserError
+
+class Tide:
+    name, deadline = "tide", 1.0
+    needs = Needs(variables=("TIDE_KEY",), servers={"shore": "http://10.0.0.3:8000"})
+    async def __call__(self, arguments, context): ...
+
+class Sea:
+    @staticmethod
+    def needs(depth):
+        return Needs(("textarena",), (f"SEA_KEY_{depth}",))
+    @staticmethod
+    async def probe(seconds, depth):
+        return depth < 9, f"{depth} m"
+
+def wet(answer, url="", key_env=""):
+    return 1.0
+
+def told(seconds, url):
+    raise UserError(f"{url} is dry")
+
+wet.probe = told
+
+def load(n, seed): ...
+
+load.needs = Needs(("tasks",))
+"""
+
+
+def test_your_own_code_says_what_it_needs_and_whether_it_can_start(tmp_path, monkeypatch):
+    (tmp_path / "coast.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = {"path": "coast:wet", "options": {"url": URL, "key_env": "WET_KEY"}}
+    values = load_config("configs/rl/tiny.py", {"tools.names": ("tide",), "tasks": "coast:load"})
+    values = values.to_dict()
+    values["tools"]["own"] = {"tide": {"path": "coast:Tide"}}
+    values["graders"]["rewards"] = {"wet": reward}
+    values["environment"] |= {"path": "coast:Sea", "options": {"depth": 9}}
+    config = settings_of("rl", values)
+    found = needs_of(config)
+    assert found.extras == ("gguf", "tasks", "textarena")
+    assert found.variables == ("SEA_KEY_9", "TIDE_KEY", "WET_KEY")
+    assert found.servers == {
+        "tools.own.tide.shore": "http://10.0.0.3:8000",
+        "graders.rewards.wet.options.url": URL,
+    }
+    checks = preflight({**config.environment.probes(), **config.graders.probes()}, 5.0)
+    assert checks == [
+        Check("environment", False, "9 m"),
+        Check("graders.rewards.wet", False, f"{URL} is dry"),
+    ]
+
+
+def test_a_search_service_of_your_own_needs_no_key_of_another():
+    tools = {"tools.names": ("web_search",), "tools.web_search.provider": "coast:search"}
+    found = needs("rl", "tiny.py", tools)
+    assert found.variables == () and found.servers == {}
 
 
 @pytest.mark.parametrize(("settings", "command"), [(RLRun, "rl"), (EvaluateRun, "evaluate")])
