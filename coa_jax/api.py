@@ -115,14 +115,14 @@ def train_sft(
     values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
-    found = build_config(sft.SFTConfig, values)
+    run_config = build_config(sft.SFTConfig, values)
 
     def train() -> None:
-        with run_at(path, found, wandb_project) as (run, output):
+        with run_at(path, run_config, wandb_project) as (run, output):
             if records is not None:
                 _keep_records(path / "records.jsonl", records)
-            live = make_tools(found.tools) if found.evaluate_every else ()
-            sft.train(found, run, output, renaming(found.rename_share), live)
+            live = make_tools(run_config.tools) if run_config.evaluate_every else ()
+            sft.train(run_config, run, output, renaming(run_config.rename_share), live)
 
     return _trained(train, path, "sft")
 
@@ -157,24 +157,25 @@ def train_rl(
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
-    found, path = build_config(RLRun, values), run_folder(workdir)
+    run_config, path = build_config(RLRun, values), run_folder(workdir)
 
     def train() -> None:
-        with run_at(path, found, wandb_project) as (run, output):
-            tools = None if found.agent else found.tools  # an agent program has its own tools
-            live = [] if tools is None else make_tools(tools, tags_of(found.environment))
-            probes = {**found.graders.probes(), **found.environment.probes()}
+        with run_at(path, run_config, wandb_project) as (run, output):
+            # An agent program has its own tools.
+            tools = None if run_config.agent else run_config.tools
+            live = [] if tools is None else make_tools(tools, tags_of(run_config.environment))
+            probes = {**run_config.graders.probes(), **run_config.environment.probes()}
             probes |= tools.probes(made=True) if tools else {}
-            require(preflight(probes, found.probe_s))
-            rl.train(found, run, output, live)
+            require(preflight(probes, run_config.probe_s))
+            rl.train(run_config, run, output, live)
 
     return _trained(train, path, "rl")
 
 
 def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
     """Writes the training records, unless the file has the records of another run."""
-    given = [json.loads(jsonl.dumps(record.to_json())) for record in records]
-    if path.exists() and jsonl.read_objects(path) != given:
+    rows = [json.loads(jsonl.dumps(record.to_json())) for record in records]
+    if path.exists() and jsonl.read_objects(path) != rows:
         raise UserError(
             f"{path} has the records of another run: give the same records to continue it, or "
             "another work directory"
@@ -238,9 +239,9 @@ class Evaluation:
 
     def trajectories(self) -> list[Trajectory]:
         """Reads the sampled trajectories of this evaluation from ``traces.jsonl``."""
-        found = read_trajectories(self.path / "traces.jsonl")
+        trajectories = read_trajectories(self.path / "traces.jsonl")
         stage = self.outcome["stage"]
-        return [one for one in found if one.metadata.get("stage") == stage]
+        return [one for one in trajectories if one.metadata.get("stage") == stage]
 
     def compared_to(self, other: Evaluation) -> Comparison:
         """Compares this evaluation with another evaluation of the same tasks, task by task.
@@ -291,14 +292,14 @@ def evaluate_policy(
         **_plain(changes),
     }
     values |= {"model": str(policy)} if policy is not None else {}
-    found, path = build_config(EvaluateRun, values), run_folder(workdir)
+    run_config, path = build_config(EvaluateRun, values), run_folder(workdir)
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
-            evaluation = Evaluation(path, _measured(found, run, fresh))
-            known = path / "config.json"
+            evaluation = Evaluation(path, _measured(run_config, run, fresh))
+            written = path / "config.json"
             # The config of a training run is not replaced.
-            if not known.exists() or "stage" in durable.read_json_object(known):
+            if not written.exists() or "stage" in durable.read_json_object(written):
                 run.write_config(values)
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
@@ -375,11 +376,11 @@ def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
     """Returns the setting ``graders.rewards``."""
     if callable(rewards):
         rewards = {getattr(rewards, "__name__", "reward").strip("<>"): rewards}
-    found = {}
-    for name, given in rewards.items():
-        function, weight = given if isinstance(given, tuple) else (given, 1.0)
+    entries = {}
+    for name, reward in rewards.items():
+        function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
         if callable(function):
-            found[name] = {"path": REWARDS.name_of(function, name), "weight": weight}
+            entries[name] = {"path": REWARDS.name_of(function, name), "weight": weight}
         else:
-            found[name] = {"weight": function}
-    return found
+            entries[name] = {"weight": function}
+    return entries

@@ -286,16 +286,16 @@ def _slice_here() -> tuple[Slice, list[Any]]:
     """Returns the devices of this run as a slice, with the memory that the run may allocate."""
     devices, local = jax.devices(), jax.local_devices()
     kind = KINDS.get(devices[0].device_kind, "")
-    known = CHIPS.get(kind, Chip(1.0, 0, 1.0, 1.0))
+    listed = CHIPS.get(kind, Chip(1.0, 0, 1.0, 1.0))
     stats = None if local[0].platform == "cpu" else local[0].memory_stats()
-    memory = (stats or {}).get("bytes_limit") or known.hbm_bytes // known.devices
+    memory = (stats or {}).get("bytes_limit") or listed.hbm_bytes // listed.devices
     if local[0].platform == "cpu":  # all CPU devices share the memory of the host
         every = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory = (free_memory(local[0]) or every) // len(local)
     chip = dataclasses.replace(
-        known, hbm_bytes=memory * known.devices, host=max(1, len(local) // known.devices)
+        listed, hbm_bytes=memory * listed.devices, host=max(1, len(local) // listed.devices)
     )
-    shape: tuple[int, ...] = (len(devices) // known.devices,)
+    shape: tuple[int, ...] = (len(devices) // listed.devices,)
     name = f"gpu:{shape[0]}x{kind}" if kind else devices[0].device_kind
     if kind in TPUS:
         places = [device.coords for device in devices]
@@ -327,10 +327,10 @@ def _memory(setup: arrays.Setup) -> str:
     Running programs need additional memory, which only the compiler knows.
     """
     gradients = arrays.chip_bytes(arrays.policy(setup).params)
-    kept = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
+    persistent = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
     most = setup.where.chip.hbm_bytes
-    text = f"at least {kept / 1e9:.1f} of {most / 1e9:.1f} GB per device"
-    if kept > (1 - _RESERVE) * most:
+    text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device"
+    if persistent > (1 - _RESERVE) * most:
         raise UserError(
             f"{text}, of which {_RESERVE:.0%} must stay free: take more chips, raise mesh.fsdp or "
             "mesh.tensor, or lower engine.slots"
@@ -361,16 +361,16 @@ def _compiled(setup: arrays.Setup) -> str:
         return "not compiled: coa-jax aot compiles the programs of sft and rl only"
     if not where.kind:
         return f"not compiled: coa-jax aot does not know the device {where.name!r}"
-    given, words = [], iter(sys.argv[1:])
+    overrides, words = [], iter(sys.argv[1:])
     for word in words:
         name = word.lstrip("-")
         if name.startswith(("config", "noconfig.")):
             whole = "=" in word or name.startswith("noconfig.")
-            given += [word] if whole else [word, next(words, "")]
+            overrides += [word] if whole else [word, next(words, "")]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
     }
-    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={where.name}", *given]
+    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={where.name}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode:

@@ -90,8 +90,10 @@ def paths_of(config: Any) -> dict[str, str]:
     # A task source is a path in a text such as aime:/mnt/data/aime.jsonl:protocol=code.
     inside = r"(\w+:(?!//)(?=[/.\w]))?(?P<path>.*?)(:\w+=[^/]*)?"
     places = {name: getattr(config, name, None) for name in _PLACES}
-    found = {name: re.fullmatch(inside, x) for name, x in places.items() if isinstance(x, str)}
-    return {name: match["path"] for name, match in found.items() if match and "/" in match["path"]}
+    matches = {name: re.fullmatch(inside, x) for name, x in places.items() if isinstance(x, str)}
+    return {
+        name: match["path"] for name, match in matches.items() if match and "/" in match["path"]
+    }
 
 
 # --- what a run can cost -------------------------------------------------------------------

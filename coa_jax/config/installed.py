@@ -91,15 +91,15 @@ def tested_versions() -> list[tuple[str, str, Path]]:
     Each combination is a triple (version of Python, version of JAX, constraint file), for example
     ``("3.11", "0.10.2", Path(".../constraints/jax-0.10.txt"))``.
     """
-    found = []
+    tested = []
     for path in CONSTRAINTS.glob("jax-*.txt"):
         text = path.read_text(encoding="utf-8")
         python = re.search(r"^# Tested with Python ([\d.]+)\.$", text, re.MULTILINE)
         jax = re.search(r"^jax==(\S+)$", text, re.MULTILINE)
         if python is None or jax is None:
             raise ValueError(f"{path}: no Python or no jax")
-        found.append((python[1], jax[1], path))
-    return sorted(found, key=lambda each: _minor(each[1]))
+        tested.append((python[1], jax[1], path))
+    return sorted(tested, key=lambda each: _minor(each[1]))
 
 
 def untested() -> str:

@@ -117,9 +117,9 @@ class CodeTool:
         python = self.isolation.interpreter
         self.libraries = find_libraries(libraries, python)
         self._job = self.isolation.job(confined, self.libraries.directories)
-        asked = (dataclasses.asdict(confined), max_output_chars, str(self.libraries))
+        limits = (dataclasses.asdict(confined), max_output_chars, str(self.libraries))
         machine = (self.isolation.backend, python.path, python.version)
-        self.settings = json.dumps([*asked, *machine])
+        self.settings = json.dumps([*limits, *machine])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Runs the program that the policy wrote between the tags."""

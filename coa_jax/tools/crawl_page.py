@@ -167,23 +167,23 @@ class CrawlPage:
         if is_repeat(self.name, arguments, context):
             text = "These pages were already read. Use what they say or open others."
             return observe(start, text, "error", {"duplicate": True})
-        kept = urls[: self._config.max_pages]
+        opened = urls[: self._config.max_pages]
         call = _Call(self, context, start + time_for(self._config.timeout_s, context))
         try:
-            pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(kept, 1)))
+            pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(opened, 1)))
         finally:
             if call.intent is not None:
                 call.intent.cancel()
         texts = [text for text, _ in pages]
-        if len(urls) > len(kept):
-            left = len(urls) - len(kept)
-            texts.append(f"[{left} more left out: at most {len(kept)} pages are read in a call]")
+        if len(urls) > len(opened):
+            left = len(urls) - len(opened)
+            texts.append(f"[{left} more left out: at most {len(opened)} pages are read in a call]")
         errors = [error for _, error in pages if error is not None]
         outcome: Outcome = "ok"
-        if len(errors) == len(kept):
+        if len(errors) == len(opened):
             only = errors[0] == "timeout" and len(set(errors)) == 1
             outcome = "timeout" if only else "fault" if "fault" in errors else "error"
-        detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
+        detail: dict[str, Any] = {"urls": opened, "failed": len(errors), "errors": errors}
         if call.summary_failures:
             detail["summary_failures"] = call.summary_failures
         if errors or call.summary_failures:
@@ -207,11 +207,11 @@ class CrawlPage:
             urllib.parse.unquote(part).strip("/").replace("_", " ")
             for part in (parts.path, parts.fragment)
         )
-        found = [p for p in self._index().passages if p.title.partition(":")[0].strip() == title]
-        if not title or not found:
+        passages = [p for p in self._index().passages if p.title.partition(":")[0].strip() == title]
+        if not title or not passages:
             raise FetchError("status", "there is no such page", 404)
-        found.sort(key=lambda p: not section or p.title.partition(":")[2].strip() != section)
-        return "\n\n".join(f"{p.title}\n{p.text}" for p in found)
+        passages.sort(key=lambda p: not section or p.title.partition(":")[2].strip() != section)
+        return "\n\n".join(f"{p.title}\n{p.text}" for p in passages)
 
 
 @dataclasses.dataclass
@@ -273,14 +273,14 @@ class _Call:
             return ask(content, kind, response.url, most)
 
         try:
-            found = await asyncio.to_thread(parse)
+            page = await asyncio.to_thread(parse)
         except WorkerBusyError:
             raise
         except WorkerError as error:
             raise FetchError("malformed", "its content cannot be read") from error
-        if not found["text"]:
+        if not page["text"]:
             raise FetchError("malformed", "the page holds no text")
-        title, text = found["title"], found["text"]
+        title, text = page["title"], page["text"]
         return text if title in text else f"{title}\n\n{text}"
 
     async def shorten(self, text: str) -> str:

@@ -166,9 +166,9 @@ class ToolsConfig(Bounded):
                 raise UserError(f"own.{tag}.path is missing; give package.module:name")
         for tag, settings in self.budgets.items():
             build_config(CallBudget, settings, f"budgets.{tag}")
-        known = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
-        check(self.names, tuple[known, ...], "names")
-        check(self.store.tools, tuple[known, ...], "store.tools")
+        tool_name = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
+        check(self.names, tuple[tool_name, ...], "names")
+        check(self.store.tools, tuple[tool_name, ...], "store.tools")
         for address in filter(None, (self.wiki_url, self.code_url)):
             trusting(address)  # before any setting is written to a file
 
@@ -247,11 +247,11 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
     if config.protocol:
         own = dict(described or {})
         new = [tool for tool in tools if isinstance(tool, McpTool) or tool.name not in TOOL_FORMS]
-        told = {tool.name: _description(tool) for tool in new}
-        asked = {tool.name: getattr(tool, "schema", None) for tool in new}
-        schemas = {name: schema for name, schema in asked.items() if isinstance(schema, Mapping)}
+        descriptions = {tool.name: _description(tool) for tool in new} | own
+        schemas = {tool.name: getattr(tool, "schema", None) for tool in new}
+        schemas = {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
         tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *own)))
-        add_protocol(protocol_with_tools(config.protocol, tags, {**told, **own}, schemas))
+        add_protocol(protocol_with_tools(config.protocol, tags, descriptions, schemas))
     if "code" in config.names:
         add_note("code", _note(config, tools))
     return _stored(_budgeted(tools, config), config)
@@ -264,10 +264,10 @@ def _budgeted(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
             f"config.tools.budgets.{unknown[0]} is the budget of no tool; the tools are "
             f"{', '.join(tool.name for tool in tools) or 'none'}"
         )
-    found = {
+    budgets = {
         tag: build_config(CallBudget, x, f"budgets.{tag}") for tag, x in config.budgets.items()
     }
-    return [Budgeted(t, found[t.name]) if t.name in found else t for t in tools]
+    return [Budgeted(t, budgets[t.name]) if t.name in budgets else t for t in tools]
 
 
 def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
@@ -283,8 +283,8 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
         raise refuse_result(TOOLS, path, tool, _WANTED, where)
     tag = _tag(name) if is_path(name) else name
     if tool.name != tag:
-        told = f"has the name {tool.name!r}, and the config calls it {tag!r}"
-        raise UserError(f"{where}: the tool {path} {told}; give both the same")
+        mismatch = f"has the name {tool.name!r}, and the config calls it {tag!r}"
+        raise UserError(f"{where}: the tool {path} {mismatch}; give both the same")
     return tool
 
 
@@ -317,8 +317,8 @@ def _own(name: str, config: ToolsConfig) -> Extension:
 
 def _tag(path: str) -> str:
     """Returns the tag of ``package.module:name``: its attribute ``name``, or else the last part."""
-    found = find(TOOLS, path, "config.tools.names")
-    tag = getattr(found, "name", None)
+    code = find(TOOLS, path, "config.tools.names")
+    tag = getattr(code, "name", None)
     return tag if isinstance(tag, str) else path.rpartition(":")[2]
 
 
@@ -365,10 +365,10 @@ def tools_for(
         UserError: the protocol is unknown, or for the reasons that `make_tools` lists.
     """
     if split_level(protocol)[0] != config.protocol:
-        known = get_protocol(protocol).tools
+        tags = get_protocol(protocol).tools
         pairs = zip(config.names, config.tags, strict=True)
-        kept = tuple(name for name, tag in pairs if tag in known)
-        config = dataclasses.replace(with_names(config, kept), protocol="")
+        names = tuple(name for name, tag in pairs if tag in tags)
+        config = dataclasses.replace(with_names(config, names), protocol="")
     return make_tools(config, described)
 
 
@@ -395,8 +395,8 @@ def with_names(config: ToolsConfig, names: tuple[str, ...]) -> ToolsConfig:
 
 def _note(config: ToolsConfig, tools: list[Tool]) -> str:
     """Returns the sentence about the packages that programs can import, for prompts."""
-    if found := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
-        return found[0]
+    if notes := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
+        return notes[0]
     packages = ", ".join(config.code_libraries)
     return f"It can import the standard library and these packages: {packages}." if packages else ""
 
@@ -444,14 +444,14 @@ def _same(tool: Tool, /) -> Tool:
 
 
 def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
-    kept = config.store
-    if not kept.path:
+    settings = config.store
+    if not settings.path:
         return tools
-    store = open_store(kept, config.names)
-    age = kept.max_age_s or None
+    store = open_store(settings, config.names)
+    age = settings.max_age_s or None
     return [
-        Recorded(tool, store, kept.mode, age, _source(tool, name, config))
-        if kept.keeps(name)
+        Recorded(tool, store, settings.mode, age, _source(tool, name, config))
+        if settings.keeps(name)
         else tool
         for name, tool in zip(config.names, tools, strict=True)
     ]

@@ -206,9 +206,9 @@ class _Session:
         config = self._config
         if config.command:
             names = ("PATH", "HOME", *config.env)
-            given = {name: os.environ[name] for name in names if name in os.environ}
+            environment = {name: os.environ[name] for name in names if name in os.environ}
             program, *arguments = config.command
-            parameters = StdioServerParameters(command=program, args=arguments, env=given)
+            parameters = StdioServerParameters(command=program, args=arguments, env=environment)
             self._words = LastWords()
             return stdio_client(parameters, errlog=stack.enter_context(self._words.file))
         quieten("mcp")
@@ -321,15 +321,15 @@ class McpTool:
             words = await self._last_words()
             said = f"; it wrote: {words}" if words else ""
             cause = self._shown(_cause(error))  # the error may quote text of the server
-            told = f"{where}: the server ({setting}) does not answer: {cause}{said}"
-            raise UserError(told) from error
-        found = {tool.name: tool for tool in listed.tools}
-        if self._remote not in found:
-            known = ", ".join(found) or "none"
+            message = f"{where}: the server ({setting}) does not answer: {cause}{said}"
+            raise UserError(message) from error
+        tools = {tool.name: tool for tool in listed.tools}
+        if self._remote not in tools:
+            names = ", ".join(tools) or "none"
             raise UserError(
-                f"{where}: the server has no tool {self._remote!r}; its tools are {known}"
+                f"{where}: the server has no tool {self._remote!r}; its tools are {names}"
             )
-        return found[self._remote]
+        return tools[self._remote]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Calls the tool on the server. The text between the tags contains the arguments."""

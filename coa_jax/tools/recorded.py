@@ -171,15 +171,15 @@ class Recorded(Wrapper):
         start = time.monotonic()
         key = self.key(arguments, context)
         if self.mode != "record":
-            kept = await self._get(key)
-            if kept is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
+            stored = await self._get(key)
+            if stored is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
                 # The recording may come from a configuration in which the tool was tailored
                 # differently, so the other key is tried too.
-                kept = await self._get(self._key(arguments, context, not self.tool.tailored))
-            if kept is not None:
-                detail = {**kept.detail, "stored": True}
-                seconds = kept.seconds if self.mode == "replay" else time.monotonic() - start
-                return dataclasses.replace(kept, seconds=seconds, detail=detail)
+                stored = await self._get(self._key(arguments, context, not self.tool.tailored))
+            if stored is not None:
+                detail = {**stored.detail, "stored": True}
+                seconds = stored.seconds if self.mode == "replay" else time.monotonic() - start
+                return dataclasses.replace(stored, seconds=seconds, detail=detail)
             if self.mode == "replay":
                 text = f"The {self.name} tool is not available at the moment."
                 detail = {"exception": f"the call is not in the recording {self.store.place}"}

@@ -111,8 +111,8 @@ class VisualInspector:
         )
         self.deadline = config.chat.timeout_s + 1.0
         model, places = config.chat, (str(self._folder), config.allow_hosts)
-        asked = (model.url, model.model, model.temperature, model.max_tokens)
-        self.settings = json.dumps([*asked, config.max_chars, config.max_bytes, *places])
+        request = (model.url, model.model, model.temperature, model.max_tokens)
+        self.settings = json.dumps([*request, config.max_chars, config.max_bytes, *places])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image that the policy named between the tags."""

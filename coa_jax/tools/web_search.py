@@ -185,8 +185,8 @@ def searxng(config: WebSearchConfig) -> Provider:
     guard = trusting(config.url)
 
     async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
-        asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
-        answer = await fetch_json(HttpRequest(f"{config.url}?{asked}"), limits, guard)
+        parameters = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
+        answer = await fetch_json(HttpRequest(f"{config.url}?{parameters}"), limits, guard)
         return _results(answer, "results", "url", "content")
 
     return search
@@ -203,8 +203,8 @@ def local(index: Callable[[], Index]) -> Provider:
 
     async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
-        found = [hit.passage for hit in hits]
-        return [SearchResult(each.title, local_link(each.title), each.text) for each in found]
+        passages = [hit.passage for hit in hits]
+        return [SearchResult(each.title, local_link(each.title), each.text) for each in passages]
 
     return search
 
@@ -225,12 +225,12 @@ def local_link(title: str) -> str:
 def _results(answer: Any, key: str, link: str, snippet: str) -> list[SearchResult]:
     if not isinstance(answer, dict) or not isinstance(answer.get(key, []), list):
         raise FetchError("malformed", "the answer of the search service has the wrong form")
-    found = []
+    results = []
     for row in answer.get(key, []):
         if isinstance(row, dict) and isinstance(row.get(link), str):
             fields = [row.get(name) for name in ("title", link, snippet, "date", "source")]
-            found.append(SearchResult(*(str(field) if field else "" for field in fields)))
-    return found
+            results.append(SearchResult(*(str(field) if field else "" for field in fields)))
+    return results
 
 
 def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:
@@ -244,14 +244,14 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
         UserError: the provider is unknown, or a setting or API key that the provider needs is
             missing.
     """
-    found = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
-    if "query" not in found.asks:
-        made: Provider = found(config=config, index=index)
+    bound = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
+    if "query" not in bound.asks:
+        made: Provider = bound(config=config, index=index)
         return made
 
     async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
-        asked = {"query": query, "count": count, "limits": limits, "config": config, "index": index}
-        results: Sequence[SearchResult] = await found(**asked)
+        offered = {"query": query, "count": count, "limits": limits, "config": config}
+        results: Sequence[SearchResult] = await bound(**offered, index=index)
         return results
 
     return search
@@ -292,10 +292,10 @@ class WebSearch:
         self._limits = RequestLimits(seconds, read_s=seconds, attempts=config.attempts, redirects=0)
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
-        asked = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
+        parts = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
         if config.options:
-            asked.append(dict(config.options))
-        self.settings = json.dumps(asked, default=str)
+            parts.append(dict(config.options))
+        self.settings = json.dumps(parts, default=str)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the query that the policy wrote between the tags."""
@@ -310,11 +310,11 @@ class WebSearch:
             return refused
         left = time_for(self._config.timeout_s, context)
         try:
-            found = await self._search(query, self._config.top_k, self._limits.within(left))
+            results = await self._search(query, self._config.top_k, self._limits.within(left))
         except FetchError as error:
             return failed_search(start, error, self._blame, provider=self.provider)
         self._blame.answered()
-        shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
+        shown = [r for r in results if not self._blocked(r.link)][: self._config.top_k]
         links = [result.link for result in shown]
         detail = {"provider": self.provider, "results": len(shown), "links": links}
         text = format_results(shown, query, self._config.snippet_chars)
