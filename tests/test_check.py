@@ -110,7 +110,7 @@ def test_every_fault_is_told_and_not_only_the_first(folder, looked, tmp_path, mo
         "tools.web_search.provider": "serper",
         "mesh.fsdp": -1,
         "mesh.decode_tensor": 4,
-        "probe_s": 2.0,
+        "probe_s": 60.0,  # on a busy machine even a refusal is slow
     }
     pytest.importorskip("libtpu")
     config = rl(folder, **overrides)
