@@ -125,13 +125,15 @@ def check_tools(tasks: Iterable[Task], names: Sequence[str], tags: Iterable[str]
     Raises:
         UserError: a protocol has tools, and the run has none of them.
     """
-    for name in dict.fromkeys(task.protocol for task in tasks):
-        tools = get_protocol(name).tools
-        if tools and not set(tools) & set(tags):
-            raise UserError(
-                f"the protocol {name} calls {', '.join(tools)}, of which there are none in "
-                f"{', '.join(names) or 'no tools'}"
-            )
+    protocols = [get_protocol(name) for name in dict.fromkeys(task.protocol for task in tasks)]
+    calls = [
+        f"the protocol {protocol.name} calls {', '.join(protocol.tools)}"
+        for protocol in protocols
+        if protocol.tools and not {*protocol.tools} & {*tags}
+    ]
+    if calls:
+        which = ", ".join(names) or "no tools"
+        raise UserError(f"{'; '.join(calls)}, of which there are none in {which}")
 
 
 def tests_of(gold: tuple[str, ...]) -> Tests:
