@@ -248,8 +248,8 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
         own = dict(described or {})
         new = [tool for tool in tools if isinstance(tool, McpTool) or tool.name not in TOOL_FORMS]
         descriptions = {tool.name: _description(tool) for tool in new} | own
-        schemas = {tool.name: getattr(tool, "schema", None) for tool in new}
-        schemas = {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
+        pairs = [(tool.name, getattr(tool, "schema", None)) for tool in new]
+        schemas = {name: schema for name, schema in pairs if isinstance(schema, Mapping)}
         tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *own)))
         add_protocol(protocol_with_tools(config.protocol, tags, descriptions, schemas))
     if "code" in config.names:
