@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coa_jax.api import Evaluation, Trained, evaluate_policy, train_rl, train_sft
+    from coa_jax.config.preflight import Needs
     from coa_jax.data.trajectory import (
         Author,
         DistilledRecord,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "coa_jax.config.preflight": ("Needs",),
     "coa_jax.api": (
         "Evaluation",
         "Trained",

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from coa_jax.config.fields import Name, Place
+from coa_jax.config.preflight import preflight, require
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import Comparison, compare
-from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.evaluate.config import EvaluateConfig, EvaluateRun
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
@@ -33,7 +33,6 @@ from coa_jax.storage import run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.question_rows import tasks_of_rows
-from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.concurrency import apart
 from coa_jax.tools.function import is_function_tool
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
@@ -42,7 +41,7 @@ from coa_jax.train import rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
 from coa_jax.train.renaming import renaming
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.rl_config import RLConfig, RLRun
 
 __all__ = [
     "Agent",
@@ -106,21 +105,6 @@ class Trained:
     def model(self) -> Path:
         """Directory of the trained policy, for `load_policy` or for the setting ``model``."""
         return self.path / "model"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RLRun(RLConfig):
-    """The settings of a run of RL together with the settings of its tools.
-
-    Attributes:
-        tools: tools that the policy can call.
-    """
-
-    tools: ToolsConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.graders.check_judge()
 
 
 def train_sft(
@@ -201,7 +185,9 @@ def train_rl(
         with run_at(path, config, wandb_project) as (run, output):
             asked = None if config.agent else config.tools  # an agent program has its own tools
             live = [] if asked is None else make_tools(asked, tags_of(config.environment))
-            check_ready(look(config.probe_s, graders=config.graders, tools=asked, made=True))
+            probes = {**config.graders.probes(), **config.environment.probes()}
+            probes |= asked.probes(made=True) if asked else {}
+            require(preflight(probes, config.probe_s))
             rl.train(config, run, output, live)
 
     return _trained(train, path, "rl", own_tools)
@@ -209,8 +195,8 @@ def train_rl(
 
 def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
     """Writes the training records, unless the file has the records of another run."""
-    given = [json.loads(jsonl.dumps(record.to_json())) for record in records]
-    if path.exists() and jsonl.read_objects(path) != given:
+    rows = [json.loads(jsonl.dumps(record.to_json())) for record in records]
+    if path.exists() and jsonl.read_objects(path) != rows:
         raise UserError(
             f"{path} has the records of another run: give the same records to continue it, or "
             "another work directory"
@@ -225,25 +211,6 @@ def _trained(train: Callable[[], None], path: Path, phase: str, tools: Tools = (
 
 
 # --- evaluation ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateRun(EvaluateConfig):
-    """The settings of an evaluation, with the policy and its tools.
-
-    Attributes:
-        model: Hugging Face directory of the policy; ignored if ``endpoint`` names a server.
-        stage: name of the evaluation, under which the work directory stores its results.
-        tools: tools that the policy can call.
-    """
-
-    model: Place
-    stage: Name
-    tools: ToolsConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.graders.check_judge()
 
 
 @dataclasses.dataclass(frozen=True)

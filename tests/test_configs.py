@@ -19,10 +19,10 @@ import pytest
 import coa_jax.cli.distill as distill
 import coa_jax.cli.serve as serve
 from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
-from coa_jax.api import EvaluateRun, RLRun
 from coa_jax.cli import synthesize
 from coa_jax.demo import scratch
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.model.config import cpu_dtype
 from coa_jax.model.shapes import architecture_of
 from coa_jax.paper import ablation, economy, quickstart
@@ -30,6 +30,7 @@ from coa_jax.run.command import load_config
 from coa_jax.run.machines import MACHINES
 from coa_jax.run.settings import build_config
 from coa_jax.train.config import DPOConfig, RFTConfig, SFTConfig
+from coa_jax.train.rl_config import RLRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("configs/*/*.py"))

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
 import math
 import os
 import shutil
@@ -31,12 +30,13 @@ import jax
 from absl import flags
 
 from coa_jax import storage
-from coa_jax.api import EvaluateRun, RLRun
-from coa_jax.cli import needs
-from coa_jax.config.installed import install_hint
+from coa_jax.cli.needs import needs_of, settings_of, used_settings, worst_case
+from coa_jax.config.installed import has_extra, install_hint
+from coa_jax.config.preflight import SECONDS, Check, Needs, preflight
 from coa_jax.data.records import iterate_records
 from coa_jax.engine.memory import free_memory
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.evaluate.run import load
 from coa_jax.files.untrusted import made_by
 from coa_jax.model.api import describe_model, download_once
@@ -46,18 +46,13 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 from coa_jax.parallel.slices import TPUS, Slice, devices_of, parse_slice
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
-from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders
-from coa_jax.tasks.ready import look
+from coa_jax.tasks.checks import check_tools
 from coa_jax.tools.make import make_tools
 from coa_jax.train import arrays
 from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
 from coa_jax.train.questions import questions
-
-SETTINGS: dict[str, Any] = {
-    "sft": SFTConfig, "rl": RLRun, "rft": RFTConfig, "dpo": DPOConfig, "evaluate": EvaluateRun,
-}  # fmt: skip
-"""Maps the name of each command to the class of its settings."""
+from coa_jax.train.rl_config import RLRun
 
 _RECORDS = 1000
 """Number of records that the check reads from each file of training data."""
@@ -67,125 +62,123 @@ _RESERVE = 0.1
 
 _WAIT_S = 60.0
 
-Line = tuple[str, bool, str]
-"""(name of the check, whether the check passed, description of the result)."""
-
 
 def check(command: str) -> int:
     """Checks whether everything that a command needs with the given flags is available.
 
     Args:
-        command: name of the command, a key of `SETTINGS`.
+        command: name of the command, one of ``sft``, ``rl``, ``rft``, ``dpo`` and ``evaluate``.
 
     Returns:
         The exit code: 0 if every check passes on every host, otherwise 2.
     """
     values = flags.FLAGS
-    faults = 0
-    for name, ok, text in _lines(command, values.config.to_dict(), values.workdir):
-        faults += not ok
+    failures = 0
+    for each in _checks(command, values.config.to_dict(), values.workdir or ""):
+        failures += not each.ok
         host = f"{socket.gethostname()} ({processes.index()}): " if processes.count() > 1 else ""
-        print(f"{host}{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
-    told = processes.exchange(faults, "the check of the other hosts", _WAIT_S)
-    if not any(told):
+        print(f"{host}{'ok  ' if each.ok else 'FAIL'} {each.name}: {each.text}", flush=True)
+    counts = processes.exchange(failures, "the check of the other hosts", _WAIT_S)
+    if not any(counts):
         print("ready", flush=True)
         return 0
-    where = [f"{count} on host {number}" for number, count in enumerate(told) if count]
+    where = [f"{count} on host {number}" for number, count in enumerate(counts) if count]
     listed = f": {', '.join(where)}" if processes.count() > 1 else ""
-    print(f"error: {sum(told)} checks failed{listed}; see the lines with FAIL", file=sys.stderr)
+    print(f"error: {sum(counts)} checks failed{listed}; see the lines with FAIL", file=sys.stderr)
     return 2
 
 
-def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterator[Line]:
-    """Yields a line for each check and continues after a failed check."""
-    config, line = _tried(
-        "settings", lambda: (build_config(SETTINGS[command], values), "can be read")
-    )
-    yield line
-    wandb = bool(getattr(flags.FLAGS, "wandb_project", ""))  # `evaluate` has no such flag
-    wanted = needs.needs_of(command, values, wandb, workdir or "")
-    yield from _here(wanted)
-    if config is None:  # a missing judge must hide no other fault
-        rest = {key: value for key, value in values.items() if key != "graders"}
-        config = _tried("", lambda: (build_config(SETTINGS[command], rest), ""))[0]
+def _checks(command: str, values: dict[str, Any], workdir: str) -> Iterator[Check]:
+    """Yields the result of each check and continues after a failed check."""
+    config, result = _tried("settings", lambda: (settings_of(command, values), "can be read"))
+    yield result
+    # A group that is wrong, such as a missing judge, must hide no other fault.
+    groups = iter(values if config is None else ())
+    while config is None and (left_out := next(groups, None)) is not None:
+        with contextlib.suppress(UserError):
+            rest = {name: value for name, value in values.items() if name != left_out}
+            config = settings_of(command, rest)
     if config is not None:
-        yield from _run(command, config)
-    yield from _places(workdir or "", config)
-    yield "cost", True, needs.worst_case(values)
+        wandb = bool(getattr(flags.FLAGS, "wandb_project", ""))  # `evaluate` has no such flag
+        yield from _here(needs_of(config, wandb, workdir))
+        yield from _run(config)
+    yield from _places(workdir, config)
+    if config is not None:
+        yield Check("cost", True, worst_case(config))
 
 
 def _tried(
-    name: str, look: Callable[[], tuple[Any, str]], together: bool = False
-) -> tuple[Any, Line]:
-    """Runs a check; returns the result of the check (None if it fails) and its line.
+    name: str, function: Callable[[], tuple[Any, str]], together: bool = False
+) -> tuple[Any, Check]:
+    """Runs a check; returns the object that the check opened (None if it fails) and the result.
 
     A check may fail on one host only. The process therefore acts alone unless ``together`` is True:
     processes that loaded a data set together would wait for the failed one.
     """
     try:
         with contextlib.nullcontext() if together else processes.apart():
-            found, text = look()
-        return found, (name, True, text)
-    except UserError as error:
-        return None, (name, False, str(error))
+            opened, text = function()
+        return opened, Check(name, True, text)
     except Exception as error:  # a defect in one check must not hide the other checks
-        logging.getLogger(__name__).exception("the check of %s has failed", name)
-        return None, (name, False, f"{type(error).__name__}: {error}")
+        return None, Check.failed(name, error)
 
 
-def _here(wanted: needs.Needs) -> Iterator[Line]:
-    for extra in wanted.extras:
-        there = needs.has_extra(extra)
+def _here(needs: Needs) -> Iterator[Check]:
+    """Checks the installed packages, the keys and the addresses of servers."""
+    for extra in needs.extras:
+        there = has_extra(extra)
         text = "installed" if there else f"not installed; run: {install_hint(extra)}"
-        yield f"packages of {extra}", there, text
-    for name in wanted.variables:
+        yield Check(f"packages of {extra}", there, text)
+    for name in needs.variables:
         there = bool(os.environ.get(name, "").strip())
-        yield f"key {name}", there, "is set" if there else f"is not set: --secret-env {name}"
-    for setting, url in wanted.servers.items():
-        if processes.count() > 1 and urllib.parse.urlsplit(url).hostname in needs.LOCAL:
-            yield (
-                f"config.{setting}", False, f"{url} is a different server on each of the "
-                f"{processes.count()} hosts: name a server that all hosts can reach"
-            )  # fmt: skip
+        yield Check(f"key {name}", there, "is set" if there else f"is not set: --secret-env {name}")
+    for setting, url in needs.servers.items():
+        if processes.count() > 1 and urllib.parse.urlsplit(url).hostname in _LOCAL:
+            count = processes.count()
+            text = f"{url} is a different server on each of the {count} hosts"
+            yield Check(f"config.{setting}", False, f"{text}: name a server that all can reach")
+
+
+_LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
+"""Host names that refer to the machine itself, and so to a different machine on each host."""
 
 
 # --- the run -------------------------------------------------------------------------------
 
 
-def _run(command: str, config: Any) -> Iterator[Line]:
+def _run(config: Any) -> Iterator[Check]:
     """Checks the model, data, tools and judge by opening each of them as the run would."""
-    if not getattr(config, "endpoint", None):
+    used = used_settings(config)
+    if not used.get("endpoint"):
         yield _tried("model", lambda: (None, _model(config.model)), together=True)[1]
-    environment = getattr(config, "environment", EnvironmentConfig())
-    # SFT calls tools only in its evaluations, and an agent program has its own tools.
-    asks = config.evaluate_every > 0 if isinstance(config, SFTConfig) else hasattr(config, "tools")
-    tools = config.tools if asks and not getattr(config, "agent", None) else None
-    made: Line = "tools", True, ""
-    if tools is not None:
-        made = _tried("tools", lambda: (make_tools(tools, tags_of(environment)), ""))[1]
-    if isinstance(config, SFTConfig):
-        for name in ("data", "validation"):
-            for path in filter(None, getattr(config, name).split(",")):
-                yield _tried(name, functools.partial(_records, path, config.protocol))[1]
-    elif isinstance(config, RFTConfig | DPOConfig) and config.traces:
+    for name in ("data", "validation"):
+        for path in filter(None, used.get(name, "").split(",")):
+            yield _tried(name, functools.partial(_records, path, config.protocol))[1]
+    if isinstance(config, RFTConfig | DPOConfig) and config.traces:
         yield _tried("traces", lambda: (None, _traces(config.traces)))[1]
-    asked, line = _tried("tasks", lambda: _tasks(config))
-    if line[2]:
-        yield line
-    seconds = getattr(config, "probe_s", 0.0) or 10.0
-    graders = getattr(config, "graders", None) if line[2] else None
+    tasks, result = _tried("tasks", lambda: _tasks(config))
+    if result.text:
+        yield result
+    tools, environment = used.get("tools"), used.get("environment", EnvironmentConfig())
+    tags = _tried("tools", lambda: (tags_of(environment), ""))[0] or {}
+    made = Check("tools", True, "")
+    if tools:
+        made = _tried("tools", lambda: (make_tools(tools, tags), ""))[1]
 
-    def servers() -> tuple[Any, str]:
-        answered = tags_of(environment)
-        told = look(seconds, tasks=asked or (), graders=graders, tools=tools, answered=answered)
-        return told, ""
+    def ask() -> tuple[list[Check], str]:
+        probes = {**environment.probes(), **(tools.probes() if tools else {})}
+        if tools:
+            both = {*tools.tags, *tags}
+            probes["tools.names"] = lambda _: check_tools(tasks or (), tools.names, both)
+        if result.text and "graders" in used:
+            probes |= config.graders.probes(tasks or ())
+        return preflight(probes, getattr(config, "probe_s", 0.0) or SECONDS), ""
 
-    found, line = _tried("servers", servers)
-    if not line[1]:
-        yield line
-    for each in found or ():
-        yield each.name, each.ok, each.text
-    if not made[1] and all(each.ok for each in found or ()):
+    checks, result = _tried("servers", ask)
+    yield from checks or ()
+    if not result.ok:
+        yield result
+    if not made.ok and all(each.ok for each in checks or ()):
         yield made
 
 
@@ -227,7 +220,7 @@ def _tasks(config: Any) -> tuple[Any, str]:
 # --- the machines --------------------------------------------------------------------------
 
 
-def _places(workdir: str, config: Any) -> Iterator[Line]:
+def _places(workdir: str, config: Any) -> Iterator[Check]:
     """Checks work directory, disk and memory."""
     yield _tried("workdir", lambda: (None, _writable(workdir)), together=True)[1]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
@@ -236,8 +229,8 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
         yield _tried("compiled programs", lambda: (None, _written(cache)))[1]
     if not isinstance(config, FitConfig | RLRun):
         return
-    setup, line = _tried("mesh", lambda: _setup(config))
-    yield line
+    setup, result = _tried("mesh", lambda: _setup(config))
+    yield result
     if setup is None:
         return
     yield _tried("memory", lambda: (None, _memory(setup)))[1]
@@ -293,16 +286,16 @@ def _slice_here() -> tuple[Slice, list[Any]]:
     """Returns the devices of this run as a slice, with the memory that the run may allocate."""
     devices, local = jax.devices(), jax.local_devices()
     kind = KINDS.get(devices[0].device_kind, "")
-    known = CHIPS.get(kind, Chip(1.0, 0, 1.0, 1.0))
+    listed = CHIPS.get(kind, Chip(1.0, 0, 1.0, 1.0))
     stats = None if local[0].platform == "cpu" else local[0].memory_stats()
-    memory = (stats or {}).get("bytes_limit") or known.hbm_bytes // known.devices
+    memory = (stats or {}).get("bytes_limit") or listed.hbm_bytes // listed.devices
     if local[0].platform == "cpu":  # all CPU devices share the memory of the host
         every = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory = (free_memory(local[0]) or every) // len(local)
     chip = dataclasses.replace(
-        known, hbm_bytes=memory * known.devices, host=max(1, len(local) // known.devices)
+        listed, hbm_bytes=memory * listed.devices, host=max(1, len(local) // listed.devices)
     )
-    shape: tuple[int, ...] = (len(devices) // known.devices,)
+    shape: tuple[int, ...] = (len(devices) // listed.devices,)
     name = f"gpu:{shape[0]}x{kind}" if kind else devices[0].device_kind
     if kind in TPUS:
         places = [device.coords for device in devices]
@@ -334,10 +327,10 @@ def _memory(setup: arrays.Setup) -> str:
     Running programs need additional memory, which only the compiler knows.
     """
     gradients = arrays.chip_bytes(arrays.policy(setup).params)
-    kept = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
+    persistent = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
     most = setup.where.chip.hbm_bytes
-    text = f"at least {kept / 1e9:.1f} of {most / 1e9:.1f} GB per device"
-    if kept > (1 - _RESERVE) * most:
+    text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device"
+    if persistent > (1 - _RESERVE) * most:
         raise UserError(
             f"{text}, of which {_RESERVE:.0%} must stay free: take more chips, raise mesh.fsdp or "
             "mesh.tensor, or lower engine.slots"
@@ -368,16 +361,16 @@ def _compiled(setup: arrays.Setup) -> str:
         return "not compiled: coa-jax aot compiles the programs of sft and rl only"
     if not where.kind:
         return f"not compiled: coa-jax aot does not know the device {where.name!r}"
-    given, words = [], iter(sys.argv[1:])
+    overrides, words = [], iter(sys.argv[1:])
     for word in words:
         name = word.lstrip("-")
         if name.startswith(("config", "noconfig.")):
             whole = "=" in word or name.startswith("noconfig.")
-            given += [word] if whole else [word, next(words, "")]
+            overrides += [word] if whole else [word, next(words, "")]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
     }
-    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={where.name}", *given]
+    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={where.name}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode:

@@ -32,9 +32,10 @@ from coa_jax.train.defaults import with_defaults
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax rl``: trains by RL, or replays a run; returns the exit code."""
     # Imported here, so that mistakes in flags are told before JAX is loaded.
-    from coa_jax.api import RLRun, train_rl
+    from coa_jax.api import train_rl
     from coa_jax.cli.check import check
     from coa_jax.train.rl import repeat
+    from coa_jax.train.rl_config import RLRun
 
     values = flags.FLAGS
     if values.check != "false":

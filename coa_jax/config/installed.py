@@ -38,6 +38,17 @@ def requirements_of(extra: str) -> list[str]:
     return [match["requirement"] for match in matches if match["extra"] == extra]
 
 
+def has_extra(extra: str) -> bool:
+    """Returns whether all packages of an extra of setup.py are installed."""
+    import importlib.metadata  # here for the reason given above
+
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements_of(extra)]
+    try:
+        return all(map(importlib.metadata.version, names))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def install_hint(extra: str) -> str:
     """Returns the shell command that installs the packages of an extra, for error messages.
 
@@ -80,15 +91,15 @@ def tested_versions() -> list[tuple[str, str, Path]]:
     Each combination is a triple (version of Python, version of JAX, constraint file), for example
     ``("3.11", "0.10.2", Path(".../constraints/jax-0.10.txt"))``.
     """
-    found = []
+    tested = []
     for path in CONSTRAINTS.glob("jax-*.txt"):
         text = path.read_text(encoding="utf-8")
         python = re.search(r"^# Tested with Python ([\d.]+)\.$", text, re.MULTILINE)
         jax = re.search(r"^jax==(\S+)$", text, re.MULTILINE)
         if python is None or jax is None:
             raise ValueError(f"{path}: no Python or no jax")
-        found.append((python[1], jax[1], path))
-    return sorted(found, key=lambda each: _minor(each[1]))
+        tested.append((python[1], jax[1], path))
+    return sorted(tested, key=lambda each: _minor(each[1]))
 
 
 def untested() -> str:

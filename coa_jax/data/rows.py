@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs
 from coa_jax.data.data_sets import is_data_set, is_tfds, local_tfds, open_hub, open_tfds
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
@@ -126,6 +127,12 @@ class Rows:
         if not isinstance(value, dict):
             raise UserError(f"{where}: expected an object, found {type(value).__name__}")
         return Row(self.path, number, where, value)
+
+
+def files_need(source: str) -> Needs:
+    """Returns the packages that read the files or data sets which a setting names."""
+    signs = {"tasks": ".parquet", "hub": "hf:", "tfds": "tfds:"}
+    return Needs(tuple(extra for extra, sign in signs.items() if sign in source))
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:

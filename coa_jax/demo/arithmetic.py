@@ -12,6 +12,7 @@ import itertools
 import json
 from typing import Any
 
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import reasoning_gym
@@ -73,6 +74,7 @@ def _entries(name: str, split: str, seed: int, count: int) -> list[dict[str, Any
     return list(found.values())[:count]
 
 
+@declares(Needs(("tasks",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Generates calculation tasks. Consecutive tasks come from different generators.
 

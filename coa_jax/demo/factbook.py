@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 from coa_jax.config.fields import Between, Text
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.demo.facts import facts, inverse_keys, solve, to_decimal
 from coa_jax.demo.grammar import (
     OPERATIONS,
@@ -346,6 +347,7 @@ def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[i
     return counts
 
 
+@declares(Needs(("demo",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Draws questions about the World Factbook, balanced over hops, kinds, relations and entities.
 

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.demo import people_wording as wording
 from coa_jax.demo.factbook import Item, items_of, shares, take_turns
 from coa_jax.demo.facts import adjectives, facts, fields, solve
@@ -81,6 +82,7 @@ class _Options:
                 raise UserError(f"{SOURCE}: no topic {topic!r}; known are {', '.join(TOPICS)}")
 
 
+@declares(Needs(("demo",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Draws questions, balanced over topics, kinds of questions and relations.
 

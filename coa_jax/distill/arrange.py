@@ -33,6 +33,7 @@ from coa_jax.distill.readers.base import Trace
 from coa_jax.protocol import (
     CRITERIA,
     START,
+    TOOL_FORMS,
     Protocol,
     format_double_check,
     format_reflection,
@@ -61,7 +62,7 @@ _REWORDED = frozenset(
 )
 """Words that change the meaning of an answer if they are added to it."""
 
-_SEARCH = ("web_search", "wiki_search")
+_SEARCH = [tag for tag, form in TOOL_FORMS.items() if form == "text"]
 
 
 @dataclasses.dataclass(frozen=True)

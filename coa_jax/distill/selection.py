@@ -18,6 +18,7 @@ from coa_jax.distill.contamination import contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
 from coa_jax.distill.filters import Filter, SetFilter, TeacherRun
 from coa_jax.errors import UserError
+from coa_jax.protocol import TOOL_FORMS
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.web_search import MIRRORS
@@ -38,7 +39,6 @@ _EVASIVE = re.compile(
     r")\W*",
     re.IGNORECASE | re.DOTALL,
 )
-_SEARCHES = ("web_search", "wiki_search")
 # Signs before or after a word are part of the word: -5, -site, C++, C#.
 _TERM = re.compile(rf"(?:(?<![^\s\"'(\[])[-+])?(?:{WORD})(?:\+\+|#)?")
 _DIRECTION = frozenset(
@@ -218,7 +218,9 @@ def query_terms(query: str) -> frozenset[tuple[str, str]]:
 
 
 def _near_repeat(run: TeacherRun, threshold: float) -> bool:
-    calls = [(tool, query_terms(text)) for tool, text in run.log.calls if tool in _SEARCHES]
+    calls = [
+        (tool, query_terms(text)) for tool, text in run.log.calls if TOOL_FORMS.get(tool) == "text"
+    ]
     return any(
         tool == other and asked and similarity(asked, before) >= threshold
         for number, (tool, asked) in enumerate(calls)

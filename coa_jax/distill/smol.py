@@ -18,6 +18,8 @@ from coa_jax.config.installed import missing
 from coa_jax.distill.endpoint import REFUSED_REQUEST
 from coa_jax.distill.readers.calls import body_of
 from coa_jax.errors import UserError
+from coa_jax.protocol import TOOL_FORMS
+from coa_jax.protocol.arguments import arguments_of
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.net.secrets import redact_all
@@ -26,13 +28,6 @@ AGENT = "search_agent"
 
 REFUSED = "request_refused"
 """State of a run that ended because the endpoint refused a request."""
-
-_INPUTS: Mapping[str, tuple[str, str]] = {
-    "wiki_search": ("query", "What to look for in the encyclopaedia."),
-    "web_search": ("query", "What to look for on the web."),
-    "crawl_page": ("url", "Addresses of pages, joined by ' | '."),
-    "code": ("code", "A Python program that prints its result."),
-}
 
 
 def smolagents_package() -> Any:
@@ -56,13 +51,12 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
         episode: id of the run, which the tool receives in the context of each call.
 
     Raises:
-        UserError: smolagents is not installed, or this module has no description of the tool.
+        UserError: smolagents is not installed, or there is no description of the tool.
     """
-    if tool.name not in _INPUTS:
-        raise UserError(
-            f"smolagents: {tool.name} has no description; known are {', '.join(_INPUTS)}"
-        )
-    argument, about = _INPUTS[tool.name]
+    if tool.name not in TOOL_FORMS:
+        known = ", ".join(TOOL_FORMS)
+        raise UserError(f"smolagents: {tool.name} has no description; known are {known}")
+    argument, about = next(iter(arguments_of(tool.name).items()))
     history: list[tuple[str, str]] = []
 
     def forward(self: Any, *given: str, **arguments: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.config.fields import Bounded, Count, Natural, Times
+from coa_jax.config.preflight import Needs
 from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.journal import check_fingerprint
 from coa_jax.distill.readers.base import total_usage
@@ -40,6 +41,10 @@ class SmolConfig(Bounded):
     max_steps: Count = 12
     planning_interval: Natural = 6
     concurrency: Times = 8
+
+    def needs(self) -> Needs:
+        """Returns the extra of the teacher smolagents, see `config.preflight`."""
+        return Needs(("distill",))
 
 
 def endpoint_model(config: EndpointConfig) -> Any:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.config.fields import Bounded, Natural, Place, Seed
+from coa_jax.config.preflight import Needs
 from coa_jax.protocol import Level
 from coa_jax.tasks import Task, disjoint, load_splits
 from coa_jax.tasks.base import with_level
-from coa_jax.tasks.mixture import load_shares
+from coa_jax.tasks.mixture import load_shares, sources_need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Tasks(Bounded):
     level: Level = ""
     task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def needs(self) -> Needs:
+        """Returns what the sources of the tasks need, see `config.preflight`."""
+        return sources_need(self)
 
     def load(self) -> dict[str, list[Task]]:
         """Loads the tasks; returns a list for each split, keyed by the name of the split."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from coa_jax.config.fields import (
     Between,
     Bounded,
+    Name,
     Natural,
     Place,
     Seed,
@@ -17,6 +18,7 @@ from coa_jax.config.fields import (
     Temperature,
     TopP,
 )
+from coa_jax.config.preflight import Needs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluate.exposure import BLOCKED
@@ -28,7 +30,8 @@ from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.environments.session import graded_by_environment
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig, Task
-from coa_jax.tasks.mixture import Sources, load_parts, parts_of
+from coa_jax.tasks.mixture import Sources, load_parts, parts_of, sources_need
+from coa_jax.tools.make import ToolsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,10 @@ class HeldOutConfig(SamplesConfig):
         super().__post_init__()
         if self.tasks or self.mixture:
             parts_of(self)
+
+    def needs(self) -> Needs:
+        """Returns what the sources of the tasks need, see `config.preflight`."""
+        return sources_need(self)
 
     def budgets(self, config: RolloutConfig) -> RolloutConfig:
         """Returns the limits of a trajectory in evaluations.
@@ -199,3 +206,22 @@ class EvaluateConfig(SamplesConfig):
             raise UserError(
                 f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateRun(EvaluateConfig):
+    """The settings of an evaluation, with the policy and its tools.
+
+    Attributes:
+        model: Hugging Face directory of the policy; ignored if ``endpoint`` names a server.
+        stage: name of the evaluation, under which the work directory stores its results.
+        tools: tools that the policy can call.
+    """
+
+    model: Place
+    stage: Name
+    tools: ToolsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.graders.check_judge()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax.config.preflight import preflight, require
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import EvaluateConfig
@@ -33,10 +34,9 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.storage import is_url, local, model_folder
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
-from coa_jax.tasks.checks import warn_of_tools
+from coa_jax.tasks.checks import check_tools, warn_of_tools
 from coa_jax.tasks.mixture import parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
-from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 
@@ -280,20 +280,18 @@ def _check_ready(
     """
     ids = {request.task.id for request in requests} | {task_id for task_id, _ in ungraded}
     graded = [group.task for group in groups if group.task.id in ids]
-    chats = {"endpoint": config.endpoint.chat} if requests and config.endpoint else {}
+    probes = config.graders.probes(graded) if graded else {}
+    if requests:
+        probes |= config.environment.probes()
+        probes |= {"endpoint": config.endpoint.chat.probe} if config.endpoint else {}
+        probes |= servers.probes(made=True) if servers else {}
+    if requests and servers:
+        tags = {*servers.tags, *tags_of(config.environment)}
+        probes["tools.names"] = lambda seconds: check_tools(graded, servers.names, tags)
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
-        chats["best_of.chat"] = config.best_of.chat
-    findings = look(
-        config.probe_s,
-        tasks=graded,
-        graders=config.graders if graded else None,
-        tools=servers if requests else None,
-        answered=tags_of(config.environment),
-        chats=chats,
-        made=True,
-    )
-    check_ready(findings)
+        probes["best_of.chat"] = config.best_of.chat.probe
+    require(preflight(probes, config.probe_s))
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
     if unseen and not config.graders.judge:
         print(

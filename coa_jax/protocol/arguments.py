@@ -35,7 +35,7 @@ _DOES = {
 }
 
 
-def _named(tool: str) -> dict[str, str]:
+def arguments_of(tool: str) -> dict[str, str]:
     """Returns the arguments of a tool without a JSON schema, with their descriptions."""
     form = TOOL_FORMS.get(tool)
     return _FORMS[form] if form else {"input": "What the tool is given."}
@@ -58,7 +58,7 @@ def schemas(protocol: Protocol) -> list[dict[str, Any]]:
     """Returns the JSON schemas of a protocol's tools, in the format of OpenAI's API."""
     found = []
     for tool in protocol.tools:
-        named = _named(tool)
+        named = arguments_of(tool)
         plain: dict[str, object] = {
             "type": "object",
             "properties": {n: {"type": "string", "description": d} for n, d in named.items()},
@@ -89,7 +89,7 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
                 raise ValueError(f"The tool {tool} needs the argument {name!r}.")
         return json.dumps(dict(arguments), ensure_ascii=False)
     given: dict[str, str] = {}
-    for name in _named(tool):
+    for name in arguments_of(tool):
         value = arguments.get(name)
         if name == "urls" and isinstance(value, list) and all(isinstance(v, str) for v in value):
             value = " | ".join(value)
@@ -140,7 +140,7 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
         given = asked
     else:
         given = (text,)
-    named = zip(_named(tool), given, strict=False)
+    named = zip(arguments_of(tool), given, strict=False)
     return {name: value for name, value in named if value is not None}
 
 

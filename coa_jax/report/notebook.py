@@ -19,7 +19,6 @@ from coa_jax.report.tokens import token_title
 from coa_jax.report.traces import verdict_of
 
 _COLOURS = {**COLOURS, "think": "#7b8492"}
-_TOOL = "#0b7fc4"
 _OBSERVED = "#a58a3c"
 
 
@@ -97,7 +96,7 @@ def _chain(trajectory: Trajectory) -> str:
         if not span.text.strip():
             continue
         by_tool = span.author == Author.ENVIRONMENT
-        colour = _OBSERVED if by_tool else _COLOURS.get(span.role or "", _TOOL)
+        colour = _OBSERVED if by_tool else _COLOURS.get(span.role or "", _COLOURS["tool"])
         name = "written by the tool" if by_tool else (span.role or "text").replace("_", " ")
         place = "margin:4px 0 4px 24px;" if by_tool else "margin:4px 0;"
         parts.append(

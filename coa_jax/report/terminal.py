@@ -23,10 +23,7 @@ from coa_jax.rollout.request import Arrival
 COLOURS = {
     "think": "#767676",
     "plan": "#8a63d2",
-    "wiki_search": "#0b7fc4",
-    "web_search": "#0b7fc4",
-    "crawl_page": "#0b7fc4",
-    "visual_inspector": "#0b7fc4",
+    "tool": "#0b7fc4",
     "code": "#0a8573",
     "observation": "#8f7430",
     "reflection": "#b06a00",
@@ -35,7 +32,9 @@ COLOURS = {
     "answer": "#1a8550",
     "question": "#767676",
     "fault": "#d6453b",
+    "outside of tags": "#d6453b",
 }
+"""Colours of roles and lines. A role without an entry is a tool, with the colour ``tool``."""
 MAX_FAULTS = 5
 """Maximum number of broken protocol rules that are listed below an answer."""
 
@@ -194,7 +193,7 @@ class Screen:
         """
         self.end()
         bar = self._bars[{"observation": 1, "answer": 2}.get(name, 0)]
-        colour = COLOURS.get(name, COLOURS["fault"])
+        colour = COLOURS.get(name, COLOURS["tool"])
         gutter, plain = Style(color=colour), Style()
         body = {"answer": ANSWER, "think": gutter, "observation": gutter}.get(name, plain)
         self._write("  " if name == "observation" else "", plain)

@@ -165,7 +165,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
         if values := [value for value in found if value is not None]:
             recent = values[-_RECENT:]
             mean = sum(recent) / len(recent)
-            curve = Text(sparkline(values), style=COLOURS["wiki_search"])
+            curve = Text(sparkline(values), style=COLOURS["tool"])
             table.add_row(name, number(values[-1]), number(mean), curve)
     return table
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from coa_jax.config.extensions import ExtensionKind, Named, find
 from coa_jax.config.fields import Bounded, Natural, Place, Port, Seconds, Size
+from coa_jax.config.preflight import Needs, code_needs
 from coa_jax.errors import UserError
 
 AGENTS = ExtensionKind(
@@ -71,6 +72,11 @@ class AgentConfig(Bounded):
     def __bool__(self) -> bool:
         """Whether a program or a function is set."""
         return bool(self.command or self.function)
+
+    def needs(self) -> Needs:
+        """Returns the packages of the server for agents, and the needs of the function."""
+        function = code_needs(AGENTS, self.function, self.options)
+        return Needs(("serve",)) + function if self else Needs()
 
 
 RUNNERS = ExtensionKind("runner of agent programs", "coa_jax.agent_programs", {})

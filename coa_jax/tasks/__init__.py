@@ -22,6 +22,7 @@ from coa_jax.config.extensions import (
     refuse_result,
 )
 from coa_jax.config.overrides import suggest
+from coa_jax.config.preflight import Needs, code_needs
 from coa_jax.data.rows import SUFFIXES
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
@@ -44,6 +45,7 @@ __all__ = [
     "load_splits",
     "load_tasks",
     "normalize_answer",
+    "source_needs",
 ]
 
 SOURCES = ExtensionKind(
@@ -65,6 +67,7 @@ after the colon itself. All other functions get the part after the colon as opti
 """
 
 _WANTED = "a list of coa_jax.tasks.Task"
+_MATHS = re.compile(r"protocol=code|math|aime|amc\d|olympiad", re.IGNORECASE)
 _OWN = re.compile(rf"(?P<name>{PATH})(?::(?P<rest>.*))?", re.DOTALL)
 
 
@@ -125,6 +128,24 @@ def load_tasks(
     if name in SOURCES.built_in:
         return list(found)
     return _checked(found, source, name, n)
+
+
+def source_needs(source: str, options: Mapping[str, Any] | None = None) -> Needs:
+    """Returns the packages that load the tasks of a source and grade the answers.
+
+    Only the rows of a file say which rewards grade them. Before the file is read, a source counts
+    as mathematical if its protocol is ``code`` or if it has the name of such a benchmark.
+
+    Args:
+        source, options: as in `load_tasks`.
+    """
+    try:
+        name, _ = _name_of(source)
+    except UserError:  # `load_tasks` reports it
+        return Needs()
+    text = f"{source}:protocol={(options or {}).get('protocol', '')}"
+    maths = _MATHS.search(text) and Needs(("maths",))
+    return code_needs(SOURCES, name, options or {}, source=source) + (maths or Needs())
 
 
 def _name_of(source: str) -> tuple[str, str]:

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coa_jax.config.extensions import read_options
-from coa_jax.data.rows import Fields, find_files, open_rows
+from coa_jax.config.preflight import declares
+from coa_jax.data.rows import Fields, files_need, find_files, open_rows
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
@@ -28,6 +29,7 @@ from coa_jax.tasks.checks import checked
 from coa_jax.tasks.task_files import add_tasks, draw, split_path
 
 
+@declares(files_need)
 def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Task]:
     """Reads tasks from the files of a benchmark. The same arguments give the same tasks.
 

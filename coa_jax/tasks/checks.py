@@ -15,6 +15,7 @@ from absl import logging
 
 from coa_jax.config.extensions import ExtensionKind
 from coa_jax.config.installed import missing
+from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
@@ -118,6 +119,28 @@ def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
             "this tool; set tools.protocol=NAME, and let the tasks name this protocol "
             "(FILE.jsonl:protocol=NAME)", ", ".join(unreachable), ", ".join(protocols)
         )  # fmt: skip
+
+
+def check_tools(tasks: Iterable[Task], names: Sequence[str], tags: Iterable[str]) -> None:
+    """Checks that each protocol of tasks has one of the run's tools, or every call would fail.
+
+    Args:
+        tasks: the tasks.
+        names: names of the tools of the run, used in the error message.
+        tags: tags to which the tools or the environment of the run respond.
+
+    Raises:
+        UserError: a protocol has tools, and the run has none of them.
+    """
+    protocols = [get_protocol(name) for name in dict.fromkeys(task.protocol for task in tasks)]
+    calls = [
+        f"the protocol {protocol.name} calls {', '.join(protocol.tools)}"
+        for protocol in protocols
+        if protocol.tools and not {*protocol.tools} & {*tags}
+    ]
+    if calls:
+        which = ", ".join(names) or "no tools"
+        raise UserError(f"{'; '.join(calls)}, of which there are none in {which}")
 
 
 def tests_of(gold: tuple[str, ...]) -> Tests:

@@ -39,6 +39,7 @@ from coa_jax.config.extensions import (
     refuse_result,
 )
 from coa_jax.config.fields import Between, Bounded, Name, Place, Seconds, Times, check
+from coa_jax.config.preflight import Needs, Probe, code_needs, code_probes
 from coa_jax.data.trajectory import Reward, StopReason, Trajectory, format_valid
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
@@ -48,7 +49,7 @@ from coa_jax.tasks.checks import REWARDS, reasoning_gym
 from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.maths import check_installed
-from coa_jax.tasks.private_tests import check_folder
+from coa_jax.tasks.private_tests import check_folder, check_tests
 from coa_jax.tools.code_libraries import isolation_here
 from coa_jax.tools.concurrency import Turns, run_blocking
 from coa_jax.tools.net.budget import BudgetSpentError
@@ -135,6 +136,40 @@ class GradersConfig(Bounded):
             return grader
         judges = self.judge and (grader == "judge" or self.judge_all)
         return "judge" if judges else self.answer
+
+    def _rewards(self) -> dict[str, RewardConfig]:
+        """Returns the rewards that the settings name, by the name of the setting."""
+        rewards = {"answer": RewardConfig(self.answer)}
+        for name, settings in self.rewards.items():
+            reward = build_config(RewardConfig, settings, f"rewards.{name}")
+            if name != TASKS_OWN:
+                rewards[f"rewards.{name}"] = dataclasses.replace(reward, path=reward.path or name)
+        return rewards
+
+    def needs(self) -> Needs:
+        """Returns what the judge and the rewards need, see `config.preflight`."""
+        rewards = (
+            code_needs(REWARDS, reward.path, reward.options).under(setting)
+            for setting, reward in self._rewards().items()
+        )
+        return sum(rewards, self.judge.chat.needs().under("judge.chat"))
+
+    def probes(self, tasks: Sequence[Task] = ()) -> dict[str, Probe]:
+        """Returns the probes of the judge, the private tests and the rewards.
+
+        Args:
+            tasks: tasks that are graded. The judge is asked only if it grades one of the tasks, or
+                if the tasks are unknown (there are none).
+        """
+        probes: dict[str, Probe] = {}
+        if self.judge and (not tasks or "judge" in map(self.measure, tasks)):
+            probes["graders.judge.chat"] = self.judge.chat.probe
+        if self.private_tests:
+            ids = [str(task.metadata.get("question_id") or "") for task in tasks]
+            probes["graders.private_tests"] = lambda seconds: check_tests(self.private_tests, ids)
+        for setting, reward in self._rewards().items():
+            probes |= code_probes(REWARDS, reward.path, reward.options, f"graders.{setting}")
+        return probes
 
     def check_judge(self) -> None:
         """Checks that a judge is configured if the setting ``judge_all`` is True.

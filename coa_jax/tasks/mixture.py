@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from coa_jax.config.fields import Between, Bounded, Name, Natural, OneOf, Place, check
+from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.run.settings import build_config
-from coa_jax.tasks import load_tasks
+from coa_jax.tasks import load_tasks, source_needs
 from coa_jax.tasks.base import SPLITS, Task
 
 
@@ -80,6 +81,12 @@ def parts_of(sources: Sources) -> dict[str, Part]:
     return {
         name: build_config(Part, part, f"mixture.{name}") for name, part in sources.mixture.items()
     }
+
+
+def sources_need(sources: Sources) -> Needs:
+    """Returns the needs of the task sources of a run; none if no source is set."""
+    parts = parts_of(sources) if sources.tasks or sources.mixture else {}
+    return sum((source_needs(part.tasks, part.options) for part in parts.values()), Needs())
 
 
 def load_parts(

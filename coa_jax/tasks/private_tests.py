@@ -15,7 +15,7 @@ import itertools
 import pickle
 import pickletools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,28 @@ def find_private_tests(folder: str, question_id: str) -> Path | None:
         raise UserError(f"{root}: {question_id!r} is not a valid name for a file of tests")
     paths = (root / f"{question_id}.json", root / f"{question_id}.pkl")
     return next((path for path in paths if path.is_file()), None)
+
+
+def check_tests(folder: str, ids: Sequence[str]) -> None:
+    """Checks that there are private tests for questions, and that those of the first can be read.
+
+    Questions without private tests would be graded with their public sample tests.
+
+    Args:
+        folder: folder with the private tests.
+        ids: ids of the questions; "" for a task that has no tests.
+
+    Raises:
+        UserError: questions have no tests, or the tests of the first question cannot be read.
+    """
+    ids = list(filter(None, ids))
+    absent = [name for name in ids if find_private_tests(folder, name) is None]
+    if absent:
+        shown = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+        of = f"{len(absent)} of {len(ids)} questions ({shown})"
+        raise UserError(f"{folder} has no tests for {of}")
+    if ids:
+        load_private_tests(folder, ids[0])
 
 
 def load_private_tests(folder: str, question_id: str) -> Tests | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from coa_jax.data.rows import Fields
 from coa_jax.files import untrusted
-from coa_jax.protocol import Messages, split_level
+from coa_jax.protocol import Messages, get_protocol, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
@@ -130,9 +130,8 @@ def _verl_task(
 def _by_tools(extra: Fields) -> str:
     """Returns the protocol whose tools are exactly those that a row names; "" if there is none."""
     named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
-    known = {"mhqa": {"wiki_search"}, "web": {"web_search", "crawl_page"}, "code": {"code"}}
-    known["universal"] = {"web_search", "crawl_page", "code", "visual_inspector"}
-    return next((protocol for protocol, tools in known.items() if named == tools), "")
+    protocols = ("mhqa", "web", "code", "universal")
+    return next((name for name in protocols if named == {*get_protocol(name).tools}), "")
 
 
 def _ground_truth(value: Any) -> Any:

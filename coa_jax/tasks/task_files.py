@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from absl import logging
 
 from coa_jax.config.extensions import read_options
+from coa_jax.config.preflight import declares
 from coa_jax.data.data_sets import is_data_set
-from coa_jax.data.rows import SUFFIXES, Fields, Row, find_files, open_rows
+from coa_jax.data.rows import SUFFIXES, Fields, Row, files_need, find_files, open_rows
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.protocol import get_protocol
@@ -32,6 +33,7 @@ _ENDS = "|".join(map(re.escape, SUFFIXES))
 _SOURCE = re.compile(rf"(?P<path>.*?(?P<end>{_ENDS})?)(?::(?P<options>(?(end).*|\w+=.*)))?")
 
 
+@declares(files_need)
 def load_files(
     source: str,
     split: str,

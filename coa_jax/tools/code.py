@@ -11,6 +11,7 @@ import signal
 import time
 from typing import Any
 
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.protocol import parse_code
 from coa_jax.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
 from coa_jax.sandbox.run import GRACE_S, Captured, ProgramResult, SandboxError, run
@@ -110,9 +111,9 @@ class CodeTool:
         python = self.isolation.interpreter
         self.libraries = find_libraries(libraries, python)
         self._job = self.isolation.job(confined, self.libraries.directories)
-        asked = (dataclasses.asdict(confined), max_output_chars, str(self.libraries))
+        limits = (dataclasses.asdict(confined), max_output_chars, str(self.libraries))
         machine = (self.isolation.backend, python.path, python.version)
-        self.settings = json.dumps([*asked, *machine])
+        self.settings = json.dumps([*limits, *machine])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Runs the program that the policy wrote between the tags."""
@@ -348,6 +349,27 @@ def _remote_result(answer: Any) -> ProgramResult:
     return ProgramResult(streams[0], streams[1], reason, code, 0.0, 0)
 
 
+def needs(config: Any) -> Needs:
+    """Returns the server that runs programs and its key, if there is one."""
+    return Needs.of_server("code_url", config.code_url, config.remote_key_env)
+
+
+async def probe(config: Any, seconds: float) -> tuple[bool, str]:
+    """Checks whether the tool can be called, see `config.preflight`."""
+    if config.code_url:
+        key, program = config.remote_key_env, "```py\nprint(1)\n```"
+        remote = RemoteCode(config.code_url, seconds, key_env=key)
+        return await server_answers(remote, config.code_url, program, key, seconds)
+    here = isolation_here(unsafe=config.code_unsafe)
+    how = "WITHOUT isolation" if config.code_unsafe else f"isolated by {here.backend}"
+    text = f"programs run here, {how}"
+    libraries = find_libraries(config.code_libraries, here.interpreter)
+    limits = Limits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
+    tried = await try_imports(here, limits, libraries)
+    return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])
+
+
+@declares(needs, probe)
 def make(config: Any) -> Tool:
     """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
     limits: dict[str, Any] = {
@@ -364,23 +386,3 @@ def make(config: Any) -> Tool:
         libraries=config.code_libraries,
         **limits,
     )
-
-
-def asks_server(config: Any) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return bool(config.code_url)
-
-
-async def probe(config: Any, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
-    if config.code_url:
-        key, program = config.remote_key_env, "```py\nprint(1)\n```"
-        remote = RemoteCode(config.code_url, seconds, key_env=key)
-        return await server_answers(remote, config.code_url, program, key, seconds)
-    here = isolation_here(unsafe=config.code_unsafe)
-    how = "WITHOUT isolation" if config.code_unsafe else f"isolated by {here.backend}"
-    text = f"programs run here, {how}"
-    libraries = find_libraries(config.code_libraries, here.interpreter)
-    limits = Limits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
-    tried = await try_imports(here, limits, libraries)
-    return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coa_jax.config.extensions import ExtensionKind, find
+from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
 from coa_jax.storage import local
@@ -53,6 +54,11 @@ def default_corpus() -> Corpus:
     """
     corpus: Corpus = find(CORPORA, "factbook", "tools.corpus")()
     return corpus
+
+
+def corpus_needs(path: str) -> Needs:
+    """Returns the needs of a corpus: the default corpus (``path`` is "") has an extra."""
+    return Needs() if path else Needs(("demo",))
 
 
 def read_corpus(path: str) -> tuple[Passage, ...]:

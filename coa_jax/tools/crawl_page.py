@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from coa_jax.config.fields import Bounded, Bytes, Count, Place, Seconds, Times
 from coa_jax.config.installed import install_hint, missing
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext, is_repeat, observe, time_for
@@ -27,7 +28,7 @@ from coa_jax.tools.code_libraries import isolation_here
 from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
-from coa_jax.tools.net.chat import ChatConfig, chat_answers, check_client
+from coa_jax.tools.net.chat import ChatConfig, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text, decode, media_type
@@ -84,6 +85,11 @@ class CrawlConfig(Bounded):
     blocked: tuple[Place, ...] = MIRRORS
     concurrency: Times = 16
     summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+
+    @property
+    def call_money(self) -> float:
+        """Highest cost of a call: a request about its aim, and a request about each page."""
+        return (self.max_pages + 1) * self.summarizer.money(8 * self.page_chars)
 
 
 class CrawlPage:
@@ -160,23 +166,23 @@ class CrawlPage:
         if is_repeat(self.name, arguments, context):
             text = "These pages were already read. Use what they say or open others."
             return observe(start, text, "error", {"duplicate": True})
-        kept = urls[: self._config.max_pages]
+        opened = urls[: self._config.max_pages]
         call = _Call(self, context, start + time_for(self._config.timeout_s, context))
         try:
-            pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(kept, 1)))
+            pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(opened, 1)))
         finally:
             if call.intent is not None:
                 call.intent.cancel()
         texts = [text for text, _ in pages]
-        if len(urls) > len(kept):
-            left = len(urls) - len(kept)
-            texts.append(f"[{left} more left out: at most {len(kept)} pages are read in a call]")
+        if len(urls) > len(opened):
+            left = len(urls) - len(opened)
+            texts.append(f"[{left} more left out: at most {len(opened)} pages are read in a call]")
         errors = [error for _, error in pages if error is not None]
         outcome: Outcome = "ok"
-        if len(errors) == len(kept):
+        if len(errors) == len(opened):
             only = errors[0] == "timeout" and len(set(errors)) == 1
             outcome = "timeout" if only else "fault" if "fault" in errors else "error"
-        detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
+        detail: dict[str, Any] = {"urls": opened, "failed": len(errors), "errors": errors}
         if call.summary_failures:
             detail["summary_failures"] = call.summary_failures
         if errors or call.summary_failures:
@@ -200,11 +206,11 @@ class CrawlPage:
             urllib.parse.unquote(part).strip("/").replace("_", " ")
             for part in (parts.path, parts.fragment)
         )
-        found = [p for p in self._index().passages if p.title.partition(":")[0].strip() == title]
-        if not title or not found:
+        passages = [p for p in self._index().passages if p.title.partition(":")[0].strip() == title]
+        if not title or not passages:
             raise FetchError("status", "there is no such page", 404)
-        found.sort(key=lambda p: not section or p.title.partition(":")[2].strip() != section)
-        return "\n\n".join(f"{p.title}\n{p.text}" for p in found)
+        passages.sort(key=lambda p: not section or p.title.partition(":")[2].strip() != section)
+        return "\n\n".join(f"{p.title}\n{p.text}" for p in passages)
 
 
 @dataclasses.dataclass
@@ -266,14 +272,14 @@ class _Call:
             return ask(content, kind, response.url, most)
 
         try:
-            found = await asyncio.to_thread(parse)
+            page = await asyncio.to_thread(parse)
         except WorkerBusyError:
             raise
         except WorkerError as error:
             raise FetchError("malformed", "its content cannot be read") from error
-        if not found["text"]:
+        if not page["text"]:
             raise FetchError("malformed", "the page holds no text")
-        title, text = found["title"], found["text"]
+        title, text = page["title"], page["text"]
         return text if title in text else f"{title}\n\n{text}"
 
     async def shorten(self, text: str) -> str:
@@ -310,18 +316,14 @@ class _Call:
             return self.context.question
 
 
-def make(config: Any, search: WikiSearch) -> Tool:
-    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
-    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
-
-
-def asks_server(config: Any) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return bool(config.crawl_page.summarizer)
+def needs(config: Any) -> Needs:
+    """Returns the packages that read pages, and the server and key of the summariser."""
+    summarizer = config.crawl_page.summarizer.needs()
+    return Needs(("web",)) + summarizer.under("crawl_page.summarizer")
 
 
 async def probe(config: Any, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
+    """Checks whether the tool can be called, see `config.preflight`."""
     absent = page_text.missing_packages()
     if absent:
         return False, f"{', '.join(absent)} not installed; run: {install_hint('web')}"
@@ -331,5 +333,11 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
         parts.append(f"also allowed: {', '.join(crawl.allow_hosts)}")
     if not crawl.summarizer:
         return True, "; ".join([*parts, "no summariser: pages are shown as they are"])
-    ok, text = await chat_answers(crawl.summarizer, seconds)
+    ok, text = await crawl.summarizer.probe(seconds)
     return ok, "; ".join([*parts, f"summaries by {text}"])
+
+
+@declares(needs, probe)
+def make(config: Any, search: WikiSearch) -> Tool:
+    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
+    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)

@@ -110,10 +110,10 @@ def _show_tools(path: str, overrides: list[str]) -> int:
     from ml_collections import ConfigDict
 
     from coa_jax.config.extensions import importable
+    from coa_jax.config.preflight import SECONDS, preflight
     from coa_jax.run.command import load_config, overridden
     from coa_jax.run.settings import build_config, complete_config
     from coa_jax.tools.make import TOOLS, ToolsConfig
-    from coa_jax.tools.preflight import findings
 
     try:
         importable(Path())
@@ -127,14 +127,14 @@ def _show_tools(path: str, overrides: list[str]) -> int:
         config = build_config(ToolsConfig, settings, "config.tools")
         chosen = path or config.names != tuple(TOOLS.built_in)
         optional = () if chosen else set(TOOLS.built_in) - set(ToolsConfig().names)
-        found = asyncio.run(findings(config))
+        checks = preflight(config.probes(), SECONDS)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    for each in found:
-        missing = "optional" if each.name in optional else "NOT READY"
-        print(f"{'ready' if each.ok else missing:10} {each.name:17} {each.text}")
-    return 0 if all(each.ok for each in found if each.name not in optional) else 1
+    for check in checks:
+        missing = "optional" if check.name in optional else "NOT READY"
+        print(f"{'ready' if check.ok else missing:10} {check.name:17} {check.text}")
+    return 0 if all(check.ok for check in checks if check.name not in optional) else 1
 
 
 def define_options(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.config.extensions import (
@@ -33,6 +33,7 @@ from coa_jax.config.fields import (
     Variable,
     check,
 )
+from coa_jax.config.preflight import Answer, Needs, Probe, code_needs, code_probes
 from coa_jax.errors import UserError
 from coa_jax.protocol import (
     LEVELS,
@@ -168,9 +169,9 @@ class ToolsConfig(Bounded):
                 raise UserError(f"own.{tag}.path is missing; give package.module:name")
         for tag, settings in self.budgets.items():
             build_config(CallBudget, settings, f"budgets.{tag}")
-        known = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
-        check(self.names, tuple[known, ...], "names")
-        check(self.store.tools, tuple[known, ...], "store.tools")
+        tool_name = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
+        check(self.names, tuple[tool_name, ...], "names")
+        check(self.store.tools, tuple[tool_name, ...], "store.tools")
         for address in filter(None, (self.wiki_url, self.code_url)):
             trusting(address)  # before any setting is written to a file
 
@@ -182,6 +183,25 @@ class ToolsConfig(Bounded):
             UserError: there is no tool with one of the names.
         """
         return tuple(_tag(name) if is_path(name) else name for name in self.names)
+
+    def needs(self) -> Needs:
+        """Returns what the tools in ``names`` need, see `config.preflight`."""
+        return sum((_needs(name, self) for name in self.names), Needs())
+
+    def probes(self, made: bool = False) -> dict[str, Probe]:
+        """Returns the probe of each tool, and of the store of answers, see `config.preflight`.
+
+        Args:
+            made: whether the tools were created already. If True, only tools that call a server are
+                asked. A tool whose answers are replayed from a recording calls no server.
+        """
+        names, store = self.names, self.store
+        if made:
+            local = {*TOOLS.built_in} - {*self.own}
+            names = tuple(n for n in names if n not in local or _needs(n, self).servers)
+            names = tuple(n for n in names if not (store.replays and store.keeps(n)))
+        probes: dict[str, Probe] = {name: functools.partial(_probe, name, self) for name in names}
+        return probes | ({"store": store.probe} if store.path and not made else {})
 
 
 Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool | Callable[..., Any]]
@@ -230,11 +250,11 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
     if config.protocol:
         own = dict(described or {})
         new = [tool for tool in tools if isinstance(tool, McpTool) or tool.name not in TOOL_FORMS]
-        told = {tool.name: _description(tool) for tool in new}
-        asked = {tool.name: getattr(tool, "schema", None) for tool in new}
-        schemas = {name: schema for name, schema in asked.items() if isinstance(schema, Mapping)}
+        descriptions = {tool.name: _description(tool) for tool in new} | own
+        pairs = [(tool.name, getattr(tool, "schema", None)) for tool in new]
+        schemas = {name: schema for name, schema in pairs if isinstance(schema, Mapping)}
         tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *own)))
-        add_protocol(protocol_with_tools(config.protocol, tags, {**told, **own}, schemas))
+        add_protocol(protocol_with_tools(config.protocol, tags, descriptions, schemas))
     if "code" in config.names:
         add_note("code", _note(config, tools))
     return _stored(_budgeted(tools, config), config)
@@ -247,10 +267,10 @@ def _budgeted(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
             f"config.tools.budgets.{unknown[0]} is the budget of no tool; the tools are "
             f"{', '.join(tool.name for tool in tools) or 'none'}"
         )
-    found = {
+    budgets = {
         tag: build_config(CallBudget, x, f"budgets.{tag}") for tag, x in config.budgets.items()
     }
-    return [Budgeted(t, found[t.name]) if t.name in found else t for t in tools]
+    return [Budgeted(t, budgets[t.name]) if t.name in budgets else t for t in tools]
 
 
 def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
@@ -266,9 +286,32 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
         raise refuse_result(TOOLS, path, tool, _WANTED, where)
     tag = _tag(name) if is_path(name) else name
     if tool.name != tag:
-        told = f"has the name {tool.name!r}, and the config calls it {tag!r}"
-        raise UserError(f"{where}: the tool {path} {told}; give both the same")
+        mismatch = f"has the name {tool.name!r}, and the config calls it {tag!r}"
+        raise UserError(f"{where}: the tool {path} {mismatch}; give both the same")
     return tool
+
+
+def _needs(name: str, config: ToolsConfig) -> Needs:
+    if name in config.mcp:
+        return build_config(McpConfig, config.mcp[name]).needs().under(f"mcp.{name}")
+    own = _own(name, config)
+    needs = code_needs(TOOLS, own.path or name, own.options, config=config)
+    return needs.under(f"own.{name}") if name in config.own else needs
+
+
+def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer | Awaitable[Answer]:
+    """Asks a function that creates a tool, or else the created tool, whether it can be called."""
+    own, where = _own(name, config), "config.tools.names"
+    path = own.path or name
+    if name not in config.mcp and not isinstance(find(TOOLS, path, where), type):
+        for probe in code_probes(TOOLS, path, own.options, where, config=config).values():
+            return probe(seconds)
+    alone = dataclasses.replace(
+        with_names(config, (name,)), protocol="", budgets={}, corpus="", store=StoreConfig()
+    )
+    (tool,) = make_tools(alone)
+    ask: Probe | None = getattr(tool, "probe", None)
+    return ask(seconds) if ask else (True, "a tool of your own")  # only a call could check it
 
 
 def _own(name: str, config: ToolsConfig) -> Extension:
@@ -277,8 +320,8 @@ def _own(name: str, config: ToolsConfig) -> Extension:
 
 def _tag(path: str) -> str:
     """Returns the tag of ``package.module:name``: its attribute ``name``, or else the last part."""
-    found = find(TOOLS, path, "config.tools.names")
-    tag = getattr(found, "name", None)
+    code = find(TOOLS, path, "config.tools.names")
+    tag = getattr(code, "name", None)
     return tag if isinstance(tag, str) else path.rpartition(":")[2]
 
 
@@ -325,10 +368,10 @@ def tools_for(
         UserError: the protocol is unknown, or for the reasons that `make_tools` lists.
     """
     if split_level(protocol)[0] != config.protocol:
-        known = get_protocol(protocol).tools
+        tags = get_protocol(protocol).tools
         pairs = zip(config.names, config.tags, strict=True)
-        kept = tuple(name for name, tag in pairs if tag in known)
-        config = dataclasses.replace(with_names(config, kept), protocol="")
+        names = tuple(name for name, tag in pairs if tag in tags)
+        config = dataclasses.replace(with_names(config, names), protocol="")
     return make_tools(config, described)
 
 
@@ -355,8 +398,8 @@ def with_names(config: ToolsConfig, names: tuple[str, ...]) -> ToolsConfig:
 
 def _note(config: ToolsConfig, tools: list[Tool]) -> str:
     """Returns the sentence about the packages that programs can import, for prompts."""
-    if found := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
-        return found[0]
+    if notes := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
+        return notes[0]
     packages = ", ".join(config.code_libraries)
     return f"It can import the standard library and these packages: {packages}." if packages else ""
 
@@ -411,14 +454,14 @@ def _same(tool: Tool, /) -> Tool:
 
 
 def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
-    kept = config.store
-    if not kept.path:
+    settings = config.store
+    if not settings.path:
         return tools
-    store = open_store(kept, config.names)
-    age = kept.max_age_s or None
+    store = open_store(settings, config.names)
+    age = settings.max_age_s or None
     return [
-        Recorded(tool, store, kept.mode, age, _source(tool, name, config))
-        if kept.keeps(name)
+        Recorded(tool, store, settings.mode, age, _source(tool, name, config))
+        if settings.keeps(name)
         else tool
         for name, tool in zip(config.names, tools, strict=True)
     ]

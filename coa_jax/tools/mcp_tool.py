@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from coa_jax.config.fields import Address, Bounded, Count, Prose, Seconds, Variable, shown
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.protocol.bodies import without_fence
@@ -84,6 +85,10 @@ class McpConfig(Bounded):
             raise UserError(f"schema is {untrusted.reason(error)}") from None
         if not isinstance(schema, dict):
             raise UserError(f'schema is {shown(self.schema)}; give a JSON object, or ""')
+
+    def needs(self) -> Needs:
+        """Returns the package of MCP clients, the server and its key, see `config.preflight`."""
+        return Needs(("mcp",)) + Needs.of_server("url", self.url, self.key_env)
 
 
 class _Session:
@@ -201,9 +206,9 @@ class _Session:
         config = self._config
         if config.command:
             names = ("PATH", "HOME", *config.env)
-            given = {name: os.environ[name] for name in names if name in os.environ}
+            environment = {name: os.environ[name] for name in names if name in os.environ}
             program, *arguments = config.command
-            parameters = StdioServerParameters(command=program, args=arguments, env=given)
+            parameters = StdioServerParameters(command=program, args=arguments, env=environment)
             self._words = LastWords()
             return stdio_client(parameters, errlog=stack.enter_context(self._words.file))
         quieten("mcp")
@@ -316,15 +321,15 @@ class McpTool:
             words = await self._last_words()
             said = f"; it wrote: {words}" if words else ""
             cause = self._shown(_cause(error))  # the error may quote text of the server
-            told = f"{where}: the server ({setting}) does not answer: {cause}{said}"
-            raise UserError(told) from error
-        found = {tool.name: tool for tool in listed.tools}
-        if self._remote not in found:
-            known = ", ".join(found) or "none"
+            message = f"{where}: the server ({setting}) does not answer: {cause}{said}"
+            raise UserError(message) from error
+        tools = {tool.name: tool for tool in listed.tools}
+        if self._remote not in tools:
+            names = ", ".join(tools) or "none"
             raise UserError(
-                f"{where}: the server has no tool {self._remote!r}; its tools are {known}"
+                f"{where}: the server has no tool {self._remote!r}; its tools are {names}"
             )
-        return found[self._remote]
+        return tools[self._remote]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Calls the tool on the server. The text between the tags contains the arguments."""

@@ -69,6 +69,16 @@ class StoreConfig(Bounded):
     max_age_s: NotNegative = 0.0
     max_entries: Natural = 0
 
+    @property
+    def replays(self) -> bool:
+        """Whether stored answers take the place of all calls."""
+        return bool(self.path) and self.mode == "replay"
+
+    def probe(self, seconds: float) -> tuple[bool, str]:
+        """Checks whether the store can be read, see `config.preflight`."""
+        entries = len(Store(self.path, writes=False))
+        return True, f"{self.mode} of {entries} answers in {self.path}"
+
     def keeps(self, name: str) -> bool:
         """Returns whether the answers of the tool with this name are stored."""
         if not self.tools:
@@ -86,7 +96,7 @@ def open_store(config: StoreConfig, names: Sequence[str]) -> Store:
     Raises:
         UserError: the store cannot be opened, or its answers must be replayed and it has none.
     """
-    replays = config.mode == "replay" and any(map(config.keeps, names))
+    replays = config.replays and any(map(config.keeps, names))
     # Opening a store creates its file. A file that is missing is not created only to be empty.
     there = storage.is_url(config.path) or Path(config.path).expanduser().exists()
     store = None
@@ -161,15 +171,15 @@ class Recorded(Wrapper):
         start = time.monotonic()
         key = self.key(arguments, context)
         if self.mode != "record":
-            kept = await self._get(key)
-            if kept is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
+            stored = await self._get(key)
+            if stored is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
                 # The recording may come from a configuration in which the tool was tailored
                 # differently, so the other key is tried too.
-                kept = await self._get(self._key(arguments, context, not self.tool.tailored))
-            if kept is not None:
-                detail = {**kept.detail, "stored": True}
-                seconds = kept.seconds if self.mode == "replay" else time.monotonic() - start
-                return dataclasses.replace(kept, seconds=seconds, detail=detail)
+                stored = await self._get(self._key(arguments, context, not self.tool.tailored))
+            if stored is not None:
+                detail = {**stored.detail, "stored": True}
+                seconds = stored.seconds if self.mode == "replay" else time.monotonic() - start
+                return dataclasses.replace(stored, seconds=seconds, detail=detail)
             if self.mode == "replay":
                 text = f"The {self.name} tool is not available at the moment."
                 detail = {"exception": f"the call is not in the recording {self.store.place}"}

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.config.fields import Bounded, Bytes, Count, Place
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
 from coa_jax.storage import local
 from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext, observe, time_for
 from coa_jax.tools.net.address import AddressGuard
-from coa_jax.tools.net.chat import ChatConfig, chat, chat_answers, check_client
+from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text
@@ -107,8 +108,8 @@ class VisualInspector:
         )
         self.deadline = config.chat.timeout_s + 1.0
         model, places = config.chat, (str(self._folder), config.allow_hosts)
-        asked = (model.url, model.model, model.temperature, model.max_tokens)
-        self.settings = json.dumps([*asked, config.max_chars, config.max_bytes, *places])
+        request = (model.url, model.model, model.temperature, model.max_tokens)
+        self.settings = json.dumps([*request, config.max_chars, config.max_bytes, *places])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image that the policy named between the tags."""
@@ -185,20 +186,21 @@ def image_type(content: bytes) -> str | None:
     return next((kind for start, kind in _IMAGES.items() if content.startswith(start)), None)
 
 
-def make(config: Any) -> Tool:
-    """Creates ``visual_inspector``, which asks a vision model about images."""
-    return VisualInspector(config.visual_inspector)
-
-
-def asks_server(config: Any) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return bool(config.visual_inspector.chat)
+def needs(config: Any) -> Needs:
+    """Returns the package, server and key of the vision model."""
+    return config.visual_inspector.chat.needs().under("visual_inspector.chat")
 
 
 async def probe(config: Any, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
+    """Checks whether the tool can be called, see `config.preflight`."""
     visual = config.visual_inspector
     if not visual.chat:
         return False, "no model is configured: give tools.visual_inspector.chat.url and .model"
-    ok, text = await chat_answers(visual.chat, seconds)
+    ok, text = await visual.chat.probe(seconds)
     return ok, f"{text}; files: {visual.folder or 'none'}"
+
+
+@declares(needs, probe)
+def make(config: Any) -> Tool:
+    """Creates ``visual_inspector``, which asks a vision model about images."""
+    return VisualInspector(config.visual_inspector)

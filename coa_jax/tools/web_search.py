@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coa_jax.config.extensions import ExtensionKind, Named, bind
 from coa_jax.config.fields import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
+from coa_jax.config.preflight import Needs, code_needs, declares
 from coa_jax.tools.base import (
     Observation,
     Tool,
@@ -28,6 +29,7 @@ from coa_jax.tools.base import (
     time_for,
 )
 from coa_jax.tools.bm25 import Index
+from coa_jax.tools.corpus import corpus_needs
 from coa_jax.tools.net.address import AddressGuard, parse_url
 from coa_jax.tools.net.chat import refusal, trusting
 from coa_jax.tools.net.errors import REFUSED, Blame, FetchError
@@ -182,8 +184,8 @@ def searxng(config: WebSearchConfig) -> Provider:
     guard = trusting(config.url)
 
     async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
-        asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
-        answer = await fetch_json(HttpRequest(f"{config.url}?{asked}"), limits, guard)
+        parameters = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
+        answer = await fetch_json(HttpRequest(f"{config.url}?{parameters}"), limits, guard)
         return _results(answer, "results", "url", "content")
 
     return search
@@ -200,8 +202,8 @@ def local(index: Callable[[], Index]) -> Provider:
 
     async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
-        found = [hit.passage for hit in hits]
-        return [SearchResult(each.title, local_link(each.title), each.text) for each in found]
+        passages = [hit.passage for hit in hits]
+        return [SearchResult(each.title, local_link(each.title), each.text) for each in passages]
 
     return search
 
@@ -222,12 +224,12 @@ def local_link(title: str) -> str:
 def _results(answer: Any, key: str, link: str, snippet: str) -> list[SearchResult]:
     if not isinstance(answer, dict) or not isinstance(answer.get(key, []), list):
         raise FetchError("malformed", "the answer of the search service has the wrong form")
-    found = []
+    results = []
     for row in answer.get(key, []):
         if isinstance(row, dict) and isinstance(row.get(link), str):
             fields = [row.get(name) for name in ("title", link, snippet, "date", "source")]
-            found.append(SearchResult(*(str(field) if field else "" for field in fields)))
-    return found
+            results.append(SearchResult(*(str(field) if field else "" for field in fields)))
+    return results
 
 
 def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:
@@ -241,14 +243,14 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
         UserError: the provider is unknown, or a setting or API key that the provider needs is
             missing.
     """
-    found = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
-    if "query" not in found.asks:
-        made: Provider = found(config=config, index=index)
+    bound = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
+    if "query" not in bound.asks:
+        made: Provider = bound(config=config, index=index)
         return made
 
     async def search(query: str, count: int, limits: RequestLimits) -> Sequence[SearchResult]:
-        asked = {"query": query, "count": count, "limits": limits, "config": config, "index": index}
-        results: Sequence[SearchResult] = await found(**asked)
+        offered = {"query": query, "count": count, "limits": limits, "config": config}
+        results: Sequence[SearchResult] = await bound(**offered, index=index)
         return results
 
     return search
@@ -289,10 +291,10 @@ class WebSearch:
         self._limits = RequestLimits(seconds, read_s=seconds, attempts=config.attempts, redirects=0)
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
-        asked = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
+        parts = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
         if config.options:
-            asked.append(dict(config.options))
-        self.settings = json.dumps(asked, default=str)
+            parts.append(dict(config.options))
+        self.settings = json.dumps(parts, default=str)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the query that the policy wrote between the tags."""
@@ -307,11 +309,11 @@ class WebSearch:
             return refused
         left = time_for(self._config.timeout_s, context)
         try:
-            found = await self._search(query, self._config.top_k, self._limits.within(left))
+            results = await self._search(query, self._config.top_k, self._limits.within(left))
         except FetchError as error:
             return failed_search(start, error, self._blame, provider=self.provider)
         self._blame.answered()
-        shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
+        shown = [r for r in results if not self._blocked(r.link)][: self._config.top_k]
         links = [result.link for result in shown]
         detail = {"provider": self.provider, "results": len(shown), "links": links}
         text = format_results(shown, query, self._config.snippet_chars)
@@ -350,21 +352,20 @@ def _line(text: str, most: int = _FIELD_CHARS) -> str:
     return " ".join(text.split())[:most]
 
 
-def make(config: Any, search: WikiSearch) -> Tool:
-    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
-    tool = WebSearch(config.web_search, search.warm_up)
-    if tool.provider == "local":  # otherwise the first call would build the index
-        search.warm_up()
-    return tool
-
-
-def asks_server(config: Any) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return choose(config.web_search) in ("serper", "searxng")
+def needs(config: Any) -> Needs:
+    """Returns the server and the key of the search service, or the corpus of the local index."""
+    web = config.web_search
+    provider = choose(web)
+    if provider == "local":
+        return corpus_needs(config.corpus)
+    if provider not in ("serper", "searxng"):
+        return code_needs(PROVIDERS, provider, web.options).under("web_search")
+    key_env = web.key_env if provider == "serper" else ""
+    return Needs.of_server("web_search.url", web.url, key_env)
 
 
 async def probe(config: Any, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
+    """Checks whether the tool can be called, see `config.preflight`."""
     web = config.web_search
     provider = choose(web)
     if provider == "local":
@@ -385,3 +386,12 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
         if query or error.status not in REFUSED or error.account:
             return False, f"{where}: {error.message}{refusal(error.status, key_env)}"
     return with_key(True, f"{where} answers", key_env)
+
+
+@declares(needs, probe)
+def make(config: Any, search: WikiSearch) -> Tool:
+    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
+    tool = WebSearch(config.web_search, search.warm_up)
+    if tool.provider == "local":  # otherwise the first call would build the index
+        search.warm_up()
+    return tool

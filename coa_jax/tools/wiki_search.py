@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.storage import local
 from coa_jax.tools.base import (
     Observation,
@@ -29,7 +30,7 @@ from coa_jax.tools.base import (
     time_for,
 )
 from coa_jax.tools.bm25 import Hit, Index, load_index
-from coa_jax.tools.corpus import Passage, default_corpus, split_contents
+from coa_jax.tools.corpus import Passage, corpus_needs, default_corpus, split_contents
 from coa_jax.tools.dense import check_retrieval
 from coa_jax.tools.net.chat import post_json, trusting
 from coa_jax.tools.net.errors import Blame, FetchError
@@ -185,21 +186,15 @@ def _hits(answer: Any) -> list[Hit]:
     return hits
 
 
-def make(config: Any, search: WikiSearch) -> Tool:
-    """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
-    if config.wiki_url:
-        return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
-    search.warm_up()
-    return search
-
-
-def asks_server(config: Any) -> bool:
-    """Returns whether the calls of the tool are sent to a server."""
-    return bool(config.wiki_url)
+def needs(config: Any) -> Needs:
+    """Returns the search server and its key, or the package of the default corpus."""
+    if not config.wiki_url:
+        return corpus_needs(config.corpus)
+    return Needs.of_server("wiki_url", config.wiki_url, config.remote_key_env)
 
 
 async def probe(config: Any, seconds: float) -> tuple[bool, str]:
-    """Checks whether the tool can be called, see `preflight.findings`."""
+    """Checks whether the tool can be called, see `config.preflight`."""
     if config.wiki_url:
         key = config.remote_key_env
         remote = RemoteSearch(config.wiki_url, config.top_k, seconds, key)
@@ -215,3 +210,12 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
         there = Path(local(config.corpus)).expanduser().is_file()
         return there, f"{how} of {config.corpus}{'' if there else ', which does not exist'}"
     return bool(default_corpus().version), f"{how} of the corpus factbook"
+
+
+@declares(needs, probe)
+def make(config: Any, search: WikiSearch) -> Tool:
+    """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
+    if config.wiki_url:
+        return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
+    search.warm_up()
+    return search

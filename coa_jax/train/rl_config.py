@@ -17,6 +17,7 @@ from coa_jax.rollout.environments import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.mixture import parts_of
+from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.admission import AdmissionRules
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.config import METRICS, DistilledConfig, TeacherConfig, TrainingConfig, check_best
@@ -238,3 +239,18 @@ class RLConfig(TrainingConfig):
             )
         if self.max_staleness:
             algorithm.check_stale(f"max_staleness is {self.max_staleness}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLRun(RLConfig):
+    """The settings of a run of RL together with the settings of its tools.
+
+    Attributes:
+        tools: tools that the policy can call.
+    """
+
+    tools: ToolsConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.graders.check_judge()

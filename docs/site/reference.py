@@ -25,7 +25,6 @@ from typing import Any
 from absl import flags
 
 import coa_jax
-from coa_jax import api
 from coa_jax.__main__ import COMMANDS
 from coa_jax.config.fields import (
     MAX_INT,
@@ -37,7 +36,9 @@ from coa_jax.config.fields import (
     parts,
     present,
 )
+from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.train.config import SFTConfig
+from coa_jax.train.rl_config import RLRun
 
 API = {
     "trajectories": ("Trajectories and records", "data.trajectory", "data.records"),
@@ -192,7 +193,7 @@ def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
 
 def command_settings(module: types.ModuleType) -> type[Any] | None:
     """Returns the dataclass that the config of a command fills; None for one without."""
-    of_api = {"sft": SFTConfig, "rl": api.RLRun, "evaluate": api.EvaluateRun}
+    of_api = {"sft": SFTConfig, "rl": RLRun, "evaluate": EvaluateRun}
     name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
     return _argument(module, "run_fit", 0) or getattr(module, "Command", None) or of_api.get(name)
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.api import EvaluateRun, RLRun
-from coa_jax.cli.needs import needs_of, worst_case
+from coa_jax.cli.needs import needs_of, paths_of, settings_of, worst_case
+from coa_jax.config.preflight import Check, preflight
 from coa_jax.errors import UserError
+from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders, GradersConfig
+from coa_jax.train.rl_config import RLRun
 from tests.test_launch import run
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -32,8 +34,21 @@ PAPER = {
 }
 
 
-def needs(command, file):
-    return needs_of(command, load_config(f"configs/{command}/{file}").to_dict())
+JUDGE = {"graders.judge.chat.url": "http://judge:8000/v1"}
+
+
+def settings(command, file, changes=None):
+    judged = JUDGE if file.startswith("web.py") and command != "sft" else {}
+    config = load_config(f"configs/{command}/{file}", {**judged, **(changes or {})})
+    return settings_of(command, config)
+
+
+def needs(command, file, changes=None):
+    return needs_of(settings(command, file, changes))
+
+
+def cost(command, file, changes=None):
+    return worst_case(settings(command, file, changes))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +64,7 @@ def needs(command, file):
     ],
 )
 def test_the_demonstration_is_needed_where_something_reads_it(command, changes, needed):
-    config = load_config(f"configs/{command}/tiny.py", changes).to_dict()
-    assert ("demo" in needs_of(command, config).extras) == needed
+    assert ("demo" in needs(command, "tiny.py", changes).extras) == needed
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -67,24 +81,24 @@ def test_no_config_of_a_run_on_many_hosts_has_a_server_on_each_of_them():
 
 
 def test_a_web_run_names_its_search_service_its_judge_and_the_most_calls():
-    judge = {"graders.judge.chat.url": "http://judge:8000/v1"}
-    found = needs_of("rl", load_config("configs/rl/web.py:7b", judge).to_dict())
+    found = needs("rl", "web.py:7b")
     assert found.servers == {
         "graders.judge.chat.url": "http://judge:8000/v1",
         "tools.web_search.url": "https://google.serper.dev/search",
     }
-    assert found.paths["tasks"] == "/mnt/data/web_rl.jsonl"
+    assert paths_of(settings("rl", "web.py:7b"))["tasks"] == "/mnt/data/web_rl.jsonl"
     # 60 steps of 64 groups of 8, up to four times as many samples, 24 calls each.
-    assert found.cost.startswith("at most 2,949,120 calls of web_search, crawl_page (60 steps x")
-    assert " and 122,880 verdicts; no price is known" in found.cost
+    most = cost("rl", "web.py:7b")
+    assert most.startswith("at most 2,949,120 calls of web_search, crawl_page (60 steps x")
+    assert " and 122,880 verdicts; no price is known" in most
 
 
-def money(**overrides):
-    judge = {"graders.judge.chat.url": "http://judge:8000/v1"}
-    config = load_config("configs/rl/web.py:7b", judge).to_dict()
-    config["tools"]["budgets"] = overrides.pop("budgets", {})
-    config["graders"]["judge"]["chat"] |= overrides
-    return worst_case(config).partition("; money: at most ")[2]
+def money(budgets=None, summarizer=None, **chat):
+    values = load_config("configs/rl/web.py:7b", JUDGE).to_dict()
+    values["tools"]["budgets"] = budgets or {}
+    values["tools"]["crawl_page"]["summarizer"] |= summarizer or {}
+    values["graders"]["judge"]["chat"] |= chat
+    return worst_case(settings_of("rl", values)).partition("; money: at most ")[2]
 
 
 def test_the_most_money_follows_from_prices_and_budgets():
@@ -102,67 +116,139 @@ def test_the_most_money_follows_from_prices_and_budgets():
 
 def test_updates_of_a_step_make_no_further_samples():
     # The code agent: 150 steps of 8 updates; PPO: 1,005 of 2.
-    assert "(150 steps x 1024 groups x 8 samples x 8 calls)" in needs("rl", "code.py").cost
-    assert "(1005 steps x 512 groups x 1 samples x 7 calls)" in needs("rl", "mhqa.py").cost
-    assert needs("sft", "web.py").cost == "no calls of tools"
+    assert "(150 steps x 1024 groups x 8 samples x 8 calls)" in cost("rl", "code.py")
+    assert "(1005 steps x 512 groups x 1 samples x 7 calls)" in cost("rl", "mhqa.py")
+    assert cost("sft", "web.py") == "no calls of tools"
 
 
 def test_an_evaluation_of_all_tasks_counts_the_calls_and_verdicts_of_one_task():
-    assert needs("evaluate", "mhqa.py").cost.startswith(
+    assert cost("evaluate", "mhqa.py").startswith(
         "for each task at most 7 calls of wiki_search (1 samples x 7 calls)"
     )
     # Each attempt may call tools; the judge sees one of them.
-    judge = {"graders.judge.chat.url": "http://judge:8000/v1", "attempts": 3}
-    config = load_config("configs/evaluate/web.py", judge).to_dict()
-    assert needs_of("evaluate", config).cost == (
+    assert cost("evaluate", "web.py", {"attempts": 3}) == (
         "for each task at most 525 calls of web_search, crawl_page "
         "(5 samples x 3 attempts x 35 calls) and 5 verdicts"
     )
-    config["num_tasks"] = 10
-    assert needs_of("evaluate", config).cost.startswith(
+    assert cost("evaluate", "web.py", {"attempts": 3, "num_tasks": 10}).startswith(
         "at most 5,250 calls of web_search, crawl_page "
         "(10 tasks x 5 samples x 3 attempts x 35 calls) and 50 verdicts; "
     )
 
 
 @pytest.mark.parametrize(
-    ("num_tasks", "cost"),
+    ("num_tasks", "most"),
     [
         (4, "at most 56 calls of wiki_search, code (14 tasks x 2 samples x 2 calls)"),
         (0, "for each task at most 4 calls of wiki_search, code (2 samples x 2 calls)"),
     ],
 )
-def test_each_source_of_a_mixture_has_its_own_number_of_tasks(num_tasks, cost):
+def test_each_source_of_a_mixture_has_its_own_number_of_tasks(num_tasks, most):
     config = load_config("configs/evaluate/tiny.py").to_dict()
     parts = {"a": {"tasks": "a.jsonl"}, "b": {"tasks": "b.jsonl", "num_tasks": 10}}
     config |= {"tasks": "", "mixture": parts, "num_tasks": num_tasks}
-    assert worst_case(config).startswith(cost)
+    assert worst_case(settings_of("evaluate", config)).startswith(most)
 
 
 URL = "http://10.0.0.2:8000/v1"
 
 
+def served(group):
+    return {f"{group}.url": URL, f"{group}.model": "m"}
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "extra"),
     [
-        ("rl", {"graders.judge.chat.url": URL}, {"endpoint"}),
-        ("rl", {"teacher.url": URL}, {"endpoint"}),
-        ("evaluate", {"endpoint.url": URL}, {"endpoint"}),
-        ("evaluate", {"best_of.chat.url": URL}, {"endpoint"}),
-        ("rl", {"tools.visual_inspector.chat.url": URL}, set()),  # not among the tools
-        ("rl", {"tools.names": ("visual_inspector",), "tools.visual_inspector.chat.url": URL},
+        ("rl", served("graders.judge.chat"), {"endpoint"}),
+        ("rl", {**served("teacher"), "algorithm.name": "opd"}, {"endpoint"}),
+        ("evaluate", served("endpoint"), {"endpoint"}),
+        ("evaluate", served("best_of.chat"), {"endpoint"}),
+        ("rl", served("tools.visual_inspector.chat"), set()),  # not among the tools
+        ("rl", {"tools.names": ("visual_inspector",), **served("tools.visual_inspector.chat")},
          {"endpoint"}),
         ("rl", {"agent.command": "python agent.py"}, {"serve"}),
         ("evaluate", {"agent.function": "mine:solve"}, {"serve"}),
         ("rl", {"environment.path": "openenv", "environment.options": {"url": URL}}, {"openenv"}),
         ("evaluate", {"environment.path": "textarena"}, {"textarena"}),
+        ("evaluate", {"tasks": "hf:openai/gsm8k:main"}, {"hub"}),
+        ("sft", {"data": "hf:me/mine:train"}, {"hub"}),
     ],
 )  # fmt: skip
 def test_models_agents_and_environments_bring_their_packages(command, changes, extra):
-    plain = load_config(f"configs/{command}/tiny.py").to_dict()
-    config = load_config(f"configs/{command}/tiny.py", changes).to_dict()
-    found = {*needs_of(command, config).extras}
-    assert found - {*needs_of(command, plain).extras} == extra
+    extras = {*needs(command, "tiny.py", changes).extras}
+    assert extras - {*needs(command, "tiny.py").extras} == extra
+
+
+def test_the_teacher_smolagents_brings_its_package():
+    assert needs("distill", "smolagents.py").extras == ("demo", "distill", "gguf")
+
+
+def test_a_model_that_summarises_pages_is_paid_for_each_page():
+    summarizer = {"url": URL, "model": "m", "prices": (("m", 3.0, 6.0),)}
+    # Each call reads up to five pages; a request has 8 x 6,000 + 3,000 characters.
+    a_request = (51_000 / 3 * 3 + 1024 * 6) / 1e6
+    assert money(summarizer=summarizer) == f"{2_949_120 * 6 * a_request:,.2f}"
+
+
+OWN = """
+from coa_jax import Needs, UserError
+
+class Tide:
+    name, deadline = "tide", 1.0
+    needs = Needs(variables=("TIDE_KEY",), servers={"shore": "http://10.0.0.3:8000"})
+    async def __call__(self, arguments, context): ...
+
+class Sea:
+    @staticmethod
+    def needs(depth):
+        return Needs(("textarena",), (f"SEA_KEY_{depth}",))
+    @staticmethod
+    async def probe(seconds, depth):
+        return depth < 9, f"{depth} m"
+
+def wet(answer, url="", key_env=""):
+    return 1.0
+
+def told(seconds, url):
+    raise UserError(f"{url} is dry")
+
+wet.probe = told
+
+def load(n, seed): ...
+
+load.needs = Needs(("tasks",))
+"""
+
+
+def test_your_own_code_says_what_it_needs_and_whether_it_can_start(tmp_path, monkeypatch):
+    (tmp_path / "coast.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = {"path": "coast:wet", "options": {"url": URL, "key_env": "WET_KEY"}}
+    values = load_config("configs/rl/tiny.py", {"tools.names": ("tide",), "tasks": "coast:load"})
+    values = values.to_dict()
+    values["tools"]["own"] = {"tide": {"path": "coast:Tide"}}
+    values["graders"]["rewards"] = {"wet": reward}
+    values["environment"] |= {"path": "coast:Sea", "options": {"depth": 9}}
+    config = settings_of("rl", values)
+    found = needs_of(config)
+    assert found.extras == ("gguf", "tasks", "textarena")
+    assert found.variables == ("SEA_KEY_9", "TIDE_KEY", "WET_KEY")
+    assert found.servers == {
+        "tools.own.tide.shore": "http://10.0.0.3:8000",
+        "graders.rewards.wet.options.url": URL,
+    }
+    checks = preflight({**config.environment.probes(), **config.graders.probes()}, 5.0)
+    assert checks == [
+        Check("environment", False, "9 m"),
+        Check("graders.rewards.wet", False, f"{URL} is dry"),
+    ]
+
+
+def test_a_search_service_of_your_own_needs_no_key_of_another():
+    tools = {"tools.names": ("web_search",), "tools.web_search.provider": "coast:search"}
+    found = needs("rl", "tiny.py", tools)
+    assert found.variables == () and found.servers == {}
 
 
 @pytest.mark.parametrize(("settings", "command"), [(RLRun, "rl"), (EvaluateRun, "evaluate")])

@@ -33,6 +33,6 @@ def test_jax_reads_the_programs_that_an_earlier_process_stored_in_a_bucket(bucke
 def test_a_check_tries_the_bucket_of_the_compiled_programs(bucket, monkeypatch):
     for place, ok in ((f"{bucket}/compiled", True), (f"{bucket[:2]}://nobucket/compiled", False)):
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", place)
-        lines = {name: (fine, text) for name, fine, text in check._places(bucket, None)}
+        lines = {each.name: (each.ok, each.text) for each in check._places(bucket, None)}
         assert lines["workdir"][0] is True
         assert lines["compiled programs"][0] is ok and place in lines["compiled programs"][1]

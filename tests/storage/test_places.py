@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from coa_jax import storage
 from coa_jax.cli import check
-from coa_jax.cli.needs import needs_of
+from coa_jax.cli.needs import needs_of, paths_of, settings_of
 from coa_jax.data.records import read_records
 from coa_jax.data.rows import find_files
 from coa_jax.distill.export import write_tfds
@@ -277,10 +277,15 @@ def test_a_store_out_of_reach_is_said_so(clouds):
 
 
 def test_launchers_learn_the_extras_of_buckets():
-    config = {"model": "Org/Name", "data": "s3://b/a.jsonl,s3://b/c.jsonl"}
-    assert {"gcs", "s3"} <= set(needs_of("sft", config, workdir="gs://b/run").extras)
-    assert not {"gcs", "s3"} & set(needs_of("sft", {"model": "/m/n"}, workdir="/runs").extras)
-    assert needs_of("rl", {"tasks": "aime:gs://b/x.jsonl"}).paths == {"tasks": "gs://b/x.jsonl"}
+    def needs(command, workdir, **changes):
+        config = load_config(f"configs/{command}/tiny.py", changes)
+        return needs_of(settings_of(command, config), workdir=workdir)
+
+    data = {"model": "Org/Name", "data": "s3://b/a.jsonl,s3://b/c.jsonl"}
+    assert {"gcs", "s3"} <= set(needs("sft", "gs://b/run", **data).extras)
+    assert not {"gcs", "s3"} & set(needs("sft", "/runs", model="/m/n").extras)
+    config = settings_of("rl", load_config("configs/rl/tiny.py", {"tasks": "aime:gs://b/x.jsonl"}))
+    assert paths_of(config)["tasks"] == "gs://b/x.jsonl"
 
 
 def test_a_check_looks_into_buckets(bucket):
@@ -299,7 +304,7 @@ def test_a_check_looks_for_traces_in_buckets(bucket):
         (f"{bucket.replace('bucket', 'nobucket', 1)}/traces.jsonl", False),
     ):
         config = build_config(RFTConfig, load_config("configs/rft/factbook.py", {"traces": traces}))
-        lines = {name: (ok, text) for name, ok, text in check._run("rft", config)}
+        lines = {each.name: (each.ok, each.text) for each in check._run(config)}
         assert lines["traces"][0] is found and traces in lines["traces"][1]
 
 

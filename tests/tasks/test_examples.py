@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from coa_jax.config.preflight import preflight, require
 from coa_jax.evaluate.config import EvaluateConfig
 from coa_jax.evaluate.run import load
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.examples import write_examples
-from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import ToolsConfig
 
 VARIANTS = {
@@ -35,5 +35,5 @@ def test_every_benchmark_has_a_debug_form_that_needs_no_network(file, tmp_path, 
         assert (config.protocol, config.top_p) == (large.protocol, large.top_p)
         tasks = load(config)
         assert {task.protocol for task in tasks} == {config.protocol}
-        check_ready(look(5.0, tasks=tasks, graders=config.graders, tools=tools, made=True))
+        require(preflight({**config.graders.probes(tasks), **tools.probes(made=True)}, 5.0))
     assert isinstance(config.graders, GradersConfig)

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from coa_jax.config.preflight import preflight, require
 from coa_jax.errors import UserError
 from coa_jax.tasks import GradersConfig, Task
+from coa_jax.tasks.checks import check_tools
 from coa_jax.tasks.judge import JudgeConfig
-from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.net.chat import ChatConfig
 from tests.distill.chat_server import serving
@@ -27,9 +28,14 @@ def judged(url, **options):
     return GradersConfig(judge=JudgeConfig(ChatConfig(url, "grader", **options)))
 
 
-def ready(seconds=PATIENT, **options):
+def ready(seconds=PATIENT, tasks=(), graders=None, tools=None, chats=None):
     """Checks what a run with its tools created needs."""
-    check_ready(look(seconds, made=True, **options))
+    probes = {name: chat.probe for name, chat in (chats or {}).items()}
+    probes |= graders.probes(tasks) if graders else {}
+    if tools:
+        probes |= tools.probes(made=True)
+        probes["tools.names"] = lambda _: check_tools(tasks, tools.names, tools.tags)
+    require(preflight(probes, seconds))
 
 
 def wrong(seconds=PATIENT, **options):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from coa_jax.config.preflight import SECONDS, preflight
 from coa_jax.errors import UserError
 from coa_jax.serve import tool_server
 from coa_jax.tools import dense
@@ -22,7 +23,6 @@ from coa_jax.tools.corpus import Passage
 from coa_jax.tools.dense import DenseIndex, EncoderConfig, fuse, load_retriever, nearest
 from coa_jax.tools.encoder import TextEncoder
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.preflight import findings
 from coa_jax.tools.recorded import StoreConfig
 from coa_jax.tools.wiki_search import RemoteSearch, WikiSearch
 from tests.tools import tiny_encoder
@@ -145,8 +145,8 @@ def test_a_configuration_searches_any_corpus_by_vectors(tmp_path, encoder, monke
     assert seen.text.startswith("Doc 1 (Title: Dull: Lake)\na lake\n\nDoc 2 (")
     assert seen.detail["scores"][0] == pytest.approx(1.0, abs=1e-4)
     assert "1. [Dull: Lake]" in ask(web, "Dull: Lake a lake").text
-    (found, *_) = asyncio.run(findings(config))
-    assert found.ok and "dense index" in found.text
+    (check, *_) = preflight(config.probes(), SECONDS)
+    assert check.ok and "dense index" in check.text
 
 
 def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(tmp_path, encoder):

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coa_jax.config.preflight import SECONDS, preflight
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.protocol.arguments import schemas
@@ -22,7 +23,7 @@ from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
-from coa_jax.tools import doctor, preflight
+from coa_jax.tools import doctor
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
@@ -361,5 +362,5 @@ def test_a_described_tool_is_looked_for_on_its_server(seaside):
     schema = '{"properties": {"port": {"type": "string"}}}'
     settings = {"command": ("/nonexistent/server",), "description": "d", "schema": schema}
     config = ToolsConfig(names=("tide",), mcp={"tide": settings})
-    (found,) = asyncio.run(preflight.findings(config, made=True))
-    assert not found.ok and "No such file" in found.text
+    (check,) = preflight(config.probes(made=True), SECONDS)
+    assert not check.ok and "No such file" in check.text

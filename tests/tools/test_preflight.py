@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from coa_jax.config import preflight
+from coa_jax.config.preflight import Check
 from coa_jax.errors import UserError
 from coa_jax.sandbox import isolation
-from coa_jax.tools import doctor, preflight
+from coa_jax.tools import doctor
 from coa_jax.tools.make import ToolsConfig
 from tests.tools.echo_services import body_of
 
@@ -98,8 +99,8 @@ def test_a_program_that_was_started_for_the_check_is_ended():
     before = set(here.children(recursive=True))
     for tag, ok in (("tide", True), ("ebb", False)):
         config = ToolsConfig(names=(tag,), mcp={tag: {"command": MCP}})
-        (found,) = asyncio.run(preflight.findings(config, 60.0))
-        assert found.ok == ok and "tide" in found.text
+        (check,) = preflight.preflight(config.probes(), 60.0)
+        assert check.ok == ok and "tide" in check.text
         assert not set(here.children(recursive=True)) - before
 
 
@@ -126,20 +127,20 @@ def test_a_tool_of_your_own_is_asked_whether_it_can_be_called(answers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, __name__, sys.modules[Barometer.__module__])
         config = ToolsConfig(names=("barometer",), own=own)
-        (found,) = asyncio.run(preflight.findings(config, 60.0))
-    assert found.ok == answers
-    assert found.text == ("reads 1013 hPa" if answers else "the barometer is broken")
+        (check,) = preflight.preflight(config.probes(), 60.0)
+    assert check.ok == answers
+    assert check.text == ("reads 1013 hPa" if answers else "the barometer is broken")
 
 
 def test_programs_without_isolation_need_none_and_say_so(monkeypatch):
     config = ToolsConfig(names=("code",), code_unsafe=True)
     monkeypatch.setenv("COA_JAX_ALLOW_UNSAFE_CODE", "1")
     monkeypatch.setattr(isolation, "_why_not", lambda _: pytest.fail("isolation is looked for"))
-    (found,) = asyncio.run(preflight.findings(config))
-    assert found == preflight.Finding("code", True, "programs run here, WITHOUT isolation")
+    (check,) = preflight.preflight(config.probes(), 10.0)
+    assert check == Check("code", True, "programs run here, WITHOUT isolation")
     monkeypatch.delenv("COA_JAX_ALLOW_UNSAFE_CODE")
-    (found,) = asyncio.run(preflight.findings(config))
-    assert not found.ok and "COA_JAX_ALLOW_UNSAFE_CODE=1" in found.text
+    (check,) = preflight.preflight(config.probes(), 10.0)
+    assert not check.ok and "COA_JAX_ALLOW_UNSAFE_CODE=1" in check.text
 
 
 def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypatch):

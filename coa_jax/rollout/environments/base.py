@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from coa_jax.config.extensions import Extension, ExtensionKind, find, refuse_result
 from coa_jax.config.fields import Natural, Seconds
+from coa_jax.config.preflight import Needs, Probe, code_needs, code_probes
 from coa_jax.errors import UserError
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import read_messages
@@ -145,6 +146,14 @@ class EnvironmentConfig(Extension):
 
     def __bool__(self) -> bool:
         return bool(self.path)
+
+    def needs(self) -> Needs:
+        """Returns what the environment needs, see `config.preflight`."""
+        return code_needs(ENVIRONMENTS, self.path, self.options)
+
+    def probes(self) -> dict[str, Probe]:
+        """Returns the probe of the environment's class, if there is one, see `config.preflight`."""
+        return code_probes(ENVIRONMENTS, self.path, self.options, "environment")
 
 
 def tags_of(config: EnvironmentConfig) -> dict[str, str]:

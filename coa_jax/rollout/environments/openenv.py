@@ -20,6 +20,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.errors import UserError
 from coa_jax.rollout.environments.base import Step, Turn
 from coa_jax.rollout.environments.openenv_text import Actions, UnreadableError, read_observation
@@ -34,6 +35,7 @@ _reached: set[str] = set()
 """Servers that have answered before. If such a server is gone, the trajectory has a fault."""
 
 
+@declares(Needs(("openenv",)))
 def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]:
     """Creates tasks for an environment; each task's episodes start from a seed of its own.
 
@@ -67,6 +69,8 @@ class ServerError(Exception):
 
 class OpenEnv:
     """An environment on an OpenEnv server; each trajectory has a session of its own."""
+
+    needs = Needs(("openenv",))
 
     def __init__(
         self,

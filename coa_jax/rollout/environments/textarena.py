@@ -21,6 +21,7 @@ from typing import Any
 
 from coa_jax.config.extensions import ExtensionKind, find
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs, declares
 from coa_jax.errors import UserError
 from coa_jax.rollout.environments.base import Step, Turn
 from coa_jax.tasks import Task
@@ -38,6 +39,7 @@ _playing = threading.RLock()
 """
 
 
+@declares(Needs(("textarena",)))
 def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0") -> list[Task]:
     """Creates tasks, each of which is a game; the tasks take the listed games in turn.
 
@@ -57,6 +59,7 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
 class TextArena:
     """The environment of one player of a game: an `rollout.environments.base.Environment`."""
 
+    needs = Needs(("textarena",))
     together = True  # the samples of a task play with each other
 
     def __init__(

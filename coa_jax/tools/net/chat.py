@@ -28,6 +28,7 @@ from coa_jax.config.fields import (
     Variable,
 )
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.tools.net import budget
 from coa_jax.tools.net.address import AddressGuard, parse_url, port_of
@@ -92,6 +93,10 @@ class ServedModel(Budget):
     def __bool__(self) -> bool:
         return bool(self.url)
 
+    def needs(self) -> Needs:
+        """Returns the client's package, the server and its key, see `config.preflight`."""
+        return Needs.of_server("url", self.url, self.key_env, "endpoint")
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig(ServedModel):
@@ -119,6 +124,37 @@ class ChatConfig(ServedModel):
         """
         form = {"response_format": {"type": "json_object"}} if self.json_mode else {}
         return {"temperature": self.temperature, self.max_tokens_name: self.max_tokens, **form}
+
+    def money(self, chars: float) -> float:
+        """Returns the highest cost of a request about a text of ``chars`` characters.
+
+        The result is 0 if no price is known. English has more than 3 characters per token. Besides
+        the text, a request contains instructions and a question, at most 3,000 characters.
+        """
+        prompt, completion = self.price or (0.0, 0.0)
+        return ((chars + 3000) / 3.0 * prompt + self.max_tokens * completion) / 1e6
+
+    async def probe(self, seconds: float) -> tuple[bool, str]:
+        """Checks the endpoint with a short request, to find a wrong URL, key or model before a run.
+
+        Args:
+            seconds: time limit for the answer.
+
+        Returns:
+            (whether the endpoint answers, text that describes the endpoint and the problem if there
+            is one).
+        """
+        short = dataclasses.replace(self, max_tokens=min(self.max_tokens, 16), attempts=1)
+        where, wrong = f"{self.model} at {self.url}", ""
+        question = {"role": "user", "content": "Answer with one word: ready?"}
+        try:
+            await chat(short, [question], seconds)
+        except UserError as error:
+            wrong = str(error)
+        except FetchError as error:
+            if error.message != _NO_TEXT:  # a reasoning model may need more tokens than this
+                wrong = error.message + refusal(error.status, self.key_env)
+        return not wrong, f"{where}: {wrong}" if wrong else f"{where} answers"
 
 
 def trusting(url: str) -> AddressGuard:
@@ -319,29 +355,6 @@ def _text(answer: dict[str, Any]) -> str:
     if not isinstance(content, str) or not content.strip():
         raise FetchError("malformed", _NO_TEXT)
     return content.strip()
-
-
-async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
-    """Checks an endpoint with a short request, to find an invalid URL, key or model before a run.
-
-    Args:
-        config: the model and its endpoint.
-        seconds: time limit for the answer.
-
-    Returns:
-        (whether the endpoint answers, text that describes the endpoint and the problem if there is
-        one).
-    """
-    short = dataclasses.replace(config, max_tokens=min(config.max_tokens, 16), attempts=1)
-    where, wrong = f"{config.model} at {config.url}", ""
-    try:
-        await chat(short, [{"role": "user", "content": "Answer with one word: ready?"}], seconds)
-    except UserError as error:
-        wrong = str(error)
-    except FetchError as error:
-        if error.message != _NO_TEXT:  # a reasoning model may need more tokens than this request
-            wrong = error.message + refusal(error.status, config.key_env)
-    return not wrong, f"{where}: {wrong}" if wrong else f"{where} answers"
 
 
 def refusal(status: int | None, key_env: str) -> str:
