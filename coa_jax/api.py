@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
 from ml_collections import ConfigDict
 
 from coa_jax.config.fields import Name, Place
@@ -23,8 +24,11 @@ from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import evaluate, evaluate_model, load, settings
 from coa_jax.files import durable, jsonl
+from coa_jax.model.api import load_weights
+from coa_jax.model.export import save_model
+from coa_jax.model.policy import Model
 from coa_jax.report.benchmark import write_page
-from coa_jax.rollout.agent import Agent, load_policy
+from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.environments.base import ENVIRONMENTS, tags_of
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
@@ -38,6 +42,7 @@ from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
 from coa_jax.train.command import run_at
+from coa_jax.train.optimizer import name_optimizer
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig
 
@@ -47,7 +52,6 @@ __all__ = [
     "Trained",
     "evaluate_policy",
     "load_config",
-    "load_policy",
     "train_rl",
     "train_sft",
 ]
@@ -87,7 +91,7 @@ class Trained:
 
     @property
     def model(self) -> Path:
-        """Directory of the trained policy, for `load_policy` or for the setting ``model``."""
+        """Directory of the trained policy, for `load` or for the setting ``model``."""
         return self.path / "model"
 
 
@@ -123,18 +127,20 @@ def train_sft(
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``config``. A new value for a group of settings
-            replaces the whole group.
+            replaces the whole group. ``model`` may be a `Model`, and ``optimizer`` an optax object.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
+    policy = _take_objects(values, config, path)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
     found = build_config(sft.SFTConfig, values)
 
     def train() -> None:
         with run_at(path, found, wandb_project) as (run, output):
+            _keep_model(path / _INITIAL, policy)
             if records is not None:
                 _keep_records(path / "records.jsonl", records)
             live = make_tools(found.tools) if found.evaluate_every else ()
@@ -167,22 +173,67 @@ def train_rl(
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``config``. A new value for a group of settings
-            replaces the whole group.
+            replaces the whole group. ``model`` may be a `Model`, and ``optimizer`` an optax object.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
-    found, path = build_config(RLRun, values), run_folder(workdir)
+    path = run_folder(workdir)
+    policy = _take_objects(values, config, path)
+    found = build_config(RLRun, values)
 
     def train() -> None:
         with run_at(path, found, wandb_project) as (run, output):
+            _keep_model(path / _INITIAL, policy)
             tools = None if found.agent else found.tools  # an agent program has its own tools
             live = [] if tools is None else make_tools(tools, tags_of(found.environment))
             check_ready(look(found.probe_s, graders=found.graders, tools=tools, made=True))
             rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
+
+
+_INITIAL = "initial"
+"""Folder, in a work directory, of an initial model that was given as an object."""
+
+
+def _take_objects(values: dict[str, Any], config: Any, path: Path) -> Model | None:
+    """Puts names in the place of a model and an optax object among the settings.
+
+    Args:
+        values: the settings, which the function changes.
+        config: the settings before the changes.
+        path: the work directory.
+
+    Returns:
+        The model; None if the setting names a model.
+    """
+    optimizer = values.get("optimizer", {})
+    if not isinstance(optimizer, Mapping):
+        group = _values(config).get("optimizer", {})
+        values["optimizer"] = {**group, "path": name_optimizer(optimizer), "options": {}}
+    policy = values.get("model")
+    if not isinstance(policy, Model):
+        return None
+    values["model"] = str(path / _INITIAL)
+    return policy
+
+
+def _keep_model(path: Path, policy: Model | None) -> None:
+    """Writes the initial model of a run, unless the folder has it already."""
+    if policy is None:
+        return
+    if not path.exists():
+        return save_model(policy, path)
+    kept, given = load_weights(path), policy.merged().params
+    if jax.tree.structure(kept) != jax.tree.structure(given) or not jax.tree.all(
+        jax.tree.map(lambda a, b: a.shape == b.shape and bool((a == b).all()), kept, given)
+    ):
+        raise UserError(
+            f"{path} has the initial model of another run: give the same model to continue it, or "
+            "another work directory"
+        )
 
 
 def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
@@ -291,7 +342,7 @@ def evaluate_policy(
     config: Config | EvaluateConfig,
     workdir: str | Path,
     *,
-    policy: str | Path | None = None,
+    policy: Model | str | Path | None = None,
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
@@ -304,7 +355,7 @@ def evaluate_policy(
     Args:
         config: settings of the evaluation, see `EvaluateRun`.
         workdir: directory of the run.
-        policy: directory of the policy; None for ``config.model``.
+        policy: the policy or its directory; None for ``config.model``.
         tasks: tasks to answer; None for those that ``config.tasks`` names.
         rewards: reward functions; None for those of ``config.graders.rewards``.
         tools: tools of the policy, given as a list of tools to call, or as settings that override
@@ -323,11 +374,16 @@ def evaluate_policy(
         **_given(config, tasks, rewards, tools, environment),
         **_plain(changes),
     }
-    values |= {"model": str(policy)} if policy is not None else {}
-    found, path = build_config(EvaluateRun, values), run_folder(workdir)
+    path = run_folder(workdir)
+    given = path / "policies" / str(values["stage"])
+    if policy is not None:
+        values["model"] = str(given if isinstance(policy, Model) else policy)
+    found = build_config(EvaluateRun, values)
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
+            if isinstance(policy, Model):
+                save_model(policy, given, overwrite=True)
             evaluation = Evaluation(path, _measured(found, run, fresh))
             known = path / "config.json"
             # The config of a training run is not replaced.

@@ -111,7 +111,7 @@ def test_a_policy_that_is_loaded_is_asked_as_its_card_says():
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path):
     with pytest.raises(UserError, match="does not exist: give a model directory"):
-        coa_jax.load_policy(tmp_path / "nothing")
+        coa_jax.load(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"tools\.top_q is not a setting"):
         coa_jax.Agent(tiny_policy.policy(), {"top_q": 3})
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
 def test_a_policy_is_created_from_records(tmp_path):
     sizes = {"hidden_size": 16, "num_layers": 1, "head_dim": 8, "induction": False}
     path = coa_jax.create_policy(tmp_path / "base", tiny_policy.records(), vocab_size=400, **sizes)
-    made = coa_jax.load_policy(path)
+    made = coa_jax.load(path)
     assert (made.config.hidden_size, made.config.num_layers) == (16, 1)
     assert made.tokenizer.convert_tokens_to_ids("<answer>") != made.tokenizer.unk_token_id
     with pytest.raises(UserError, match="vocab_size 100 is too small"):
@@ -137,7 +137,7 @@ def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
     run = coa_jax.train_sft(config, tmp_path / "run", records=tiny_policy.records())
     assert isinstance(run, Trained) and [row["step"] for row in run.rows] == list(range(1, 9))
     assert run.rows[-1]["loss"] < run.rows[0]["loss"]
-    assert coa_jax.load_policy(run.path).config == coa_jax.load_policy(run.model).config
+    assert coa_jax.load(run.path).config == coa_jax.load(run.model).config
     again = coa_jax.train_sft(config, tmp_path / "run", records=tiny_policy.records())
     assert again.rows == run.rows  # nothing was left to do
 

@@ -28,7 +28,7 @@ from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetens
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
 
 if TYPE_CHECKING:
-    from coa_jax.model.api import Model
+    from coa_jax.model.policy import Model
 
 
 def save_model(
@@ -41,12 +41,12 @@ def save_model(
 ) -> None:
     """Writes a directory that transformers, vLLM and :func:`load_model` can read.
 
-    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
-    file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with
-    an index. If the model has a card or a tokenizer, the directory holds their files too; the
-    tokenizer defines the ids that end a generation. The directory appears under its name only when
-    it is complete. If there are several processes, all of them must call this function; the first
-    process writes.
+    The directory holds ``config.json``, ``generation_config.json`` and safetensors. LoRA adapters
+    are merged into the weights. If a single file of tensors would exceed ``max_shard_bytes``, the
+    tensors are split over several files with an index. If the model has a card or a tokenizer, the
+    directory holds their files too; the tokenizer defines the ids that end a generation. The
+    directory appears under its name only when it is complete. If there are several processes, all
+    of them must call this function; the first process writes.
 
     Args:
         model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
@@ -61,6 +61,7 @@ def save_model(
     Raises:
         UserError: the directory is not empty, or cannot be written (no permission, full disk).
     """
+    model = model.merged()
     dtype = dtype or str(param_dtype(model.params))
     if dtype not in (*DTYPES, "float16"):
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))

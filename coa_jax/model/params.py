@@ -65,7 +65,7 @@ def specs_of(module: nnx.Module) -> Specs:
     """
     return {
         tuple(map(str, path)): Spec(
-            tuple(value.shape), value.get_metadata("axes"), isinstance(value, nnx.LoRAParam)
+            tuple(value.shape), value.get_metadata("out_sharding"), isinstance(value, nnx.LoRAParam)
         )
         for path, value in nnx.to_flat_state(nnx.state(module))
     }

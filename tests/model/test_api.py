@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from coa_jax.errors import UserError
-from coa_jax.model.api import describe_model, load_model, load_weights, logits, save_model
+from coa_jax.model.api import describe_model, load_model, load_weights, save_model
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
@@ -34,7 +34,7 @@ def torch_logits(model, tokens) -> np.ndarray:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_float32(references, family):
     expected = torch_logits(references[family].torch_model, TOKENS)
-    actual = logits(load_model(references[family].path), TOKENS)
+    actual = load_model(references[family].path)(TOKENS)
     assert actual.dtype == jnp.float32
     assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
 
@@ -53,10 +53,8 @@ def test_rope_scaling_matters_for_the_golden_logits(references, family, change):
     model = load_model(references[family].path)
     expected = torch_logits(references[family].torch_model, TOKENS)
     scaling = dataclasses.replace(model.config.rope_scaling, **change)
-    changed = dataclasses.replace(
-        model, config=dataclasses.replace(model.config, rope_scaling=scaling)
-    )
-    assert np.abs(logits(changed, TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
+    changed = model.replace(config=dataclasses.replace(model.config, rope_scaling=scaling))
+    assert np.abs(changed(TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +137,7 @@ def test_a_model_without_tokenizer_files_loads_and_saves(references, tmp_path):
     model = load_model(whole.path)
     shutil.copytree(whole.path, path, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     bare = load_model(path)
-    np.testing.assert_array_equal(logits(bare, TOKENS), logits(model, TOKENS))
+    np.testing.assert_array_equal(bare(TOKENS), model(TOKENS))
     described = describe_model(path)
     assert (described.config, described.params) == (model.config, {})
     with pytest.raises(UserError, match=rf"^{path} has no tokenizer \(tokenizer\.json, vocab"):
@@ -214,7 +212,7 @@ def test_overwrite_replaces_a_model_but_never_other_files(references, tmp_path):
 )
 def test_bad_tokens_are_refused(references, tokens, message):
     with pytest.raises(UserError, match=message):
-        logits(load_model(references["qwen2"].path), tokens)
+        load_model(references["qwen2"].path)(tokens)
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
