@@ -57,9 +57,9 @@ def log_probs(policy: Any, batch: Batch, temperature: float = 1.0) -> jax.Array:
     return jnp.pad(chosen[:, :, 0], ((0, 0), (1, 0)))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "compute"))
+@functools.partial(jax.jit, static_argnames=("config", "compute", "temperature"))
 def _log_probs(
-    params: Params, config: ModelConfig, batch: Batch, compute: Compute, temperature: Any
+    params: Params, config: ModelConfig, batch: Batch, compute: Compute, temperature: float
 ) -> jax.Array:
     return token_logps(params, config, batch, compute, temperature=temperature, entropy=False)[0]
 
