@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
     from coa_jax.distill.readers import Malformed
+    from coa_jax.engine.config import SamplingParams
     from coa_jax.errors import UserError
     from coa_jax.evaluate.config import EvaluateConfig
-    from coa_jax.model.api import load_model, logits, save_model
+    from coa_jax.model.api import load
+    from coa_jax.model.config import LoraConfig
     from coa_jax.model.encode import observation_text
+    from coa_jax.model.export import save_model
+    from coa_jax.model.policy import Model
     from coa_jax.model.tokenizer import load_tokenizer
     from coa_jax.protocol import Format, get_protocol, render_prompt
     from coa_jax.report.notebook import failure_of, show, show_tokens, table
     from coa_jax.report.run import read_run
     from coa_jax.report.traces import verdict_of
-    from coa_jax.rollout.agent import Agent, load_policy
+    from coa_jax.rollout.agent import Agent
     from coa_jax.rollout.environments import Step, Turn
     from coa_jax.rollout.request import RolloutConfig
     from coa_jax.run.command import load_config
@@ -43,10 +47,15 @@ if TYPE_CHECKING:
     from coa_jax.tools.web_search import SearchResult
     from coa_jax.train.advantages import advantages_of
     from coa_jax.train.algorithms import Algorithm, marked
+    from coa_jax.train.batch import Batch, pack, split_rows
     from coa_jax.train.config import SFTConfig
-    from coa_jax.train.examples import trajectory_example
-    from coa_jax.train.objectives import segment_means
+    from coa_jax.train.examples import record_example, trajectory_example
+    from coa_jax.train.logps import log_probs
+    from coa_jax.train.losses import PolicyLoss, SFTLoss
+    from coa_jax.train.objectives import segment_means, weigh
+    from coa_jax.train.optimizer import OptimizerConfig
     from coa_jax.train.rl_config import RLConfig
+    from coa_jax.train.step import init_state, train_step
 
 __version__ = "0.1.0"
 
@@ -71,12 +80,12 @@ _HOMES = {
     "coa_jax.distill.readers": ("Malformed",),
     "coa_jax.errors": ("UserError",),
     "coa_jax.evaluate.config": ("EvaluateConfig",),
-    "coa_jax.model.api": (
-        "load_model",
-        "logits",
-        "save_model",
-    ),
+    "coa_jax.engine.config": ("SamplingParams",),
+    "coa_jax.model.api": ("load",),
+    "coa_jax.model.config": ("LoraConfig",),
     "coa_jax.model.encode": ("observation_text",),
+    "coa_jax.model.export": ("save_model",),
+    "coa_jax.model.policy": ("Model",),
     "coa_jax.model.tokenizer": ("load_tokenizer",),
     "coa_jax.protocol": (
         "Format",
@@ -91,10 +100,7 @@ _HOMES = {
     ),
     "coa_jax.report.run": ("read_run",),
     "coa_jax.report.traces": ("verdict_of",),
-    "coa_jax.rollout.agent": (
-        "Agent",
-        "load_policy",
-    ),
+    "coa_jax.rollout.agent": ("Agent",),
     "coa_jax.rollout.environments": (
         "Step",
         "Turn",
@@ -127,10 +133,31 @@ _HOMES = {
         "Algorithm",
         "marked",
     ),
-    "coa_jax.train.examples": ("trajectory_example",),
-    "coa_jax.train.objectives": ("segment_means",),
-    "coa_jax.train.rl_config": ("RLConfig",),
+    "coa_jax.train.batch": (
+        "Batch",
+        "pack",
+        "split_rows",
+    ),
     "coa_jax.train.config": ("SFTConfig",),
+    "coa_jax.train.examples": (
+        "record_example",
+        "trajectory_example",
+    ),
+    "coa_jax.train.logps": ("log_probs",),
+    "coa_jax.train.losses": (
+        "PolicyLoss",
+        "SFTLoss",
+    ),
+    "coa_jax.train.objectives": (
+        "segment_means",
+        "weigh",
+    ),
+    "coa_jax.train.optimizer": ("OptimizerConfig",),
+    "coa_jax.train.rl_config": ("RLConfig",),
+    "coa_jax.train.step": (
+        "init_state",
+        "train_step",
+    ),
 }
 """Maps each module to the names that this package exports from it."""
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from coa_jax.config.preflight import preflight, require
@@ -23,8 +25,11 @@ from coa_jax.evaluate.config import EvaluateConfig, EvaluateRun
 from coa_jax.evaluate.figures import table
 from coa_jax.evaluate.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
+from coa_jax.model.api import load_weights
+from coa_jax.model.export import save_model
+from coa_jax.model.policy import Model
 from coa_jax.report.benchmark import write_page
-from coa_jax.rollout.agent import Agent, load_policy, protocol_of
+from coa_jax.rollout.agent import Agent, protocol_of
 from coa_jax.rollout.environments.base import ENVIRONMENTS, tags_of
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
@@ -40,6 +45,7 @@ from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
+from coa_jax.train.optimizer import name_optimizer
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig, RLRun
 
@@ -49,7 +55,6 @@ __all__ = [
     "Trained",
     "evaluate_policy",
     "load_config",
-    "load_policy",
     "train_rl",
     "train_sft",
 ]
@@ -103,12 +108,12 @@ class Trained:
 
     @property
     def model(self) -> Path:
-        """Directory of the trained policy, for `load_policy` or for the setting ``model``."""
+        """Directory of the trained policy, for `load` or for the setting ``model``."""
         return self.path / "model"
 
 
 def train_sft(
-    model: str | Path | Config | sft.SFTConfig,
+    model: Model | str | Path | Config | sft.SFTConfig,
     workdir: str | Path,
     *,
     data: str | Sequence[DistilledRecord] | None = None,
@@ -118,25 +123,28 @@ def train_sft(
     """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        model: path of the model, or its name on the Hub; or settings, see `train.config.SFTConfig`.
-            A setting that is left out has its default, see `train.defaults`.
+        model: the model, its path or its name on the Hub; or settings, see
+            `train.config.SFTConfig`. A setting that is left out has its default, see
+            `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         data: training records, or the files that contain them; None for ``data`` in the settings.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
-            replaces the whole group.
+            replaces the whole group. ``optimizer`` may be an optax object.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values, path = {**_values(model), **_plain(changes)}, run_folder(workdir)
+    policy = _take_objects(values, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
     config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
         with run_at(path, config, wandb_project) as (run, output):
+            _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
                 _keep_records(path / "records.jsonl", data)
             live = make_tools(config.tools) if config.evaluate_every else ()
@@ -146,7 +154,7 @@ def train_sft(
 
 
 def train_rl(
-    model: str | Path | Config | RLConfig,
+    model: Model | str | Path | Config | RLConfig,
     workdir: str | Path,
     *,
     tasks: Tasks | None = None,
@@ -159,7 +167,7 @@ def train_rl(
     """Trains a policy by RL, or continues the unfinished run in the work directory.
 
     Args:
-        model: path of the model, or its name on the Hub; or settings of RL and of the tools, see
+        model: the model, its path or its name on the Hub; or settings of RL and of the tools, see
             `RLRun`. A setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         tasks: training tasks; None for those that ``tasks`` in the settings names.
@@ -172,17 +180,20 @@ def train_rl(
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
-            replaces the whole group.
+            replaces the whole group. ``optimizer`` may be an optax object.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values = _given({**_values(model), **_plain(changes)}, tasks, rewards, tools, environment)
-    config, path = build_config(RLRun, with_defaults("rl", values)), run_folder(workdir)
+    path = run_folder(workdir)
+    policy = _take_objects(values, path)
+    config = build_config(RLRun, with_defaults("rl", values))
     own_tools = config.tools if tools is None else tools
 
     def train() -> None:
         with run_at(path, config, wandb_project) as (run, output):
+            _keep_model(path / _INITIAL, policy)
             asked = None if config.agent else config.tools  # an agent program has its own tools
             live = [] if asked is None else make_tools(asked, tags_of(config.environment))
             probes = {**config.graders.probes(), **config.environment.probes()}
@@ -191,6 +202,45 @@ def train_rl(
             rl.train(config, run, output, live)
 
     return _trained(train, path, "rl", own_tools)
+
+
+_INITIAL = "initial"
+"""Folder, in a work directory, of an initial model that was given as an object."""
+
+
+def _take_objects(values: dict[str, Any], path: Path) -> Model | None:
+    """Puts names in the place of a model and an optax object among the settings.
+
+    Args:
+        values: the settings, which the function changes.
+        path: the work directory.
+
+    Returns:
+        The model; None if the setting names a model.
+    """
+    optimizer = values.get("optimizer", {})
+    if not isinstance(optimizer, Mapping):
+        values["optimizer"] = {"path": name_optimizer(optimizer), "options": {}}
+    policy = values.get("model")
+    if not isinstance(policy, Model):
+        return None
+    values["model"] = str(path / _INITIAL)
+    return policy
+
+
+def _keep_model(path: Path, policy: Model | None) -> None:
+    """Writes the initial model of a run, unless the folder has it already."""
+    if policy is None:
+        return
+    if not path.exists():
+        return save_model(policy, path)
+    kept, given = load_weights(path), policy.merged().params
+    same = jax.tree.map(jnp.array_equal, kept, given) if {*kept} == {*given} else False
+    if not jax.tree.all(same):
+        raise UserError(
+            f"{path} has the initial model of another run: give the same model to continue it, or "
+            "another work directory"
+        )
 
 
 def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
@@ -277,10 +327,10 @@ class Evaluation:
 
 
 def evaluate_policy(
-    model: str | Path | Config | EvaluateConfig,
+    model: Model | str | Path | Config | EvaluateConfig,
     workdir: str | Path,
     *,
-    policy: str | Path | None = None,
+    policy: Model | str | Path | None = None,
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
@@ -291,9 +341,9 @@ def evaluate_policy(
     """Evaluates a policy; samples that the work directory already holds are not sampled again.
 
     Args:
-        model: path of the policy, or its name on the Hub; or settings, see `EvaluateRun`.
+        model: the policy, its path or its name on the Hub; or settings, see `EvaluateRun`.
         workdir: directory of the run.
-        policy: path of the policy; None for ``model`` in the settings.
+        policy: the policy or its path; None for ``model`` in the settings.
         tasks, rewards, tools, environment: as in `train_rl`.
         fresh: whether to delete the existing samples of this stage first.
         changes: settings that override those of ``config``, for example ``stage``, the name of the
@@ -305,11 +355,17 @@ def evaluate_policy(
     """
     changed = {"stage": "policy", **_values(model), **_plain(changes)}
     values = _given(changed, tasks, rewards, tools, environment)
-    values |= {"model": str(policy)} if policy is not None else {}
-    settings, path = build_config(EvaluateRun, values), run_folder(workdir)
+    path = run_folder(workdir)
+    policy = values.get("model") if policy is None else policy
+    copied = path / "policies" / str(values["stage"])
+    if policy is not None:
+        values["model"] = str(copied if isinstance(policy, Model) else policy)
+    settings = build_config(EvaluateRun, values)
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
+            if isinstance(policy, Model):
+                save_model(policy, copied, overwrite=True)
             evaluation = Evaluation(path, _measured(settings, run, fresh))
             stored = path / "config.json"
             # The config of a training run is not replaced.
@@ -340,7 +396,9 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """Returns settings by name; a path or a name of the Hub is the setting ``model``."""
+    """Returns settings by name; a model, its path or its Hub name is the setting ``model``."""
+    if isinstance(config, Model):
+        return {"model": config}
     if isinstance(config, str | Path):
         return {"model": str(config)}
     if isinstance(config, ConfigDict):

@@ -13,13 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import optax
 import pytest
 from ml_collections import ConfigDict
 
 import coa_jax
 from coa_jax.api import Evaluation, Trained
 from coa_jax.data.trajectory import Author, read_trajectories, write_records
-from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
@@ -111,9 +113,40 @@ def test_a_policy_that_is_loaded_is_asked_as_its_card_says():
         agent.ask("why? " * 100)
 
 
+def test_samples_depend_on_the_seed_of_the_call(saved):
+    agent = coa_jax.Agent(
+        saved,
+        [],
+        sampling=SamplingParams(),
+        rollout=dataclasses.replace(BUDGET, max_turn_tokens=8),
+        slots=3,
+    )
+    prompts = [TASKS[0].question, agent.model.tokenizer.encode("any")]
+
+    def texts(seed):
+        return [[t.text for t in group] for group in agent.sample(prompts, n=3, seed=seed)]
+
+    first = texts(0)
+    assert [len(group) for group in first] == [3, 3]
+    assert texts(0) == first != texts(1)
+    assert len({text for group in first for text in group}) > 3
+    asked = [agent.ask("any").text for _ in range(3)]
+    assert len(set(asked)) > 1
+    assert agent.ask("any", seed=4).text == agent.ask("any", seed=4).text
+
+
+def test_an_agent_answers_with_the_parameters_that_were_published(agent, saved):
+    policy = coa_jax.load(saved)
+    silent = policy.replace(params=jax.tree.map(lambda x: 0 * x, policy.params))
+    agent.publish(silent)
+    assert agent.ask(TASKS[0].question).answer != TASKS[0].gold[0]
+    agent.publish(policy)
+    assert agent.ask(TASKS[0].question).answer == TASKS[0].gold[0]
+
+
 def test_what_cannot_be_loaded_is_one_line(tmp_path):
     with pytest.raises(UserError, match="does not exist: give a model directory"):
-        coa_jax.load_policy(tmp_path / "nothing")
+        coa_jax.load(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"tools\.top_q is not a setting"):
         coa_jax.Agent(tiny_policy.policy(), {"top_q": 3})
 
@@ -124,7 +157,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
 def test_a_policy_is_created_from_records(tmp_path):
     sizes = {"hidden_size": 16, "num_layers": 1, "head_dim": 8, "induction": False}
     path = coa_jax.create_policy(tmp_path / "base", tiny_policy.records(), vocab_size=400, **sizes)
-    made = coa_jax.load_policy(path)
+    made = coa_jax.load(path)
     assert (made.config.hidden_size, made.config.num_layers) == (16, 1)
     assert made.tokenizer.convert_tokens_to_ids("<answer>") != made.tokenizer.unk_token_id
     with pytest.raises(UserError, match="vocab_size 100 is too small"):
@@ -139,9 +172,32 @@ def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
     run = coa_jax.train_sft(config, tmp_path / "run", data=tiny_policy.records())
     assert isinstance(run, Trained) and [row["step"] for row in run.metrics] == list(range(1, 9))
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
-    assert coa_jax.load_policy(run.path).config == coa_jax.load_policy(run.model).config
+    assert coa_jax.load(run.path).config == coa_jax.load(run.model).config
     again = coa_jax.train_sft(config, tmp_path / "run", data=tiny_policy.records())
     assert again.metrics == run.metrics  # nothing was left to do
+
+
+def test_a_run_takes_a_model_and_an_optax_object(tmp_path):
+    base = tiny_policy.write_untrained(tmp_path / "base")
+    write_records(tmp_path / "held_out.jsonl", tiny_policy.records())
+    settings = OptimizerConfig(learning_rate=1.0, total_steps=3)
+    config = sft_config(base, tmp_path / "held_out.jsonl", rename_share=0.0, optimizer=settings)
+    policy = coa_jax.load(base)
+
+    def train(policy, rate):
+        objects = {"model": policy, "optimizer": optax.lion(rate)}
+        given = {"data": tiny_policy.records(), **objects}
+        return coa_jax.train_sft(config, tmp_path / "run", **given)
+
+    run = train(policy, 1e-3)
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] and "optim/lr" not in run.metrics[0]
+    assert train(policy, 1e-3).metrics == run.metrics  # goes on, although the object is another
+    other = policy.replace(params=jax.tree.map(lambda x: x + 1, policy.params))
+    with pytest.raises(UserError, match="has the initial model of another run"):
+        train(other, 1e-3)
+    with pytest.raises(UserError, match="optimizer is 3, which is no optax Gradient"):
+        coa_jax.train_sft(config, tmp_path / "none", optimizer=3)
+    assert not (tmp_path / "none").exists()
 
 
 class Thermometer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tests.tiny_policy import write_untrained
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 OWN = ("own_tool", "own_reward", "own_algorithm")
+
+PARTS = (("policy", "<think>one</think><answer>two</answer>"),)
+EPISODE = DistilledRecord("q", "What is 1?", "generalist", ("1",), PARTS, "1")
 
 # Rewards of an untrained policy do not differ by its answers.
 MORE = """
@@ -44,9 +48,7 @@ def test_an_example_has_a_readme():
 def run(tmp_path_factory):
     """Two steps of RL with the advantage, the loss, the reward and the tool of the examples."""
     here = tmp_path_factory.mktemp("empty")
-    parts = (("policy", "<think>one</think><answer>two</answer>"),)
-    episode = DistilledRecord("q", "What is 1?", "generalist", ("1",), parts, "1")
-    write_untrained(here / "model", [episode])
+    write_untrained(here / "model", [EPISODE])
     for folder in OWN:
         for file in (EXAMPLES / folder).glob("*.py"):
             shutil.copy(file, here)
@@ -84,6 +86,12 @@ def test_a_run_in_an_empty_folder_uses_every_extension(run):
         )
     used = json.loads((run / "run" / "config.json").read_text())["algorithm"]
     assert used["loss_options"] == {"tau_neg": 1.1} and used["loss"] == "sapo:sapo"
+
+
+def test_the_loop_of_the_example_learns(tmp_path):
+    train = runpy.run_path(str(EXAMPLES / "own_loop" / "loop.py"))["train"]
+    rewards = list(train(write_untrained(tmp_path / "model", [EPISODE])))
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3]) > 0
 
 
 @pytest.mark.slow

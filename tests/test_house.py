@@ -374,7 +374,7 @@ def test_the_version_is_that_of_the_distribution():
 def test_exports_are_loaded_from_where_they_are_defined():
     from coa_jax.model import api
 
-    assert coa_jax.load_model is api.load_model
+    assert coa_jax.load is api.load
     assert all(getattr(coa_jax, name) is not None for name in coa_jax.__all__)
     assert set(coa_jax.__all__) <= set(dir(coa_jax))
 

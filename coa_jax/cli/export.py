@@ -38,7 +38,6 @@ from coa_jax.model.api import Model, describe_model, load_weights, save_model
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.hub_card import hub_card
-from coa_jax.model.params import merge_adapters, without_adapters
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import training_mesh
@@ -105,7 +104,7 @@ def export(
     model = _restored(checkpoints, step, config, _mesh(mesh))
     card = workdir / f"{phase}-{CARD}"
     known = durable.read_json_object(card) if card.is_file() else read_card(config["model"])
-    model = dataclasses.replace(model, card=known)
+    model = model.replace(card=known)
     save_model(model, output, dtype=dtype)
     find_protocols(workdir)
     write_protocols(output)
@@ -127,7 +126,7 @@ def _mesh(sizes: MeshConfig) -> jax.sharding.Mesh | None:
 def _restored(
     checkpoints: Checkpoints, step: int, config: Mapping[str, Any], mesh: jax.sharding.Mesh | None
 ) -> Model:
-    """Returns the model of a checkpoint, with adapters merged."""
+    """Returns the model of a checkpoint, with its adapters."""
     optimizer = build_config(OptimizerConfig, config["optimizer"], "config.optimizer")
     lora = build_config(LoraConfig, config.get("lora", {}), "config.lora")
     described = describe_model(config["model"])
@@ -142,8 +141,7 @@ def _restored(
         raise UserError(f"{where} is damaged ({error}); choose another --step") from error
     finally:
         checkpoints.close()
-    params = merge_adapters(model, restored.state.model)
-    return Model(without_adapters(model), params, described.tokenizer)
+    return Model(model, restored.state.model, described.tokenizer)
 
 
 def _only_phase(workdir: Path) -> str:

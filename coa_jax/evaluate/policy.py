@@ -12,7 +12,7 @@ from coa_jax.engine.group import make_engines
 from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
 from coa_jax.errors import UserError
 from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.model.params import Model
+from coa_jax.model.policy import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.sampler import Sampler, make_sampler

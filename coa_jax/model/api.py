@@ -1,4 +1,4 @@
-"""The public functions for whole models: load a model, compute its logits, save it."""
+"""The public functions for whole models: load a model, save it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.files.untrusted import made_by
 from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, read_adapter
 from coa_jax.model.card import read_card
-from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import DTYPES, LoraConfig, ModelConfig
 from coa_jax.model.export import save_model as save_model
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
-from coa_jax.model.params import Model as Model
-from coa_jax.model.params import Params, bind, param_dtype, shardings
+from coa_jax.model.params import Params, join, shardings, split_trained
+from coa_jax.model.policy import Model as Model
 from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import from_first
 from coa_jax.storage import (
     cached_files,
+    exists,
     hub_cache,
     hub_files,
     is_url,
@@ -40,6 +39,7 @@ from coa_jax.storage import (
     weights_apart,
     weights_on_hub,
 )
+from coa_jax.storage import join as join_path
 
 
 def download_once(path: str | Path, *, is_base: bool = False) -> None:
@@ -92,6 +92,45 @@ def _check_commits(path: str | Path, commits: Sequence[str]) -> None:
         )
 
 
+def load(
+    path: str | Path,
+    dtype: str = "float32",
+    *,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Model:
+    """Loads a policy as a Flax NNX module.
+
+    Args:
+        path: local path or URL of a Hugging Face model directory, of a GGUF file, of a LoRA
+            adapter, or of the work directory of a finished training run; or an id of the Hugging
+            Face Hub, such as ``Qwen/Qwen3-0.6B``.
+        dtype: dtype of the parameters, ``float32`` or ``bfloat16``.
+        lora: new LoRA adapters, which leave the model's function unchanged until they are trained;
+            None for no adapters.
+        seed: seed of the initial values of the adapters.
+        mesh: mesh on which the parameters are placed, see :func:`load_model`.
+
+    Raises:
+        UserError: there is no model at the path, or the model is not supported.
+    """
+    model = load_model(trained_in(path), dtype, mesh)
+    if lora is None:
+        return model
+    config = dataclasses.replace(model.config, lora=lora)
+    params = join(*split_trained(model.params, config, seed, mesh))
+    return model.replace(config=config, params=params)
+
+
+def trained_in(path: str | Path) -> str | Path:
+    """Returns the model of a work directory, or the given path if it is no work directory."""
+    trained = join_path(str(path), "model")
+    config = join_path(trained, "config.json")
+    there = exists(config) if is_url(path) else Path(config).is_file()
+    return trained if there else path
+
+
 def load_model(
     path: str | Path, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Model:
@@ -116,7 +155,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     model, source = _open(path, weights=True, mesh=mesh)
-    return dataclasses.replace(model, params=_load(source, model.config, dtype, mesh))
+    return model.replace(params=_load(source, model.config, dtype, mesh))
 
 
 def describe_model(path: str | Path, lora: LoraConfig | None = None) -> Model:
@@ -136,7 +175,7 @@ def describe_model(path: str | Path, lora: LoraConfig | None = None) -> Model:
     """
     model = _open(path, weights=False)[0]
     config = dataclasses.replace(model.config, lora=lora or LoraConfig())
-    return dataclasses.replace(model, config=config)
+    return model.replace(config=config)
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
@@ -249,47 +288,3 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
         if not all((folder / name).exists() for name in names):
             return Checkpoint(str(path), hub_files(path, commit, names))
     return local_checkpoint(folder)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "compute"))
-def _logits(
-    params: Params, tokens: jax.Array, *, config: ModelConfig, compute: Compute
-) -> jax.Array:
-    decoder = bind(config, params)
-    hidden, _ = decoder(tokens, jnp.arange(tokens.shape[1]), compute)
-    return decoder.logits(hidden, compute)
-
-
-def logits(model: Model, tokens: Any) -> jax.Array:
-    """Computes the next-token logits of whole sequences.
-
-    Args:
-        model: the model, loaded by :func:`load_model`.
-        tokens: token ids ``[batch, length]``: an array, or nested lists of equal length.
-
-    Returns:
-        Logits, float32 ``[batch, length, vocab]``; the logits at position t predict token t + 1.
-        Matmuls are computed in the dtype of the parameters.
-
-    Raises:
-        UserError: ``tokens`` is not two-dimensional, is empty, does not consist of integers, or
-            contains an id outside the vocabulary.
-    """
-    try:
-        ids = np.asarray(tokens)
-    except ValueError:
-        raise UserError("tokens have rows of different length: pad them to one length") from None
-    if ids.ndim != 2 or not ids.size:
-        raise UserError(f"tokens have shape {list(ids.shape)}: give [batch, length], not empty")
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f"tokens have dtype {ids.dtype}: give integer ids")
-    bad = np.argwhere((ids < 0) | (ids >= model.config.vocab_size))
-    if bad.size:
-        row, column = bad[0]
-        raise UserError(
-            f"tokens[{row}][{column}] is {ids[row, column]}, outside the vocabulary of "
-            f"{model.config.vocab_size}: use the tokenizer that belongs to the model"
-        )
-    compute = local_compute(str(param_dtype(model.params)))
-    tokens = jnp.asarray(ids, jnp.int32)
-    return _logits(model.params, tokens, config=model.config, compute=compute)

@@ -23,7 +23,7 @@ from coa_jax.model.cache import Cache, LayerPages
 from coa_jax.model.collectives import STREAM
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.linear import STDDEV, Linear, Lora
+from coa_jax.model.linear import STDDEV, Linear, Lora, parameter
 from coa_jax.model.remat import MIDDLE, MLP_PRODUCT, rematerialize
 from coa_jax.model.rope import apply_rope, rope_tables
 
@@ -39,7 +39,7 @@ class Embed(nnx.Module):
 
     def __init__(self, count: int, width: int, *, rngs: nnx.Rngs):
         values = jax.random.normal(rngs.params(), (count, width)) * STDDEV
-        self.embedding = nnx.Param(values, axes=("vocab", "embed"))
+        self.embedding = parameter(values, ("vocab", "embed"))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Looks up the embeddings of token ids: int32 ``[...]`` to float32 ``[..., D]``."""
@@ -60,7 +60,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, size: int, axis: str, eps: float):
-        self.scale = nnx.Param(jnp.ones(size), axes=(axis,))
+        self.scale = parameter(jnp.ones(size), (axis,))
         self.eps = eps
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
@@ -286,11 +286,9 @@ def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) 
         count: number of layers.
         rngs: random keys from which the initial parameters are drawn.
     """
-    layers = nnx.vmap(lambda key: create(nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
-    for _, value in nnx.iter_graph(layers):
-        if isinstance(value, nnx.Variable):
-            value.set_metadata(axes=("layers", *value.get_metadata("axes")))
-    return layers
+    first = {nnx.PARTITION_NAME: "layers"}
+    stacked = nnx.vmap(lambda key: create(nnx.Rngs(key)), transform_metadata=first)
+    return stacked(jax.random.split(rngs.params(), count))
 
 
 def _residual(config: ModelConfig) -> float:

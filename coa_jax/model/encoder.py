@@ -94,7 +94,7 @@ def read_bert_config(folder: Path) -> BertConfig:
         raise UserError(f"{file}: {untrusted.reason(error)}") from None
 
 
-_AXES = {"axes": ("embed",)}
+_AXES = {"out_sharding": ("embed",), "eager_sharding": False}
 LayerNorm = functools.partial(
     nnx.LayerNorm, use_fast_variance=False, scale_metadata=_AXES, bias_metadata=_AXES
 )

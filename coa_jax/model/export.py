@@ -23,7 +23,8 @@ from coa_jax.model.config import DTYPES
 from coa_jax.model.hf_config import config_to_hf
 from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import export_tensors
-from coa_jax.model.params import Model, param_dtype, specs
+from coa_jax.model.params import param_dtype, specs
+from coa_jax.model.policy import Model
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
 
@@ -38,12 +39,12 @@ def save_model(
 ) -> None:
     """Writes a directory that transformers, vLLM and `api.load_model` can read.
 
-    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
-    file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with
-    an index. If the model has a card or a tokenizer, the directory holds their files too; the
-    tokenizer defines the ids that end a generation. The directory appears under its name only when
-    it is complete. If there are several processes, all of them must call this function; the first
-    process writes.
+    The directory holds ``config.json``, ``generation_config.json`` and safetensors. LoRA adapters
+    are merged into the weights. If a single file of tensors would exceed ``max_shard_bytes``, the
+    tensors are split over several files with an index. If the model has a card or a tokenizer, the
+    directory holds their files too; the tokenizer defines the ids that end a generation. The
+    directory appears under its name only when it is complete. If there are several processes, all
+    of them must call this function; the first process writes.
 
     Args:
         model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
@@ -58,6 +59,7 @@ def save_model(
     Raises:
         UserError: the directory is not empty, or cannot be written (no permission, full disk).
     """
+    model = model.merged()
     dtype = dtype or str(param_dtype(model.params))
     if dtype not in (*DTYPES, "float16"):
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,14 @@ from coa_jax.model.config import LoraConfig
 
 STDDEV = 0.02
 """Standard deviation of the initial values of embeddings and kernels."""
+
+
+def parameter(values: jax.Array, axes: tuple[str, ...], kind: Any = nnx.Param) -> Any:
+    """Creates a parameter with logical axes in Flax's metadata for sharding.
+
+    Flax does not shard the values by itself, because the names are not those of mesh axes.
+    """
+    return kind(values, out_sharding=axes, eager_sharding=False)
 
 
 class Linear(nnx.Module):
@@ -47,8 +56,8 @@ class Linear(nnx.Module):
             use_bias: whether the projection has a bias.
         """
         values = jax.random.normal(rngs.params(), (*inputs, *outputs)) * stddev
-        self.kernel = nnx.Param(values, axes=axes)
-        self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :]) if use_bias else None
+        self.kernel = parameter(values, axes)
+        self.bias = parameter(jnp.zeros(outputs), axes[len(inputs) :]) if use_bias else None
         self.axes, self.inputs = axes, len(inputs)
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
@@ -93,8 +102,9 @@ class Lora(nnx.Module):
         """
         count, stddev = len(inputs), (3 * math.prod(inputs)) ** -0.5
         a = jax.random.normal(rngs.params(), (*inputs, config.rank)) * stddev
-        self.a = nnx.LoRAParam(a, axes=(*axes[:count], "rank"))
-        self.b = nnx.LoRAParam(jnp.zeros((config.rank, *outputs)), axes=("rank", *axes[count:]))
+        self.a = parameter(a, (*axes[:count], "rank"), nnx.LoRAParam)
+        b = jnp.zeros((config.rank, *outputs))
+        self.b = parameter(b, ("rank", *axes[count:]), nnx.LoRAParam)
         self.inputs, self.scale = count, config.alpha / config.rank
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:

@@ -34,26 +34,6 @@ Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """A policy: architecture, parameters and tokenizer.
-
-    Attributes:
-        config: the architecture.
-        params: the parameters, stacked over layers; empty if the model was loaded by
-            `api.describe_model`.
-        tokenizer: the tokenizer. A model without tokenizer files has a `MissingTokenizer`, which
-            can be saved but not used.
-        card: the card of the model, which records how the policy was prompted in training, see
-            `model.card`; empty if there is no card.
-    """
-
-    config: ModelConfig
-    params: Params
-    tokenizer: Any
-    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class Spec:
     """The shape and the logical axes of one array of the parameters.
 
@@ -87,7 +67,7 @@ def specs_of(module: nnx.Module) -> Specs:
     """
     return {
         tuple(map(str, path)): Spec(
-            tuple(value.shape), value.get_metadata("axes"), isinstance(value, nnx.LoRAParam)
+            tuple(value.shape), value.get_metadata("out_sharding"), isinstance(value, nnx.LoRAParam)
         )
         for path, value in nnx.to_flat_state(nnx.state(module))
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from coa_jax.model.card import CARD
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.hub_card import hub_card
-from coa_jax.model.params import Params, merge_adapters, select, without_adapters
+from coa_jax.model.params import Params, select
 from coa_jax.model.safetensors_io import write_safetensors
 from coa_jax.storage import Origin, origin_of, with_header
 
@@ -75,10 +74,7 @@ def save_trained(
         phase: kind of training: ``sft``, ``rl``, ``rft`` or ``dpo``.
         settings: settings of the training, for the cards.
     """
-    merged = merge_adapters(model.config, model.params)
-    config = without_adapters(model.config)
-    whole = dataclasses.replace(model, config=config, params=merged)
-    save_model(whole, output, dtype=dtype, overwrite=True)
+    save_model(model, output, dtype=dtype, overwrite=True)
     origin, folder = origin_of(source), output.with_name(f"{output.name}-adapters")
     if model.config.lora.rank:
         adapters = select(model.config, model.params, adapter=True)

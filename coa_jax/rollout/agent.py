@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from coa_jax import storage
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, load_model
+from coa_jax.model.api import Model, load_model, trained_in
+from coa_jax.model.params import merge_adapters, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.environments.session import Environments
-from coa_jax.rollout.request import Arrival, RolloutConfig, make_request
+from coa_jax.rollout.request import Arrival, Request, RolloutConfig, make_request
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
@@ -28,31 +28,8 @@ from coa_jax.tools.concurrency import Turns, run_blocking
 from coa_jax.tools.make import Tools, ToolsConfig, named_tools, tools_for
 
 
-def load_policy(path: str | Path, dtype: str = "float32") -> Model:
-    """Loads the model of a policy.
-
-    Args:
-        path: local path or URL of a Hugging Face model directory, of a GGUF file, or of the work
-            directory of a finished training run. A Hub id, such as ``Qwen/Qwen3-0.6B``, is accepted
-            too.
-        dtype: dtype of the parameters, ``float32`` or ``bfloat16``.
-
-    Raises:
-        UserError: there is no model at the path, or the model is not supported.
-    """
-    return load_model(_model_of(path), dtype)
-
-
-def _model_of(path: str | Path) -> str | Path:
-    """Returns the model of a work directory, or the given path if it is no work directory."""
-    trained = storage.join(str(path), "model")
-    config = storage.join(trained, "config.json")
-    there = storage.exists(config) if storage.is_url(path) else Path(config).is_file()
-    return trained if there else path
-
-
 class Agent:
-    """A policy with tools that answers questions, one at a time; see `ask`.
+    """A policy with tools that answers questions: one at a time (`ask`), or many (`sample`).
 
     Attributes:
         model: model of the policy, with its tokenizer.
@@ -70,24 +47,26 @@ class Agent:
         seed: int = 0,
         rollout: RolloutConfig | None = None,
         environment: EnvironmentConfig | None = None,
+        slots: int = 1,
     ):
         """Loads the policy and compiles its programs, so that no question waits for compilation.
 
         Args:
-            policy: model of the policy, or its path (see `load_policy`).
+            policy: model of the policy, or its path (see `coa_jax.load`).
             tools: tools that the policy can call. A tool for which the protocol has no tag is left
                 out.
             protocol: name of the protocol. "" chooses the protocol with which the policy was
                 trained if one of the tools has a tag in this protocol, and else a protocol with
                 tags for all tools.
             sampling: sampling settings; None for greedy decoding.
-            seed: seed of the random key.
+            seed: seed of the answers of `ask`.
             rollout: budgets and prompt style; None for the default budgets and the prompt with
                 which the policy was trained.
             environment: environment that answers the policy in addition to the tools; None for
                 tools only. With an environment and without a name in ``protocol``, the protocol is
                 the one that the tools configure, else that of the policy's training, else the
                 protocol without tags.
+            slots: number of trajectories that are sampled at the same time.
 
         Raises:
             UserError: the protocol or the prompt style is unknown, the policy cannot be loaded, or
@@ -96,8 +75,9 @@ class Agent:
         config = build_config(ToolsConfig, named_tools(tools), "tools")
         self._config = rollout or RolloutConfig(prompt_style="model")
         self._sampling, self._seed = sampling or SamplingParams(temperature=0.0), seed
+        self._asked = 0
         if not isinstance(policy, Model):
-            policy = _model_of(policy)  # this folder also has the prompt and the protocol
+            policy = trained_in(policy)  # this folder also has the prompt and the protocol
         source = policy.card if isinstance(policy, Model) else policy
         self._prompt = load_prompt(self._config.prompt_style, source)
         environment = environment or EnvironmentConfig()
@@ -113,29 +93,37 @@ class Agent:
         length = self._config.max_tokens
         buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
         self._engine = Engine(
-            model.params,
-            model.config,
-            EngineConfig(slots=1, max_length=length, chunk=8, extend_buckets=buckets),
+            merge_adapters(model.config, model.params),
+            without_adapters(model.config),
+            EngineConfig(slots=slots, max_length=length, chunk=8, extend_buckets=buckets),
             eos_ids(tokenizer := model.tokenizer),
             constraint_for(self._config, tokenizer, model.config.vocab_size, [self.protocol.name]),
         )
         self._engine.warm_up()
         self._turns = Turns(1)
 
-    def ask(self, question: str, on_text: Callable[[Arrival], None] | None = None) -> Trajectory:
+    def ask(
+        self,
+        question: str,
+        on_text: Callable[[Arrival], None] | None = None,
+        seed: int | None = None,
+    ) -> Trajectory:
         """Lets the policy answer a question, and waits for the trajectory.
 
         This method is `ask_async` for code that does not use asyncio; arguments, result and errors
         are the same.
         """
-        return run_blocking(self.ask_async(question, on_text))
+        return run_blocking(self.ask_async(question, on_text, seed))
 
     def __call__(self, question: str) -> str:
         """Returns the policy's answer to a question; "" if the policy gave none."""
         return self.ask(question).answer or ""
 
     async def ask_async(
-        self, question: str, on_text: Callable[[Arrival], None] | None = None
+        self,
+        question: str,
+        on_text: Callable[[Arrival], None] | None = None,
+        seed: int | None = None,
     ) -> Trajectory:
         """Lets the policy answer a question.
 
@@ -143,6 +131,8 @@ class Agent:
             question: question in plain text.
             on_text: function that is called whenever the policy or a tool has produced text, with
                 the new piece of text.
+            seed: seed of this answer. None continues the sequence of answers that the seed of the
+                agent determines, so that above temperature 0 each call gives another answer.
 
         Returns:
             The trajectory, with the answer in ``answer`` and the whole text in ``text``.
@@ -150,20 +140,86 @@ class Agent:
         Raises:
             UserError: the prompt has ``max_tokens`` tokens or more, so no answer is possible.
         """
-        tokenizer, budget = self.model.tokenizer, self._config.max_tokens
+        if seed is None:
+            seed, number = self._seed, self._asked
+            self._asked += 1
+        else:
+            number = 0
+        request = self._request(question, 0, seed, (number,))
+        stream = self._rollout([request], on_text)
+        async with self._turns.here(), contextlib.aclosing(stream) as trajectories:
+            return await anext(trajectories)
+
+    def sample(
+        self, prompts: Sequence[str | Sequence[int]], n: int = 1, seed: int = 0
+    ) -> list[list[Trajectory]]:
+        """Samples trajectories of several questions, ``slots`` at the same time.
+
+        Args:
+            prompts: questions in plain text, or prompts as token ids, which are not changed.
+            n: number of trajectories per question.
+            seed: seed of the trajectories. A trajectory depends only on the seed, the index of its
+                question, its index among the n, the prompt and the parameters.
+
+        Returns:
+            For each question, its n trajectories.
+
+        Raises:
+            UserError: a prompt has ``max_tokens`` tokens or more.
+        """
+        return run_blocking(self.sample_async(prompts, n, seed))
+
+    async def sample_async(
+        self, prompts: Sequence[str | Sequence[int]], n: int = 1, seed: int = 0
+    ) -> list[list[Trajectory]]:
+        """Samples trajectories of several questions; see `sample`."""
+        requests = [
+            self._request(prompt, index, seed, tuple(range(n)))
+            for index, prompt in enumerate(prompts)
+        ]
+        found: list[list[Trajectory]] = [[] for _ in prompts]
+        stream = self._rollout(requests)
+        async with self._turns.here(), contextlib.aclosing(stream) as trajectories:
+            async for trajectory in trajectories:
+                found[trajectory.metadata["prompt_id"]].append(trajectory)
+        return [sorted(group, key=lambda t: t.sample_id) for group in found]
+
+    def publish(self, policy: Model) -> None:
+        """Gives the agent new parameters, with which it answers from the next question on.
+
+        No question may be in progress.
+
+        Args:
+            policy: a model of the same architecture; LoRA adapters are merged.
+        """
+        self._engine.publish(merge_adapters(policy.config, policy.params))
+        self.model = policy
+
+    def _request(
+        self, prompt: str | Sequence[int], number: int, seed: int, samples: tuple[int, ...]
+    ) -> Request:
+        question, budget = prompt if isinstance(prompt, str) else "", self._config.max_tokens
         task = Task("ask", question, self.protocol.name, (), "ask")
-        request = make_request(
-            task, self._prompt, self._seed, 0, (0,), self._sampling, environments=self._environments
-        ).encoded(tokenizer)
+        if isinstance(prompt, str):
+            request = make_request(
+                task, self._prompt, seed, number, samples, self._sampling,
+                environments=self._environments,
+            ).encoded(self.model.tokenizer)  # fmt: skip
+        else:
+            request = Request(task, tuple(prompt), seed, number, samples, self._sampling)
         if len(request.prompt) >= budget:
             raise UserError(f"the prompt has {len(request.prompt)} tokens; set max_tokens to more")
-        async with self._turns.here():
-            sampler = EngineSampler(
-                [self._engine], tokenizer, self.tools, self._config, on_text=on_text
-            )
+        return request
+
+    def _rollout(
+        self, requests: Sequence[Request], on_text: Callable[[Arrival], None] | None = None
+    ) -> AsyncGenerator[Trajectory, None]:
+        tokenizer, tools = self.model.tokenizer, self.tools
+        sampler = EngineSampler([self._engine], tokenizer, tools, self._config, on_text=on_text)
+        for request in requests:
             sampler.submit(request)
-            async with contextlib.aclosing(sampler.finished()) as finished:
-                return await anext(finished)
+        sampler.close()
+        return sampler.finished()
 
     async def stream(self, question: str) -> AsyncGenerator[Arrival, None]:
         """Lets the policy answer a question, and yields each piece of text as soon as it exists.

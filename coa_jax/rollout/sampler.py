@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import take_copies
-from coa_jax.model.params import DecodeParams, Model
+from coa_jax.model.params import DecodeParams
+from coa_jax.model.policy import Model
 from coa_jax.rollout.agent_config import AgentConfig, agent_programs
 from coa_jax.rollout.endpoint import EndpointSampler, PolicyEndpoint
 from coa_jax.rollout.episodes import Episodes

@@ -15,6 +15,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import run_folder, with_urls
 from coa_jax.tools.net.budget import spending
+from coa_jax.train.optimizer import make_optimizer
 
 # --help lists the flags that this module defines under the command that calls `define_flags`.
 flags.disclaim_key_flags()
@@ -91,10 +92,12 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         The run directory, and the path at which to save the trained model.
 
     Raises:
-        UserError: the directory holds a run in which a setting differs that is not in `MAY_CHANGE`.
+        UserError: the directory holds a run in which a setting differs that is not in `MAY_CHANGE`,
+            or the optimiser cannot be created.
     """
     from coa_jax.parallel import processes  # here, because it loads JAX
 
+    make_optimizer(config.optimizer)  # so that a wrong optimiser ends the run before it begins
     active = processes.index() == 0
     if active:
         warn_untested()

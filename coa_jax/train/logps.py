@@ -10,14 +10,16 @@ positions with a loss; and XLA computes the matmuls without copies on a CPU.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.compute import Compute
+from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, bind
+from coa_jax.model.params import Params, bind, param_dtype
+from coa_jax.model.policy import Model
 from coa_jax.train.batch import Batch
 from coa_jax.train.head import Head, score_chunks, weighted_sum
 
@@ -27,6 +29,39 @@ CHUNK, SHARED_CHUNK = 512, 2048
 The first number is for one device, the second for several devices. Several devices sum the
 gradient of the head once per chunk, so their chunks are larger.
 """
+
+
+def log_probs(policy: Any, batch: Batch, temperature: float = 1.0) -> jax.Array:
+    """Computes the log-probability of every token given its predecessors.
+
+    ``jax.jit``, ``jax.grad`` and the transformations of Flax NNX may trace the call.
+
+    Args:
+        policy: a `Model`, or any other module or function that maps (tokens, positions,
+            segment_ids), each int32 ``[R, T]``, to logits ``[R, T, V]``. A token must attend only
+            to tokens of its own segment.
+        batch: packed rows.
+        temperature: number by which the logits are divided.
+
+    Returns:
+        Log-probabilities, float32 ``[R, T]``. The results at index 0 of a row are 0, because no
+        token precedes the first token.
+    """
+    if isinstance(policy, Model):
+        params = policy.params
+        compute = local_compute(str(param_dtype(params)))
+        return _log_probs(params, policy.config, batch, compute, temperature)
+    logits = policy(batch.tokens, batch.positions, batch.segment_ids) / temperature
+    logps = jax.nn.log_softmax(logits.astype(jnp.float32))[:, :-1]
+    chosen = jnp.take_along_axis(logps, jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)
+    return jnp.pad(chosen[:, :, 0], ((0, 0), (1, 0)))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "compute", "temperature"))
+def _log_probs(
+    params: Params, config: ModelConfig, batch: Batch, compute: Compute, temperature: float
+) -> jax.Array:
+    return token_logps(params, config, batch, compute, temperature=temperature, entropy=False)[0]
 
 
 def token_logps(

@@ -207,6 +207,6 @@ def export(config: TrainingConfig, trained: Trained, output: Path, phase: str) -
     """Writes the trained model to ``output``, or ends the process if the run was asked to stop."""
     if trained.step < trained.total or trained.unmeasured:
         end_run(trained.step, trained.total)
-    model = dataclasses.replace(trained.model, params=trained.state.model)
+    model = trained.model.replace(params=trained.state.model)
     settings = dataclasses.asdict(config)
     save_trained(model, config.model, output, config.export_dtype, phase, settings)

@@ -1,20 +1,35 @@
-"""The optimiser: AdamW with a learning rate that warms up and decays, and its settings."""
+"""The optimiser: AdamW or any optax optimiser, with a learning rate that warms up and decays."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from coa_jax.config.fields import Between, Bounded, Count, Natural, Positive, Share
+from coa_jax.config.extensions import BoundFunction, ExtensionKind, Named, bind, blaming
+from coa_jax.config.fields import Between, Bounded, Count, Natural, Positive, Share, shown
+from coa_jax.errors import UserError
 
 if TYPE_CHECKING:
     import optax
 
+OPTIMIZERS = ExtensionKind(
+    "optimiser",
+    "coa_jax.optimizers",
+    {},
+    offers=("learning_rate", "weight_decay", "mask", "weight_decay_mask"),
+)
+"""Functions that return an `optax.GradientTransformation`, such as ``optax:lion``.
+
+``learning_rate`` is the schedule of the run. ``mask`` and ``weight_decay_mask`` are a function that
+selects the parameters to which weight decay applies.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Bounded):
-    """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
+    """Settings of the optimiser, with linear warm-up, then cosine decay or a constant rate.
 
     Attributes:
         learning_rate: peak of the learning rate; -1 takes the default of the stage, see
@@ -26,12 +41,15 @@ class OptimizerConfig(Bounded):
         b1: decay of AdamW's first moment.
         b2: decay of AdamW's second moment.
         eps: AdamW's epsilon, which is added to the root of the second moment.
-        weight_decay: factor of AdamW's weight decay, which applies to all parameters except the
-            scales of norms and the biases.
-        clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
-            1e9 turns clipping off.
+        weight_decay: factor of the weight decay, which applies to all parameters except the scales
+            of norms and the biases.
+        clip_norm: upper bound to which the global gradient norm is clipped before the optimiser
+            sees the gradient; a large number such as 1e9 turns clipping off.
         max_skipped: number of consecutive skipped updates (see `train_step`) after which training
             ends with an error.
+        path: path of a function that takes the place of AdamW, such as ``optax:lion``, see
+            `OPTIMIZERS`; "" for AdamW. ``b1``, ``b2`` and ``eps`` are then unused.
+        options: keyword arguments of this function.
     """
 
     learning_rate: Annotated[float, Between(0, 10, also=(-1,))] = -1.0
@@ -44,8 +62,20 @@ class OptimizerConfig(Bounded):
     weight_decay: Annotated[float, Between(0, 10)] = 0.01
     clip_norm: Positive = 1.0
     max_skipped: Count = 5
+    path: Annotated[str, Named(OPTIMIZERS, "")] = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.options and not self.path:
+            raise UserError("options are set, and path is empty; options belong to a path")
 
 
+Optimizer: TypeAlias = "OptimizerConfig | optax.GradientTransformation"
+"""An optimiser: its settings, or an optax object, which is used as it is."""
+
+
+@functools.lru_cache
 def schedule(config: OptimizerConfig) -> optax.Schedule:
     """Returns the learning rate as a function of the number of updates.
 
@@ -62,23 +92,69 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
+def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
+    """Returns the schedule that an optimiser follows; None if the optimiser has its own."""
+    if not isinstance(optimizer, OptimizerConfig):
+        return None
+    if optimizer.path and "learning_rate" not in _call(optimizer).asks:
+        return None
+    return schedule(optimizer)
+
+
+def make_optimizer(optimizer: Optimizer) -> optax.GradientTransformation:
+    """Creates the optimiser of a run from its settings.
+
+    Equal settings give the same object, so that they share a compiled training step. An optax
+    object is returned unchanged.
+
+    Raises:
+        UserError: the function that ``path`` names cannot be called with the options, or does not
+            return an optax optimiser.
+    """
+    if not isinstance(optimizer, OptimizerConfig):
+        return optimizer
+    return _made(optimizer, OPTIMIZERS.given.get(optimizer.path))
+
+
 @functools.lru_cache
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Creates the optimiser of a run from its settings."""
+def _made(config: OptimizerConfig, _given: Callable[..., Any] | None) -> Any:
+    """Creates an optimiser; two functions of Python may have the same name in the settings."""
     import jax
     import optax
 
     decays = functools.partial(
         jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key not in ("scale", "bias")
     )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule(config),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=decays,
-        ),
-    )
+    offered = {"learning_rate": schedule(config), "weight_decay": config.weight_decay}
+    if config.path:
+        call = _call(config)
+        with blaming(call, config.path, _WHERE):
+            chosen = call(**offered, mask=decays, weight_decay_mask=decays)
+        _check(chosen, f"{_WHERE}: {config.path} returned")
+    else:
+        chosen = optax.adamw(**offered, b1=config.b1, b2=config.b2, eps=config.eps, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), chosen)
+
+
+_WHERE = "optimizer.path"
+
+
+def _call(config: OptimizerConfig) -> BoundFunction:
+    return bind(OPTIMIZERS, config.path, config.options, _WHERE)
+
+
+def name_optimizer(optimizer: Any) -> str:
+    """Returns a value of the setting ``path`` that stands for an optax object in this process.
+
+    Raises:
+        UserError: the object is no optax optimiser.
+    """
+    _check(optimizer, "optimizer is")
+    return OPTIMIZERS.name_of(lambda: optimizer, "optimizer")
+
+
+def _check(optimizer: Any, what: str) -> None:
+    import optax
+
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise UserError(f"{what} {shown(optimizer)}, which is no optax GradientTransformation")

@@ -7,7 +7,6 @@ step of the main thread takes groups from the stream, and makes one or more poli
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -107,7 +106,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             )
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
-        learner.model = dataclasses.replace(learner.model, card=card)
+        learner.model = learner.model.replace(card=card)
         run.begin("rl", learner.step, learner.total)
         overlap.keep(run)
         stream = stream_of(config, parts, config.seed)

@@ -99,7 +99,7 @@ def train(
         longest = max(longest, int(held_out_examples.sizes.max()))
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
-    model = dataclasses.replace(model, card=card)
+    model = model.replace(card=card)
     compute = config.compute(model.config, mesh)
     change = None
     if augmentation is not None:

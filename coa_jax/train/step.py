@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.errors import UserError
-from coa_jax.model.compute import Compute
+from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, abstract_params, join, select
 from coa_jax.parallel.launch_order import turn
@@ -27,7 +27,7 @@ from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch, stack
 from coa_jax.train.losses import Loss, Net
 from coa_jax.train.objectives import Stats
-from coa_jax.train.optimizer import OptimizerConfig, make_optimizer, schedule
+from coa_jax.train.optimizer import Optimizer, OptimizerConfig, make_optimizer, schedule_of
 
 
 class TrainState(NamedTuple):
@@ -57,9 +57,7 @@ class TrainState(NamedTuple):
         return join(self.params, self.frozen)
 
 
-def init_state(
-    params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
-) -> TrainState:
+def init_state(params: Params, optimizer: Optimizer, frozen: Params | None = None) -> TrainState:
     """Creates the state before the first update.
 
     The moments of the optimiser are sharded like the parameters that they belong to. The function
@@ -68,7 +66,7 @@ def init_state(
 
     Args:
         params: trained parameters.
-        optimizer: settings of the optimiser.
+        optimizer: settings of the optimiser, or an optax object.
         frozen: parameters that are not trained; None if all parameters are trained.
     """
     like = abstract_state(params, optimizer)
@@ -81,7 +79,7 @@ def init_state(
 
 
 def abstract_state(
-    params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
+    params: Params, optimizer: Optimizer, frozen: Params | None = None
 ) -> TrainState:
     """Returns the shapes and shardings of the result of `init_state`.
 
@@ -92,24 +90,24 @@ def abstract_state(
             are trained.
     """
 
-    def placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
+    by_path = dict(jax.tree_util.tree_leaves_with_path(params))
     first = jax.tree.leaves(params)[0].sharding
     rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
-    transformation = make_optimizer(optimizer)
-    opt_state = optax.tree_map_params(
-        transformation,
-        lambda moment, parameter: placed(moment, parameter.sharding),
-        jax.eval_shape(transformation.init, params),
-        params,
-        transform_non_params=lambda x: placed(x, rest),
-    )
+
+    def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # The path of a moment ends with the path of its parameter. Some optimisers also keep arrays
+        # of other shapes for a parameter, such as moments of its rows.
+        owners = (by_path.get(path[start:]) for start in range(len(path)))
+        places = (p.sharding for p in owners if p is not None and p.shape == x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=next(places, rest))
+
+    opt_state = jax.eval_shape(make_optimizer(optimizer).init, params)
+    opt_state = jax.tree_util.tree_map_with_path(placed, opt_state)
     counters: list[Any] = [jax.ShapeDtypeStruct((), jnp.int32, sharding=rest) for _ in range(3)]
     return TrainState(params, frozen or {}, opt_state, *counters)
 
 
-def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
+def run_state(model: ModelConfig, optimizer: Optimizer, mesh: Mesh | None) -> TrainState:
     """Returns the shapes and shardings of the state of a run, including frozen parameters.
 
     Args:
@@ -167,7 +165,9 @@ def gradient_sums(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("loss", "model", "compute", "optimizer"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("loss", "model", "compute", "optimizer", "learning_rate"),
+    donate_argnames=("state",),
 )
 def train_program(
     state: TrainState,
@@ -179,7 +179,8 @@ def train_program(
     loss: Loss,
     model: ModelConfig,
     compute: Compute,
-    optimizer: OptimizerConfig,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule | None,
 ) -> tuple[TrainState, Stats]:
     """Makes one update, as a compiled program that `train_step` calls.
 
@@ -193,7 +194,9 @@ def train_program(
         loss: loss of a micro-batch.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
-        optimizer: settings of the optimiser.
+        optimizer: the optimiser.
+        learning_rate: the schedule that the optimiser follows, for the statistics; None if it is
+            unknown.
 
     Returns:
         The new state, and statistics by name, see `train_step`.
@@ -202,7 +205,7 @@ def train_program(
     sums, stats = gradient_sums(loss, state.params, batches, number, net)
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
-    updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     # If the global norm is finite, all gradients are.
     good = jnp.isfinite(norm) & jnp.isfinite(stats["loss"])
@@ -223,10 +226,13 @@ def train_program(
     means = {
         name: value if name.endswith("max") else value / count for name, value in stats.items()
     }
+    rate = {}
+    if learning_rate is not None:
+        rate["optim/lr"] = jnp.asarray(learning_rate(state.step - state.skipped), jnp.float32)
     return new, {
         **means,
         "optim/grad_norm": norm,
-        "optim/lr": jnp.asarray(schedule(optimizer)(state.step - state.skipped), jnp.float32),
+        **rate,
         "optim/skipped": new.skipped,
         "optim/skipped_in_a_row": new.skipped_in_a_row,
     }
@@ -238,8 +244,8 @@ def train_step(
     *,
     loss: Loss,
     model: ModelConfig,
-    compute: Compute,
-    optimizer: OptimizerConfig,
+    optimizer: Optimizer,
+    compute: Compute | None = None,
     allowed: jax.Array | None = None,
     capacity: int = 0,
     rows: int = 0,
@@ -256,9 +262,9 @@ def train_step(
         batches: at least one micro-batch, on the host. Only tokens with mask 1 have a loss.
         loss: loss of a micro-batch; static.
         model: architecture of the model; static.
+        optimizer: settings of the optimiser, or an optax object; static.
         compute: dtype, operations and sharding; static. Rows are split over the mesh of
-            ``compute``.
-        optimizer: settings of the optimiser; static.
+            ``compute``. None for float32 on the first device.
         allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
             without constrained decoding.
         capacity: maximum number of micro-batches of an update in this run. Micro-batches are padded
@@ -271,9 +277,10 @@ def train_step(
 
     Returns:
         The new state, and statistics by name: the means of the loss's statistics over the tokens of
-        the update, and ``optim/grad_norm``, ``optim/lr``, ``optim/skipped``,
-        ``optim/skipped_in_a_row`` and ``tokens``.
+        the update, and ``optim/grad_norm``, ``optim/lr`` (unless an optax object has a schedule of
+        its own), ``optim/skipped``, ``optim/skipped_in_a_row`` and ``tokens``.
     """
+    compute = compute or local_compute()
     number = len(batches)
     if number > capacity:
         capacity = max(1 << (number - 1).bit_length(), 4)
@@ -281,7 +288,8 @@ def train_step(
         count = float(sum(np.sum(batch.counts, dtype=np.float64) for batch in batches))
     arrays = put_batch(stack(batches, capacity), compute.mesh, rows)
     sizes = np.int32(number), np.float32(max(count, 1.0))
-    static = {"loss": loss, "model": model, "compute": compute, "optimizer": optimizer}
+    static: dict[str, Any] = {"loss": loss, "model": model, "compute": compute}
+    static |= {"optimizer": make_optimizer(optimizer), "learning_rate": schedule_of(optimizer)}
     with turn(compute.mesh) as finish:
         state, stats = finish(train_program(state, arrays, *sizes, allowed, **static))
     values = {name: value.item() for name, value in jax.device_get(stats).items()}

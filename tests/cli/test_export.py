@@ -11,7 +11,7 @@ import transformers
 
 from coa_jax.cli.export import export
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, load_model, logits
+from coa_jax.model.api import Model, load_model
 from coa_jax.model.params import num_params
 from coa_jax.run.settings import complete_config
 from coa_jax.train.checkpoint import Checkpoints
@@ -63,10 +63,10 @@ def torch_logits(path) -> np.ndarray:
 def test_transformers_computes_our_logits_from_the_chosen_checkpoint(run, tmp_path):
     workdir, first, start = run
     assert export(workdir, tmp_path / "out", step=1, dtype="float32") == ("rl", 1)
-    ours = np.asarray(logits(first, TOKENS))
+    ours = np.asarray(first(TOKENS))
     theirs = torch_logits(tmp_path / "out")
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()
-    assert np.abs(ours - np.asarray(logits(start, TOKENS))).max() > 1e-3
+    assert np.abs(ours - np.asarray(start(TOKENS))).max() > 1e-3
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.get_vocab() == start.tokenizer.get_vocab()
 

@@ -12,11 +12,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import transformers
+from flax import nnx
 
 from coa_jax.errors import UserError
-from coa_jax.model.api import describe_model, load_model, load_weights, logits, save_model
+from coa_jax.model.api import describe_model, load, load_model, load_weights, save_model
+from coa_jax.model.config import LoraConfig
+from coa_jax.model.params import select
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
@@ -34,9 +38,49 @@ def torch_logits(model, tokens) -> np.ndarray:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_float32(references, family):
     expected = torch_logits(references[family].torch_model, TOKENS)
-    actual = logits(load_model(references[family].path), TOKENS)
+    actual = load_model(references[family].path)(TOKENS)
     assert actual.dtype == jnp.float32
     assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_a_policy_is_an_nnx_module_that_learns_and_is_saved(references, tmp_path):
+    policy = load(references["qwen2"].path)
+    assert isinstance(policy, nnx.Module)
+    axes = nnx.get_partition_spec(nnx.state(policy))["decoder"]["embed"]["embedding"]
+    assert axes.get_value() == jax.P("vocab", "embed")
+    optimizer = nnx.Optimizer(policy, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(policy, optimizer, tokens):
+        def loss(policy):
+            return -jnp.mean(jax.nn.log_softmax(policy(tokens))[..., 7])
+
+        value, gradients = nnx.value_and_grad(loss)(policy)
+        optimizer.update(policy, gradients)
+        return value
+
+    losses = [float(step(policy, optimizer, TOKENS[:, :9])) for _ in range(5)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert step._cache_size() == 1
+    save_model(policy, tmp_path / "learned")
+    np.testing.assert_array_equal(load(tmp_path / "learned")(TOKENS), jax.jit(policy)(TOKENS))
+
+
+def test_only_the_adapters_of_a_policy_learn_if_only_they_are_chosen(references, tmp_path):
+    plain = load(references["qwen2"].path)
+    policy = load(references["qwen2"].path, lora=LoraConfig(rank=2))
+    np.testing.assert_array_equal(policy(TOKENS), plain(TOKENS))
+    chosen = nnx.DiffState(0, nnx.LoRAParam)
+    optimizer = nnx.Optimizer(policy, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    for _ in range(2):
+        gradients = nnx.grad(lambda p: jnp.mean(p(TOKENS) ** 2), argnums=chosen)(policy)
+        optimizer.update(policy, gradients)
+    learned = policy(TOKENS)
+    assert np.abs(learned - plain(TOKENS)).max() > 1e-3
+    kept = select(policy.config, policy.params, adapter=False)
+    jax.tree.map(np.testing.assert_array_equal, kept, plain.params)
+    save_model(policy, tmp_path / "merged")
+    np.testing.assert_allclose(load(tmp_path / "merged")(TOKENS), learned, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +97,8 @@ def test_rope_scaling_matters_for_the_golden_logits(references, family, change):
     model = load_model(references[family].path)
     expected = torch_logits(references[family].torch_model, TOKENS)
     scaling = dataclasses.replace(model.config.rope_scaling, **change)
-    changed = dataclasses.replace(
-        model, config=dataclasses.replace(model.config, rope_scaling=scaling)
-    )
-    assert np.abs(logits(changed, TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
+    changed = model.replace(config=dataclasses.replace(model.config, rope_scaling=scaling))
+    assert np.abs(changed(TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +181,7 @@ def test_a_model_without_tokenizer_files_loads_and_saves(references, tmp_path):
     model = load_model(whole.path)
     shutil.copytree(whole.path, path, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     bare = load_model(path)
-    np.testing.assert_array_equal(logits(bare, TOKENS), logits(model, TOKENS))
+    np.testing.assert_array_equal(bare(TOKENS), model(TOKENS))
     described = describe_model(path)
     assert (described.config, described.params) == (model.config, {})
     with pytest.raises(UserError, match=rf"^{path} has no tokenizer \(tokenizer\.json, vocab"):
@@ -214,7 +256,7 @@ def test_overwrite_replaces_a_model_but_never_other_files(references, tmp_path):
 )
 def test_bad_tokens_are_refused(references, tokens, message):
     with pytest.raises(UserError, match=message):
-        logits(load_model(references["qwen2"].path), tokens)
+        load_model(references["qwen2"].path)(tokens)
 
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from coa_jax.errors import UserError
-from coa_jax.model.api import load_model, logits, save_model
+from coa_jax.model.api import load_model, save_model
 from coa_jax.model.cache import Cache, init_layers
 from coa_jax.model.compute import local_compute
 from coa_jax.model.gguf_io import GgufFile, gguf_file
@@ -308,7 +308,7 @@ def test_smollm2_answers_as_in_transformers(smollm2):
             golden = net(torch.tensor([ids + answer])).logits.numpy()
         # Greedy decoding in torch takes the same first token, hence the same second, and so on.
         assert golden[0, len(ids) - 1 : -1].argmax(-1).tolist() == answer, prompt
-        ours = logits(model, [ids + answer])
+        ours = model([ids + answer])
         assert np.abs(ours - golden).max() < 1e-4 * np.abs(golden).max()
     # And the answer is sensible, so that the two are not equally wrong.
     assert "Paris" in decode_ids(

@@ -74,7 +74,7 @@ def adapted(model, lora):
     """A model with adapters before training."""
     config = dataclasses.replace(model.config, lora=lora)
     params = join(*split_trained(model.params, config, seed=1))
-    return dataclasses.replace(model, config=config, params=params)
+    return model.replace(config=config, params=params)
 
 
 def grown(model, lora):
@@ -83,7 +83,7 @@ def grown(model, lora):
     config = start.config
     adapters, kept = split_trained(model.params, config, seed=1)
     adapters = jax.tree.map(lambda x: x + noise.normal(0, 0.2, x.shape).astype("f"), adapters)
-    return dataclasses.replace(start, params=join(adapters, kept))
+    return start.replace(params=join(adapters, kept))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))
@@ -99,7 +99,7 @@ def logits(model, compute=REFERENCE):
 
 def merged(model):
     params = merge_adapters(model.config, model.params)
-    return dataclasses.replace(model, config=without_adapters(model.config), params=params)
+    return model.replace(config=without_adapters(model.config), params=params)
 
 
 def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path, backend):
@@ -326,10 +326,10 @@ QUANTISED = {
 LOADED = """
 import numpy as np, torch
 from peft import AutoPeftModelForCausalLM
-from coa_jax import load_model, logits
+from coa_jax import load
 tokens = np.load("tokens.npy")
 theirs = AutoPeftModelForCausalLM.from_pretrained("Org/Adapter")(torch.tensor(tokens)).logits
-ours = logits(load_model("Org/Adapter"), tokens)
+ours = load("Org/Adapter")(tokens)
 np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=0, atol=2e-5)
 print("equal")
 """

@@ -123,7 +123,7 @@ def test_other_files_of_a_model_of_the_hub_are_downloaded_by_one_host(hub, tmp_p
         model = load_model(base)
         config = dataclasses.replace(model.config, lora=LoraConfig(rank=2, alpha=4.0))
         params = jax.tree.map(lambda x: x + 0.1, join(*split_trained(model.params, config, seed=1)))
-        trained = dataclasses.replace(model, config=config, params=params)
+        trained = model.replace(config=config, params=params)
         settings = {"optimizer": {"total_steps": 1}}
         save_trained(trained, str(base), tmp_path / "trained", "float32", "sft", settings)
         (tmp_path / "trained-adapters").rename(copy)

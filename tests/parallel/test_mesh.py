@@ -223,7 +223,7 @@ def test_devices_that_nobody_needs_for_rollouts_are_not_set_aside():
 PROGRAM = """
 import sys, jax, numpy as np
 from coa_jax.errors import UserError
-from coa_jax.model.api import load_model, logits, save_model
+from coa_jax.model.api import load_model, save_model
 from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import DECODE_RULES, make_mesh
 from coa_jax.parallel.placement import training_mesh
@@ -238,7 +238,7 @@ assert training_mesh(MeshConfig(2, -1, 1, 1, 2), rollouts=True).devices.shape ==
 path, out = sys.argv[1:]
 tokens = np.random.default_rng(0).integers(0, 384, (4, 33))
 single = load_model(path)
-expected = np.asarray(logits(single, tokens))
+expected = np.asarray(single(tokens))
 for sizes in ((2, 2, 2), (1, 8, 1), (1, 1, 8), (-1, 1, 2)):
     mesh = make_mesh(*sizes)
     model = load_model(path, mesh=mesh)
@@ -246,11 +246,11 @@ for sizes in ((2, 2, 2), (1, 8, 1), (1, 1, 8), (-1, 1, 2)):
     qkv = model.params["layers"]["attn"]["qkv"]["kernel"]
     if sizes == (2, 2, 2):
         assert qkv.addressable_shards[0].data.shape == (3, 24, 1, 4, 12), qkv.sharding
-    actual = logits(model, tokens)
+    actual = model(tokens)
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error < 1e-5, (sizes, error)
     decode = jax.device_put(model.params, shardings(model.config, mesh, DECODE_RULES))
-    actual = logits(type(model)(model.config, decode, model.tokenizer), tokens)
+    actual = model.replace(params=decode)(tokens)
     assert np.abs(actual - expected).max() < 1e-5 * np.abs(expected).max(), sizes
 save_model(model, out)
 jax.tree.map(np.testing.assert_array_equal, load_model(out).params, single.params)

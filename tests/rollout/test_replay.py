@@ -74,7 +74,7 @@ def with_call(trajectory: Trajectory, **changes) -> Trajectory:
 
 def other_model():
     model = tiny_policy.policy()
-    return dataclasses.replace(model, params=init_params(model.config, jax.random.key(5)))
+    return model.replace(params=init_params(model.config, jax.random.key(5)))
 
 
 @pytest.mark.parametrize("shapes", [{}, {"slots": 3, "chunk": 5, "extend_buckets": (16, 48)}])
@@ -162,7 +162,7 @@ def test_another_model_differs(sampled):
 
 def test_a_model_of_another_vocabulary_is_refused(sampled):
     model = tiny_policy.policy()
-    small = dataclasses.replace(model, config=dataclasses.replace(model.config, vocab_size=9))
+    small = model.replace(config=dataclasses.replace(model.config, vocab_size=9))
     with pytest.raises(UserError, match="the model only 9 embeddings: give the --model"):
         again(sampled, small)
 

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import coa_jax
 from coa_jax import storage
-from coa_jax.api import evaluate_policy, load_policy
+from coa_jax.api import evaluate_policy
 from coa_jax.cli.export import export
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.files import durable
@@ -82,10 +83,10 @@ def check_everything_is_in_the_bucket(root: str, kind: str, name: str, run: Path
 
 
 def check_readers(root: str, kind: str, name: str, output: Path) -> None:
-    """`export` reads the checkpoint, `load_policy` the model, without the run."""
+    """`export` reads the checkpoint, `load` the model, without the run."""
     with storage.visited(f"{root}/{name}") as folder:
         assert export(folder, output, dtype="float32") == (kind, STEPS[kind])
-    model = load_policy(f"{root}/{name}")
+    model = coa_jax.load(f"{root}/{name}")
     exported = load_file(output / "model.safetensors")
     there = load_file(seen(f"{root}/{name}") / "model" / "model.safetensors")
     for key in there:

@@ -10,18 +10,28 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from coa_jax.errors import UserError
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import bind, specs
+from coa_jax.model.policy import Model
 from coa_jax.train import logps, step
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Example, pack, split_rows
-from coa_jax.train.logps import token_logps
+from coa_jax.train.logps import log_probs, token_logps
 from coa_jax.train.losses import Net, PolicyLoss, SFTLoss
-from coa_jax.train.optimizer import OptimizerConfig, make_optimizer, schedule
+from coa_jax.train.optimizer import (
+    OptimizerConfig,
+    make_optimizer,
+    name_optimizer,
+    schedule,
+    schedule_of,
+)
 from coa_jax.train.step import init_state, train_step
 from tests.random_params import random_params
 
@@ -130,6 +140,38 @@ def rows_of(batch, groups):
         split_rows(jax.tree.map(operator.itemgetter(np.asarray(group)), batch), 2)[0]
         for group in groups
     ]
+
+
+def test_log_probs_of_a_policy_are_those_of_its_logits():
+    batch, policy = pack(examples(), 32), Model(MODEL, PARAMS, None)
+    found = jax.jit(log_probs, static_argnames="temperature")(policy, batch, temperature=0.7)
+    own = log_probs(lambda *arrays: policy(*arrays), batch, 0.7)  # as of a module of the user
+    np.testing.assert_allclose(batch.mask * found, batch.mask * own, rtol=1e-5, atol=1e-5)
+
+
+class Bigrams(nnx.Module):
+    """A model that is not of this package."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Embed(MODEL.vocab_size, MODEL.vocab_size, rngs=rngs)
+
+    def __call__(self, tokens, positions, segment_ids):
+        return self.table(tokens)
+
+
+def test_a_module_of_the_user_learns_packed_rows():
+    batch, module = pack(examples(), 32), Bigrams(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, optax.adam(0.1), wrt=nnx.Param)
+
+    def loss(module):
+        return -jnp.sum(batch.mask * log_probs(module, batch)) / jnp.sum(batch.mask)
+
+    losses = []
+    for _ in range(10):
+        value, gradients = nnx.value_and_grad(loss)(module)
+        optimizer.update(module, gradients)
+        losses.append(float(value))
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_an_update_does_not_depend_on_micro_batches():
@@ -272,6 +314,50 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine(warmup, ratio, total):
             expected = 0.02 * (ratio + (1 - ratio) * (1 + np.cos(np.pi * done)) / 2)
         assert rate == pytest.approx(expected, rel=1e-5, abs=1e-9)
     assert rates[0] > 0  # the first update is not wasted
+
+
+def update_of(optimizer):
+    """Two updates of constant parameters, with a gradient above the bound on its norm."""
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 0.5), PARAMS)
+    state = optimizer.init(params)
+    for gradients in (params, jax.tree.map(lambda x: -2 * x, params)):
+        updates, state = optimizer.update(gradients, state, params)
+    return updates
+
+
+def test_a_path_names_an_optimiser_with_the_schedule_of_the_settings():
+    config = OptimizerConfig(
+        0.1, 10, warmup_steps=2, weight_decay=0.0, path="optax:lion", options={"b1": 0.3}
+    )
+    lion = optax.lion(schedule(config), b1=0.3, weight_decay=0.0)
+    assert_same_tree(update_of(make_optimizer(config)), update_of(lion))
+    assert make_optimizer(dataclasses.replace(config)) is make_optimizer(config)
+
+
+def test_an_object_is_used_with_the_bound_on_the_gradient_and_its_own_schedule():
+    for rate in (0.1, 0.2):  # the second object has the name of the first
+        config = OptimizerConfig(9.0, 10, path=name_optimizer(optax.sgd(rate)))
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
+        assert_same_tree(update_of(make_optimizer(config)), update_of(clipped))
+        assert schedule_of(config) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": "optax:lyon"}, r"optimizer\.path: optax:lyon: .* has no 'lyon'; did you mean"),
+        ({"path": "optax:cosine_decay_schedule"}, r"needs 'init_value'"),
+        ({"path": "math:dist"}, r"optimizer\.path"),
+        ({"path": "optax:lion", "options": {"b3": 1.0}}, r"optax:lion has no option 'b3'"),
+        (
+            {"path": "optax:constant_schedule", "options": {"value": 1.0}},
+            r"optimizer\.path: optax:constant_schedule returned .* no optax GradientTransformation",
+        ),
+    ],
+)
+def test_what_is_no_optimiser_is_one_line(settings, message):
+    with pytest.raises(UserError, match=message):
+        make_optimizer(OptimizerConfig(0.1, 10, **settings))
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():

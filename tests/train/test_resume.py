@@ -9,6 +9,7 @@ import threading
 import jax
 import pytest
 
+from coa_jax.errors import UserError
 from coa_jax.model.api import describe_model
 from coa_jax.model.params import num_params
 from coa_jax.train import fit, learner
@@ -81,6 +82,22 @@ def test_a_run_that_goes_on_reads_no_base_weights_and_holds_its_state_once(folde
         run_sft(folder / "run", settings(folder, 2))
     assert len(rows(folder / "run", "sft")) == 2
     assert 0.99 * state < found[0] < 1.15 * state
+
+
+def test_a_run_with_another_optimiser_goes_on_as_if_it_had_not_stopped(folder):
+    lion = {"path": "optax:lion", "options": {"b2": 0.9}, "final_ratio": 1.0}
+
+    def steps(number):
+        return settings(folder, number, optimizer=OptimizerConfig(1e-3, number, **lion))
+
+    run_sft(folder / "parts", steps(1))
+    run_sft(folder / "parts", steps(3))
+    run_sft(folder / "whole", steps(3))
+    parts, whole = (rows(folder / name, "sft") for name in ("parts", "whole"))
+    assert [row["loss"] for row in parts] == [row["loss"] for row in whole]
+    assert parts[-1]["loss"] < parts[0]["loss"] and parts[-1]["optim/lr"] == pytest.approx(1e-3)
+    with pytest.raises(UserError, match=r"other settings \(optimizer\.path"):
+        run_sft(folder / "parts", settings(folder, 4))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 from coa_jax.data.trajectory import Author, Reward
 from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
-from coa_jax.model.api import Model, logits, save_model
+from coa_jax.model.api import Model, save_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
@@ -59,9 +59,9 @@ def sampled(params, number, seed, length=12):
     rng, model = np.random.default_rng(seed), Model(MODEL, params, None)
     tokens = rng.integers(0, MODEL.vocab_size, (number, length))
     for t in range(2, length):
-        z = np.asarray(logits(model, tokens))[:, t - 1]
+        z = np.asarray(model(tokens))[:, t - 1]
         tokens[:, t] = np.argmax(z + rng.gumbel(size=z.shape), axis=-1)
-    z = logits(model, tokens)
+    z = model(tokens)
     logps = np.asarray(jax.nn.log_softmax(z))[:, :-1]
     author = np.where(np.arange(length) < 2, Author.PROMPT, Author.POLICY)
     made = []
@@ -76,7 +76,7 @@ def divergence(params, of):
     """Mean KL(student, teacher) over what the student samples, all tokens of the vocabulary."""
     _, tokens = sampled(params, 64, 99)
     p, q = (
-        np.asarray(jax.nn.log_softmax(logits(Model(c, w, None), tokens)), np.float64)[:, 1:-1]
+        np.asarray(jax.nn.log_softmax(Model(c, w, None)(tokens)), np.float64)[:, 1:-1]
         for c, w in ((MODEL, params), of)
     )
     return float((np.exp(p) * (p - q)).sum(-1).mean())
@@ -330,6 +330,6 @@ def test_the_server_of_this_package_scores_as_a_local_teacher_does(tmp_path: Pat
     ids = rng.integers(5, policy.config.vocab_size, 40).tolist()
     with server() as address:
         found = asyncio.run(request_logprobs(TeacherConfig(f"{address}/v1", "tiny"), ids))
-    z = logits(Model(policy.config, policy.params, None), [ids])[0]
+    z = policy([ids])[0]
     wanted = np.asarray(jax.nn.log_softmax(z))[np.arange(39), ids[1:]]
     np.testing.assert_allclose(found[1:], wanted, rtol=1e-4, atol=1e-4)

@@ -27,6 +27,7 @@ from coa_jax.train.arrays import Setup, chip_bytes
 from coa_jax.train.batch import Batch
 from coa_jax.train.logps import chunked
 from coa_jax.train.losses import Loss, PolicyLoss, SFTLoss, ValueLoss
+from coa_jax.train.optimizer import make_optimizer, schedule_of
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import TrainState, train_program
 from coa_jax.train.update import critic_optimizer
@@ -90,7 +91,8 @@ def _training(setup: Setup) -> list[Program]:
             name,
             functools.partial(
                 train_program.lower, state, batch, count, tokens, allowed,
-                loss=loss, model=setup.model, compute=_compute(setup), optimizer=optimizer,
+                loss=loss, model=setup.model, compute=_compute(setup),
+                optimizer=make_optimizer(optimizer), learning_rate=schedule_of(optimizer),
             ),
             updates,
             arrays.kept_bytes(setup) - chip_bytes(state),

@@ -13,7 +13,6 @@ import pytest
 from coa_jax.data.trajectory import Author, StopReason, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.model import tokenizer as tokenizer_module
-from coa_jax.model.api import logits
 from coa_jax.rollout import scheduler
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.request import RolloutConfig
@@ -26,7 +25,7 @@ from tests.serve.agents.live import LENGTH, one, sampler, solve
 
 def trainer_logps(trajectory: Trajectory) -> np.ndarray:
     """Log-probabilities of all tokens but the first, from one pass over the whole."""
-    scores = logits(tiny_policy.policy(), trajectory.tokens[None])[0]
+    scores = tiny_policy.policy()(trajectory.tokens[None])[0]
     logps = np.asarray(jax.nn.log_softmax(scores, axis=-1))
     return logps[np.arange(len(trajectory.tokens) - 1), trajectory.tokens[1:]]
 
