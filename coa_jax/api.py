@@ -235,8 +235,8 @@ def _keep_model(path: Path, policy: Model | None) -> None:
     if not path.exists():
         return save_model(policy, path)
     kept, given = load_weights(path), policy.merged().params
-    same = jax.tree.map(jnp.array_equal, kept, given) if {*kept} == {*given} else False
-    if not jax.tree.all(same):
+    one, other = (dict(jax.tree.leaves_with_path(tree)) for tree in (kept, given))
+    if {*one} != {*other} or not all(jnp.array_equal(one[key], other[key]) for key in one):
         raise UserError(
             f"{path} has the initial model of another run: give the same model to continue it, or "
             "another work directory"
