@@ -51,6 +51,7 @@ from coa_jax.tasks.checks import check_tools
 from coa_jax.tools.make import make_tools
 from coa_jax.train import arrays
 from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
+from coa_jax.train.defaults import completed_for
 from coa_jax.train.questions import questions
 from coa_jax.train.rl_config import RLRun
 
@@ -74,6 +75,9 @@ def check(command: str) -> int:
     """
     values = flags.FLAGS
     failures = 0
+    if values.topology:  # before anything uses JAX; the check of the mesh reports an error
+        with contextlib.suppress(UserError):
+            devices_of(parse_slice(values.topology))
     for each in _checks(command, values.config.to_dict(), values.workdir or ""):
         failures += not each.ok
         host = f"{socket.gethostname()} ({processes.index()}): " if processes.count() > 1 else ""
@@ -316,6 +320,7 @@ def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
         model: ModelConfig = describe_model(config.model).config
     except UserError:  # the check "model" reports the error; here an architecture suffices
         _, model = architecture_of(config.model)
+    config = completed_for(config, model, where, len(devices))
     setup = arrays.set_up(config, model, where, devices)
     shape = " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
     return setup, f"{len(devices)} devices of {where.name}: {shape}"

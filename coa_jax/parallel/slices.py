@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -132,6 +133,7 @@ def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
     return [number // where.chip.host for number in range(len(devices))]
 
 
+@functools.cache
 def devices_of(where: Slice) -> list[Any]:
     """Returns the devices of a slice, for which programs can be compiled.
 

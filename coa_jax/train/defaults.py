@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
-from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig, cpu_dtype
 from coa_jax.parallel import processes
 from coa_jax.run.settings import changes_of, complete_config, merged, plain
@@ -132,23 +131,20 @@ def completed(
 
 
 def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> C:
-    """Returns the settings of a run on a slice, see `completed`.
+    """Returns the settings of a run on a slice, see `completed`; no data are read.
+
+    If the run is not of RL and leaves ``row_length`` to its data, rows have 2,048 tokens.
 
     Args:
         config: settings of the run.
         model: architecture of the model, without adapters.
         where: the slice.
         devices: number of devices of the slice.
-
-    Raises:
-        UserError: the run is not of RL and leaves ``row_length`` to its data.
     """
-    longest = config.longest if isinstance(config, RLConfig) else config.row_length
-    if not longest:
-        raise UserError("row_length is 0, and only the data say how long examples are; give it")
+    longest = config.longest if isinstance(config, RLConfig) else 2048
     model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
-    machine = Machine("tpu" if where.tpu else "gpu", devices, where.chip.hbm_bytes)
-    return completed(config, model, longest, machine=machine)
+    platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
+    return completed(config, model, longest, 1, Machine(platform, devices, where.chip.hbm_bytes))
 
 
 def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:

@@ -169,6 +169,15 @@ def test_a_command_that_checks_runs_nothing_and_ends_with_a_code(folder, tmp_pat
     assert done.stderr.splitlines()[-1] == "error: 1 checks failed; see the lines with FAIL"
 
 
+def test_gpus_are_simulated_before_the_index_of_a_search_uses_jax(folder, tmp_path):
+    places = [f"--config.model={folder / 'model'}", f"--config.tasks={folder / 'tasks.jsonl'}"]
+    flags = ["--check", "--topology=gpu:8xh100", f"--workdir={tmp_path / 'run'}"]
+    tools = ["--config.tools.names=wiki_search"]
+    done = forked.run(["-m", "coa_jax.cli.rl", *places, *flags, *tools])
+    assert "chosen: dtype bfloat16" in done.stdout, done.stdout + done.stderr
+    assert "ok   mesh: 8 devices of gpu:8xh100: data 1 x fsdp 8 x tensor 1" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_hosts_of_a_run_are_checked_together(folder, tmp_path):
     done = launch(2, 1, *command(folder, tmp_path / "run", "--check"))
