@@ -238,13 +238,14 @@ def test_a_dtype_that_is_not_known_is_refused_before_a_run_begins(stage, kind):
     config.unlock()
     for key in set(config) - {field.name for field in dataclasses.fields(kind)}:
         del config[key]  # what the command takes for itself
-    with pytest.raises(UserError, match=r"config\.dtype is 'bf16'; give one of float32, bfloat16$"):
+    known = "auto, float32, bfloat16"
+    with pytest.raises(UserError, match=rf"config\.dtype is 'bf16'; give one of {known}$"):
         build_config(kind, config)
 
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    [("dtype", "float32, bfloat16"), ("cache_dtype", '"", float32, bfloat16, int8')],
+    [("dtype", "auto, float32, bfloat16"), ("cache_dtype", '"", float32, bfloat16, int8')],
 )
 def test_so_is_one_of_an_engine(name, known):
     with pytest.raises(UserError, match=rf"^{name} is 'fp8'; give one of {known}$"):
