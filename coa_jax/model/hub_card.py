@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import coa_jax
 from coa_jax.storage import Origin, with_header
 
 _STAGES = {
@@ -88,7 +88,7 @@ tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.1
 
 {note if weights else ""}`agent.json` holds the prompt and the protocol of the training.
 
-Trained with coa_jax {coa_jax.__version__}.
+Trained with coa_jax {importlib.metadata.version("coa_jax")}.
 """
     return with_header(header, text)
 
