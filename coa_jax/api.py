@@ -137,7 +137,7 @@ def train_sft(
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     values, path = {**_values(model), **_plain(changes)}, run_folder(workdir)
-    policy = _take_objects(values, path)
+    policy = _take_objects(values, model, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
     config = build_config(sft.SFTConfig, with_defaults("sft", values))
@@ -187,7 +187,7 @@ def train_rl(
     """
     values = _given({**_values(model), **_plain(changes)}, tasks, rewards, tools, environment)
     path = run_folder(workdir)
-    policy = _take_objects(values, path)
+    policy = _take_objects(values, model, path)
     config = build_config(RLRun, with_defaults("rl", values))
     own_tools = config.tools if tools is None else tools
 
@@ -208,11 +208,12 @@ _INITIAL = "initial"
 """Folder, in a work directory, of an initial model that was given as an object."""
 
 
-def _take_objects(values: dict[str, Any], path: Path) -> Model | None:
+def _take_objects(values: dict[str, Any], config: Any, path: Path) -> Model | None:
     """Puts names in the place of a model and an optax object among the settings.
 
     Args:
         values: the settings, which the function changes.
+        config: the settings before the changes.
         path: the work directory.
 
     Returns:
@@ -220,7 +221,8 @@ def _take_objects(values: dict[str, Any], path: Path) -> Model | None:
     """
     optimizer = values.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
-        values["optimizer"] = {"path": name_optimizer(optimizer), "options": {}}
+        group = _values(config).get("optimizer", {})
+        values["optimizer"] = {**group, "path": name_optimizer(optimizer), "options": {}}
     policy = values.get("model")
     if not isinstance(policy, Model):
         return None

@@ -117,7 +117,7 @@ def test_samples_depend_on_the_seed_of_the_call(saved):
     agent = coa_jax.Agent(
         saved,
         [],
-        sampling=SamplingParams(),
+        sampling=SamplingParams(temperature=4.0),
         rollout=dataclasses.replace(BUDGET, max_turn_tokens=8),
         slots=3,
     )
@@ -180,16 +180,16 @@ def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
 def test_a_run_takes_a_model_and_an_optax_object(tmp_path):
     base = tiny_policy.write_untrained(tmp_path / "base")
     write_records(tmp_path / "held_out.jsonl", tiny_policy.records())
-    settings = OptimizerConfig(learning_rate=1.0, total_steps=3)
-    config = sft_config(base, tmp_path / "held_out.jsonl", rename_share=0.0, optimizer=settings)
-    policy = coa_jax.load(base)
+    steps = OptimizerConfig(learning_rate=1.0, total_steps=3)
+    config = sft_config(base, tmp_path / "held_out.jsonl", rename_share=0.0, optimizer=steps)
+    settings, policy = dataclasses.asdict(config), coa_jax.load(base)
 
     def train(policy, rate):
-        objects = {"model": policy, "optimizer": optax.lion(rate)}
-        given = {"data": tiny_policy.records(), **objects}
-        return coa_jax.train_sft(config, tmp_path / "run", **given)
+        given = {"data": tiny_policy.records(), "optimizer": optax.lion(rate)}
+        return coa_jax.train_sft({**settings, "model": policy}, tmp_path / "run", **given)
 
     run = train(policy, 1e-3)
+    assert len(run.metrics) == 3  # the object leaves the other settings of the group
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] and "optim/lr" not in run.metrics[0]
     assert train(policy, 1e-3).metrics == run.metrics  # goes on, although the object is another
     other = policy.replace(params=jax.tree.map(lambda x: x + 1, policy.params))

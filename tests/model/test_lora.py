@@ -190,8 +190,9 @@ def test_frozen_weights_cost_no_gradient(base, dtype):
 
 def test_a_model_trained_as_a_whole_has_no_adapters(base, tmp_path):
     model = load_model(base)
-    params, frozen = split_trained(model.params, model.config, seed=1)
-    assert params is model.params and frozen == {}
+    start = model.params
+    params, frozen = split_trained(start, model.config, seed=1)
+    assert params is start and frozen == {}
     assert merge_adapters(model.config, params) is params
     save_trained(model, "", tmp_path / "m", "float32", *SFT)
     assert not (tmp_path / "m-adapters").exists()
@@ -222,9 +223,7 @@ def test_adapters_are_merged_into_weights_of_16_bits(base):
     model = grown(load_model(base, dtype="bfloat16"), LORA)
     assert param_dtype(model.params) == "bfloat16"
     kernel = ("layers", "mlp", "down", "kernel")
-    exact = dataclasses.replace(
-        model, params=jax.tree.map(lambda x: x.astype("float32"), model.params)
-    )
+    exact = model.replace(params=jax.tree.map(lambda x: x.astype("float32"), model.params))
     found, expected = (flatten_dict(merged(m).params)[kernel] for m in (model, exact))
     assert found.dtype == "bfloat16"
     # Rounded twice: the product, and the sum.
@@ -341,7 +340,7 @@ def test_an_adapter_of_a_local_copy_names_the_model_of_the_hub(base, tmp_path, m
     copy = tmp_path / "weights" / "tiny"
     exact = load_model(base)
     rounded = jax.tree.map(lambda x: jnp.round(x * 64) / 64, exact.params)
-    save_model(dataclasses.replace(exact, params=rounded), copy)
+    save_model(exact.replace(params=rounded), copy)
     (copy / "README.md").write_text(with_header(QUANTISED, "A copy."))
     copy_model(str(copy), tmp_path / "run" / "base")
     model = grown(load_model(tmp_path / "run" / "base"), SOME)
