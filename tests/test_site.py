@@ -162,8 +162,8 @@ def test_a_required_setting_a_default_and_a_bound_are_told(reference):
     assert re.search(r"`lora\.rank`.*whole number, default <code>\d+</code>", lines)
     rl = next(c for c in reference.config_classes() if c.__name__ == "RLConfig")
     lines = "\n".join(reference._group(rl, "", None, {}, 2))
-    assert re.search(r"`groups`.*whole number, required", lines)
-    assert "Allowed: one of float32, bfloat16." in lines
+    assert re.search(r"`tasks`.*text, required", lines)
+    assert "Allowed: one of auto, float32, bfloat16." in lines
 
 
 # --- figures and site ----------------------------------------------------------------------

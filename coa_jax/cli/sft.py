@@ -33,6 +33,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def define() -> None:
+    """Defines the command-line flags of ``coa-jax sft``."""
+    define_flags(with_defaults=functools.partial(with_defaults, "sft"))
+
+
 if __name__ == "__main__":
-    defaults = functools.partial(with_defaults, "sft")
-    run_main(main, functools.partial(define_flags, with_defaults=defaults))
+    run_main(main, define)

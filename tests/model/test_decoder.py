@@ -241,13 +241,13 @@ def test_stacked_parameters_have_the_axis_of_layers_in_their_names(lora):
     whole = variables(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     assert {path[0] for path in whole} == {"embed", "layers", "final_norm"}
     for path, value in whole.items():
-        axes = value.get_metadata("axes")
+        axes = value.get_metadata("out_sharding")
         assert len(axes) == len(value.shape), path
         assert (axes[0] == "layers") == (path[0] == "layers"), path
         assert axes.count("layers") == (path[0] == "layers")
         assert value.shape[0] == 5 or path[0] != "layers", path
     kernel = whole["layers", "attn", "qkv", "kernel"]
-    assert kernel.get_metadata("axes") == ("layers", "embed", "kv_heads", "qkv", "head")
+    assert kernel.get_metadata("out_sharding") == ("layers", "embed", "kv_heads", "qkv", "head")
     # A decoder without layers has the rest of them.
     rest = variables(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=False)))
     assert {*rest} == {path for path in whole if path[0] != "layers"}

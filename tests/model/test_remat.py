@@ -116,6 +116,6 @@ def test_results_of_attention_are_kept_where_they_shall_be(name, width, capsys):
 
 
 def test_a_policy_that_there_is_not_is_refused_by_the_settings_of_a_run(tmp_path):
-    names = "none, dots, weight_dots, offload, attention_block, attention, full"
+    names = "auto, none, dots, weight_dots, offload, attention_block, attention, full"
     with pytest.raises(UserError, match=f"^remat is 'some'; give one of {names}$"):
         sft_config(tmp_path, tmp_path, remat="some")

@@ -113,8 +113,8 @@ def test_skipped_updates_of_a_critic_are_an_error_too():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, 0) for name in ("total_steps", "max_skipped", "clip_norm", "eps")),
-        ("warmup_steps", -1),
+        *((name, 0) for name in ("max_skipped", "clip_norm", "eps")),
+        *((name, -1) for name in ("total_steps", "warmup_steps")),
         ("learning_rate", -1e-3),
         ("learning_rate", float("nan")),
         ("b1", 1.0),
