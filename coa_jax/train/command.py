@@ -97,7 +97,8 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
     """
     from coa_jax.parallel import processes  # here, because it loads JAX
 
-    make_optimizer(config.optimizer)  # so that a wrong optimiser ends the run before it begins
+    if hasattr(config, "optimizer"):  # a wrong optimiser ends the run before it begins
+        make_optimizer(config.optimizer)
     active = processes.index() == 0
     if active:
         warn_untested()
