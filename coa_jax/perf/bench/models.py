@@ -115,7 +115,7 @@ def rl_settings(engine: EngineConfig, optimizer: OptimizerConfig, **settings: An
             is required; it is also the number of tasks.
     """
     common = {
-        "model": "",
+        "model": "none",  # required, but unused
         "tasks": "arithmetic",  # required, but unused if the caller has the trajectories
         "num_tasks": settings["groups"],
         "seed": 0,
