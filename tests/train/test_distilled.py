@@ -107,13 +107,13 @@ def test_a_run_that_refuses_distilled_tasks_ends_before_it_writes_anything(folde
 
 def test_the_records_can_be_named(folder, tmp_path):
     write_records(tmp_path / "records.jsonl", tiny_policy.records()[1:])
-    named = DistilledConfig(data=str(tmp_path / "records.jsonl"))
+    named = DistilledConfig(records=str(tmp_path / "records.jsonl"))
     assert remaining(config_of(folder, distilled=named))[0] == {tiny_policy.TASKS[0].question}
     write_records(tmp_path / "records.jsonl", tiny_policy.records())
     with pytest.raises(UserError, match=r"all 3 tasks of .*tasks.jsonl are distilled: raise"):
         remaining(config_of(folder, distilled=named))
     with pytest.raises(UserError, match=r"absent.jsonl"):
-        remaining(config_of(folder, distilled=DistilledConfig(data="absent.jsonl")))
+        remaining(config_of(folder, distilled=DistilledConfig(records="absent.jsonl")))
 
 
 def test_each_source_of_a_mixture_leaves_out_its_own(folder):
@@ -128,7 +128,7 @@ def test_each_source_of_a_mixture_leaves_out_its_own(folder):
 
 def overlap_of(tmp_path, records, tasks):
     write_records(tmp_path / "records.jsonl", records)
-    config = DistilledConfig(data=str(tmp_path / "records.jsonl"))
+    config = DistilledConfig(records=str(tmp_path / "records.jsonl"))
     return find_distilled(config, "", {"": tasks}, None)
 
 
