@@ -49,8 +49,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         # A CPU does not report its memory; everything else is as the run has it.
         known = {"mem/device_peak_gb": 1.0} if not jax.devices()[0].memory_stats() else {}
         own = metrics.peak_memory
-        for module in ("metrics", "fit"):
-            patch.setattr(f"coa_jax.train.{module}.peak_memory", lambda: {**own(), **known})
+        patch.setattr("coa_jax.train.loop.peak_memory", lambda: {**own(), **known})
         config = sft_config(
             folder / "base", folder / "data.jsonl", validate_every=1, profile_steps=(2, 3)
         )

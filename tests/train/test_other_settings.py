@@ -77,7 +77,7 @@ def test_training_refuses_a_work_directory_with_other_settings(
 def test_a_finished_run_is_kept_and_a_permitted_change_is_recorded_with_its_step(folder, tmp_path):
     for _ in range(2):
         done = coa_jax.train_sft(sft_of(folder), tmp_path)
-        assert len(done.rows) == 2 and done.model.is_dir()
+        assert len(done.metrics) == 2 and done.model.is_dir()
     trained = (tmp_path / "config.json").read_bytes()
     for refused in ({"seed": 8}, {"optimizer": dataclasses.replace(TWO_STEPS, learning_rate=1.0)}):
         with pytest.raises(UserError, match="other settings"):
@@ -85,7 +85,7 @@ def test_a_finished_run_is_kept_and_a_permitted_change_is_recorded_with_its_step
     assert (tmp_path / "config.json").read_bytes() == trained
     more = {"optimizer": dataclasses.replace(TWO_STEPS, total_steps=3), "checkpoint_every": 3}
     more["dtype"] = "bfloat16"  # as on a processor that has it
-    assert len(coa_jax.train_sft(sft_of(folder, **more), tmp_path).rows) == 3
+    assert len(coa_jax.train_sft(sft_of(folder, **more), tmp_path).metrics) == 3
     assert read_config_changes(tmp_path) == [
         {"step": 3, "setting": "checkpoint_every", "old": 2, "new": 3},
         {"step": 3, "setting": "dtype", "old": "float32", "new": "bfloat16"},

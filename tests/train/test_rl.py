@@ -175,7 +175,7 @@ def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
         ({"row_length": 100}, "row_length is 100, and trajectories have up to 192 tokens"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"group_size": 0}, "group_size is 0; give a whole number from 1"),
-        ({"rows": 0}, "rows is 0; give a whole number from 1"),
+        ({"rows": -1}, "rows is -1; give a whole number from 0"),
         ({"epochs": 9}, "total_steps is 3, and a step makes 9 updates"),
         (
             {"max_staleness": 1, "algorithm": Algorithm("grpo", old_logp="trainer")},

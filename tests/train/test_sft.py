@@ -114,7 +114,7 @@ def test_records_that_are_too_long_are_said_to_be(folder):
         run_sft(folder / "short", config)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "rows", "validate_every", "checkpoint_every"])
+@pytest.mark.parametrize("name", ["batch_size", "validate_every", "checkpoint_every"])
 def test_settings_that_cannot_work_are_refused_at_once(folder, name):
     with pytest.raises(UserError, match=f"{name} is 0; give a whole number from 1"):
         sft_config(folder / "base", folder / "data.jsonl", **{name: 0})
