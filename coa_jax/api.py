@@ -38,8 +38,8 @@ from coa_jax.storage import run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.question_rows import tasks_of_rows
+from coa_jax.tools.base import Tool
 from coa_jax.tools.concurrency import apart
-from coa_jax.tools.function import is_function_tool
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
@@ -430,7 +430,8 @@ def _given(
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
-        if not isinstance(tools, ToolsConfig | Mapping) and any(map(is_function_tool, tools)):
+        by_name = isinstance(tools, ToolsConfig | Mapping)
+        if not by_name and any(not isinstance(tool, str | Tool) for tool in tools):
             form = {"prompt_style": "full", "format": "hermes"}
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
             values["tools"].setdefault("protocol", OWN_TOOLS)

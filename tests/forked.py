@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
-# No entry point: Python warns of one that is imported before it is run.
+# Modules of commands are left out: Python warns if such a module was imported before it runs.
 PRELOADED = (
     *("jax", "optax", "grain", "orbax.checkpoint", "transformers.models.auto.tokenization_auto"),
     *("httpx", "openai", "coa_jax.tools.make"),

@@ -352,7 +352,7 @@ def test_the_example_of_a_baseline_compares_a_policy_with_itself_without_tools(t
     assert chain.compared_to(alone).tasks == 3
 
 
-def double(number: int) -> int:
+def double(number: int):
     """Doubles a number."""
     return 2 * number
 

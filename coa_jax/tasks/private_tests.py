@@ -116,7 +116,7 @@ def find_private_tests(folder: str, question_id: str) -> Path | None:
 
 
 def check_tests(folder: str, ids: Sequence[str]) -> None:
-    """Checks that there are private tests for questions, and that those of the first can be read.
+    """Checks that there are private tests, and that the tests of the first question can be read.
 
     Questions without private tests would be graded with their public sample tests.
 

@@ -56,7 +56,7 @@ class Machine(NamedTuple):
 
         local = jax.local_devices()
         free = free_memory(local[0]) or 16 * 10**9
-        platform = "gpu" if local[0].platform == "cuda" else local[0].platform
+        platform = jax.default_backend()
         return cls(platform, jax.device_count(), free // (len(local) if platform == "cpu" else 1))
 
 

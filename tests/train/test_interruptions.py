@@ -43,7 +43,7 @@ def kind(request, folder) -> str:
 
 
 def kinds(*fast: str) -> pytest.MarkDecorator:
-    """All kinds of run; those that are not named are in the slow suite."""
+    """All kinds of runs; a kind that `fast` does not name runs in the slow suite only."""
     marked = [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in KINDS]
     return pytest.mark.parametrize("kind", marked, indirect=True, scope="module")
 
