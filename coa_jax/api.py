@@ -430,8 +430,8 @@ def _given(
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
-        by_name = isinstance(tools, ToolsConfig | Mapping)
-        if not by_name and any(not isinstance(tool, str | Tool) for tool in tools):
+        listed = () if isinstance(tools, ToolsConfig | Mapping) else tools
+        if any(not isinstance(tool, str | Tool) for tool in listed):
             form = {"prompt_style": "full", "format": "hermes"}
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
             values["tools"].setdefault("protocol", OWN_TOOLS)
