@@ -52,8 +52,20 @@ class Census:
 
 def below() -> list[psutil.Process]:
     """The processes below this one, without those of `tests.forked`."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "multiprocessing" not in " ".join(child.cmdline())]
+    kept, of_forks = [], set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            parent, command = child.ppid(), ""
+            command = " ".join(child.cmdline())
+        except psutil.ZombieProcess:
+            pass  # the process has ended, and its parent has not read the exit code yet
+        except psutil.NoSuchProcess:
+            continue
+        if "multiprocessing" in command or parent in of_forks:
+            of_forks.add(child.pid)
+        else:
+            kept.append(child)
+    return kept
 
 
 async def census() -> Census:
