@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+_SHOWN = 5
+"""Number of errors that the message of `UserErrors` shows."""
 
 
 class UserError(Exception):
@@ -12,6 +15,25 @@ class UserError(Exception):
     message without a traceback and exit with code 2. Every other exception is a bug of coa_jax and
     keeps its traceback.
     """
+
+
+class UserErrors(UserError):
+    """Several errors that the user can correct, in one message.
+
+    Attributes:
+        errors: the errors, in the order in which they were found.
+    """
+
+    def __init__(self, errors: Iterable[UserError]) -> None:
+        """Takes the errors; those of a `UserErrors` are taken out of it."""
+        self.errors = [each for error in errors for each in getattr(error, "errors", [error])]
+        shown = [str(error) for error in self.errors[:_SHOWN]]
+        more = len(self.errors) - _SHOWN
+        super().__init__(" | ".join([*shown, *([f"and {more} more"] if more > 0 else [])]))
+
+    def within(self, where: str) -> UserErrors:
+        """Returns the errors with the name of the group of settings in front of each."""
+        return UserErrors([UserError(f"{where}.{error}") for error in self.errors])
 
 
 class Outage(UserError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from ml_collections import ConfigDict
 from coa_jax.config.overrides import readable_overrides
 from coa_jax.errors import UserError
 from coa_jax.run import command as cli
+from coa_jax.run.command import load_config
 from coa_jax.storage.flags import check_places
+from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -153,6 +156,7 @@ def test_config_and_overrides_are_read_in_any_order(command, arguments, printed)
         (["--config.zzz=3"], ["no key 'zzz'", "name, optim, sizes, steps, verbose"]),
         (["--config.steps.x=3"], ["config.steps is a value of type int"]),
         (["--config.update=3"], ["no key 'update'"]),
+        (["--config.stepz=3", "--config.nam=x"], ["did you mean 'steps'?", "did you mean 'name'?"]),
         (["--config.steps=1e3"], ["--config.steps=1e3", "integer", "write 1000"]),
         (["--config.steps=many"], ["--config.steps=many: an integer is needed"]),
         (["--config.optim.lr=fast"], ["--config.optim.lr=fast: a number is needed"]),
@@ -322,6 +326,34 @@ def test_help_lists_the_flags_of_the_command_and_succeeds(command):
     assert result.returncode == 0
     for text in ("A command for the tests.", "--config", "--workdir", "--seed"):
         assert text in result.stdout
+
+
+@pytest.mark.parametrize("name", ["rl", "sft", "dpo", "evaluate", "serve", "distill"])
+def test_help_shows_settings_on_one_page(name):
+    result = forked.run(["-m", "coa_jax", name, "--help"], env={**os.environ, "COLUMNS": "110"})
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 60
+    start = lines.index("settings, written --config.KEY=VALUE, with their present values:")
+    shown = [line for line in lines[start + 1 :] if line.startswith("  ")]
+    assert len(shown) >= 10
+    for line in shown:
+        assert len(line) <= 110
+        assert re.fullmatch(r"  [\w.]+ +\S.* \S.*", line), line
+
+
+def test_help_explains_the_settings_with_a_word_and_suggests_another_for_a_typo():
+    def printed(*words):
+        return forked.run(["-m", "coa_jax", "rl", *words])
+
+    text = printed("--help", "learning_rate").stdout
+    assert "  --config.optimizer.learning_rate=-1.0\n      peak of the learning rate;" in text
+    assert "--config.algorithm.critic_learning_rate=" in text
+    assert "--config.seed" not in text
+    # The values are those of the config that the command line names.
+    in_file = printed("--config=configs/rl/tiny.py", "--help", "group_size").stdout
+    assert f"--config.group_size={load_config('configs/rl/tiny.py').group_size}\n" in in_file
+    assert "did you mean 'learning_rate'?" in refused(printed("--help", "lerning_rate"))
 
 
 def test_a_launched_process_joins_the_others_before_main(command):

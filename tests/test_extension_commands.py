@@ -95,7 +95,10 @@ def test_an_evaluation_uses_a_tool_a_source_and_a_reward_from_another_folder(els
         ("tasks=my_tasks:lead", "my_tasks.py has no 'lead'; did you mean 'load'?"),
         ("task_options.time=1", "my_tasks:load has no option 'time'; did you mean 'times'?"),
         ("tools.own.shout.options.times=x", "the option times of my_tools:Shout is 'x'; give a"),
-        ("tools.own.shout.pth=x:y", "config.tools.own.shout.pth is not a setting; known are path"),
+        (
+            "tools.own.shout.pth=x:y",
+            "config.tools.own.shout.pth is not a setting; did you mean 'path'?",
+        ),
         ("tools.names=whisper", "is 'whisper'; give one of wiki_search, code,"),
         ("graders.rewards.rouge.weight=heavy", "weight is 'heavy'; give a number from"),
     ],

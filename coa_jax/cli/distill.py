@@ -244,7 +244,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax distill``."""
-    config_flag("configs/distill/factbook.py")
+    config_flag("configs/distill/factbook.py", Command)
     workdir_flag("where the data set is written")
 
 

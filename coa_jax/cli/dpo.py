@@ -30,4 +30,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, functools.partial(define_flags, "configs/dpo/factbook.py"))
+    run_main(main, functools.partial(define_flags, DPOConfig, "configs/dpo/factbook.py"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from absl import flags
 
+from coa_jax.evaluate.config import EvaluateRun
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.storage import with_urls
 from coa_jax.train.command import check_flags
@@ -19,7 +20,7 @@ from coa_jax.train.command import check_flags
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax evaluate``."""
-    config_flag("configs/evaluate/factbook.py")
+    config_flag("configs/evaluate/factbook.py", EvaluateRun)
     workdir_flag("where the results are written")
     flags.DEFINE_bool("fresh", False, "delete the existing samples of the stage")
     check_flags()

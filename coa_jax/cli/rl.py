@@ -27,6 +27,18 @@ from coa_jax.storage import visited, with_urls
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.command import define_flags
 from coa_jax.train.defaults import with_defaults
+from coa_jax.train.rl_config import RLRun
+
+FIRST = (
+    *("model", "tasks", "num_tasks", "tools.names", "tools.corpus", "graders.answer"),
+    *("graders.rewards", "format_reward", "algorithm.name", "algorithm.kl_coef", "groups"),
+    *("group_size", "temperature", "optimizer.learning_rate", "optimizer.total_steps"),
+    *("optimizer.warmup_steps", "lora.rank", "rollout.format", "rollout.max_tokens"),
+    *("rollout.max_tool_calls", "max_staleness", "evaluate_every", "held_out.tasks"),
+    *("checkpoint_every", "keep_best", "seed", "dtype", "remat", "rows", "row_length"),
+    *("mesh.fsdp", "mesh.tensor", "engine.slots", "engine.max_length"),
+)
+"""Settings that ``--help`` lists."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +47,6 @@ def main(argv: list[str]) -> int:
     from coa_jax.api import train_rl
     from coa_jax.cli.check import check
     from coa_jax.train.rl import repeat
-    from coa_jax.train.rl_config import RLRun
 
     values = flags.FLAGS
     if values.check != "false":
@@ -54,7 +65,8 @@ def main(argv: list[str]) -> int:
 
 def define() -> None:
     """Defines the command-line flags of ``coa-jax rl``."""
-    define_flags(with_defaults=functools.partial(with_defaults, "rl"), workdir_required=False)
+    defaults = functools.partial(with_defaults, "rl")
+    define_flags(RLRun, first=FIRST, with_defaults=defaults, workdir_required=False)
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
     flags.register_multi_flags_validator(
         ["workdir", "replay"],

@@ -40,7 +40,7 @@ class Command(ServeConfig):
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax serve``."""
-    config_flag("configs/serve/factbook.py")
+    config_flag("configs/serve/factbook.py", Command)
 
 
 def main(argv: list[str]) -> None:

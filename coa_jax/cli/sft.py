@@ -16,7 +16,16 @@ from absl import flags
 from coa_jax.run.command import run_main
 from coa_jax.storage import with_urls
 from coa_jax.train.command import define_flags
+from coa_jax.train.config import SFTConfig
 from coa_jax.train.defaults import with_defaults
+
+FIRST = (
+    *("model", "data", "weights", "validation", "format", "protocol", "prompt_style"),
+    *("batch_size", "optimizer.learning_rate", "optimizer.total_steps", "optimizer.warmup_steps"),
+    *("lora.rank", "validate_every", "evaluate_every", "held_out.tasks", "checkpoint_every"),
+    *("keep_best", "seed", "dtype", "remat", "rows", "row_length", "mesh.fsdp", "mesh.tensor"),
+)
+"""Settings that ``--help`` lists."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 def define() -> None:
     """Defines the command-line flags of ``coa-jax sft``."""
-    define_flags(with_defaults=functools.partial(with_defaults, "sft"))
+    define_flags(SFTConfig, first=FIRST, with_defaults=functools.partial(with_defaults, "sft"))
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax synthesize``."""
-    config_flag("configs/synthesize/factbook.py")
+    config_flag("configs/synthesize/factbook.py", Command)
     workdir_flag("where the questions are written")
 
 

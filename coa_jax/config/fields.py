@@ -26,7 +26,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from coa_jax.errors import UserError
+from coa_jax.errors import UserError, UserErrors
 
 T = TypeVar("T")
 
@@ -207,12 +207,18 @@ class Bounded:
         """Checks the fields; a subclass with additional checks calls this method first.
 
         Raises:
-            UserError: a value has a wrong type or is out of bounds. The message begins with the
+            UserErrors: values have a wrong type or are out of bounds. Each message begins with the
                 name of the field; `settings.build_config` puts the name of the config before it.
         """
         cls: Any = type(self)
+        errors = []
         for name, annotation in declared(cls).items():
-            check(getattr(self, name), annotation, name)
+            try:
+                check(getattr(self, name), annotation, name)
+            except UserError as error:
+                errors.append(error)
+        if errors:
+            raise UserErrors(errors)
 
 
 @functools.cache

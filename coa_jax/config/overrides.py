@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 from ml_collections.config_flags import config_path
 
-from coa_jax.errors import UserError
+from coa_jax.errors import UserError, UserErrors
 
 _NEW_KEY = re.compile(
     r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|budgets|rewards|mixture|\w*options))"
@@ -86,16 +86,22 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
       ``--config.names=('a', 'b:c')``. Repeated overrides of a tuple are concatenated.
 
     Raises:
-        UserError: a setting does not exist, or has no value.
+        UserErrors: settings do not exist.
+        UserError: a setting has no value.
     """
     before = switches(argv)
     values: dict[str, Any] = {}
     rest: list[str] = []
+    unknown: list[UserError] = []
     given = iter(before)
     for argument in given:
         key = _NEW_KEY.fullmatch(argument) or _OVERRIDE.fullmatch(argument)
         is_new = key is not None and key.re is _NEW_KEY
-        present = check_key(config, key[1]) if key is not None and not is_new else ()
+        try:
+            present = check_key(config, key[1]) if key is not None and not is_new else ()
+        except UserError as error:
+            unknown.append(error)
+            continue
         if key is None or not isinstance(present, tuple):
             rest.append(argument)
             continue
@@ -107,6 +113,8 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
             _join(values, config, key[1], key[2], _literal(value))
         else:
             values[key[1]] = values.get(key[1], ()) + _tuple_like(present, value, key[1])
+    if unknown:
+        raise UserErrors(unknown)
     joined = [f"--config.{name}={value!r}" for name, value in values.items()]
     return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
 

@@ -46,7 +46,7 @@ class Command(Bounded):
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax scratch``."""
-    config_flag("configs/scratch/factbook.py")
+    config_flag("configs/scratch/factbook.py", Command)
     workdir_flag("directory for the policy")
 
 

@@ -51,8 +51,7 @@ class EngineConfig(Bounded):
 
     Attributes:
         slots: number of sequences that can be in progress at the same time.
-        max_length: maximum number of tokens of a sequence, which is the number of positions of a
-            slot.
+        max_length: maximum number of tokens of a sequence (the positions of a slot).
         chunk: number of tokens that the device decodes for each sequence before control returns to
             the host.
         extend_buckets: sizes, in tokens and ascending, of the programs that prefill prompts and

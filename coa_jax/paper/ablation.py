@@ -432,7 +432,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax ablation``."""
-    config_flag("configs/ablation/factbook.py")
+    config_flag("configs/ablation/factbook.py", Command)
     workdir_flag("where the runs are written", "runs/ablation")
 
 

@@ -228,7 +228,7 @@ def describe(told: dict[str, Any]) -> str:
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax economy``."""
-    config_flag("configs/economy/factbook.py")
+    config_flag("configs/economy/factbook.py", Command)
     workdir_flag("where the results are written")
 
 

@@ -374,7 +374,7 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax quickstart``."""
-    config_flag("configs/quickstart/factbook.py")
+    config_flag("configs/quickstart/factbook.py", Command)
     workdir_flag("directory of the run", "runs/quickstart")
     flags.DEFINE_string("model", "", "initial pretrained policy; short for --config.model")
     flags.DEFINE_integer("seed", None, "sets all seeds of data, policy, SFT and RL", 0, MAX_INT)

@@ -18,7 +18,7 @@ class MeshConfig(Bounded):
 
     Attributes:
         data: number of replicas of the parameters.
-        fsdp: number of parts into which the batch and the parameters are split.
+        fsdp: number of parts into which batch and parameters are split; -1 for all devices.
         tensor: number of parts into which each layer (its heads, MLP width and vocabulary) is
             split.
         decode_tensor: number of devices over which a decoding engine splits the model; 0 takes the

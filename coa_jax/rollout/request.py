@@ -50,9 +50,9 @@ class RolloutConfig(Bounded):
         cut_context: whether the oldest steps are removed from the context when no room is left for
             another turn, see `rollout.cut`. ``max_tokens`` then limits the context, not the
             trajectory. This setting is for evaluation; training refuses it.
-        format: how the policy writes tool calls and its answer: ``tags`` (a chain of agents),
-            ``hermes``, ``react``, or a custom format (docs/formats.md); "" for the format that the
-            protocol of each task names.
+        format: how calls and answers are written: ``tags`` (a chain of agents), ``hermes``,
+            ``react``, or a custom format (docs/formats.md); "" for the format that the protocol of
+            each task names.
     """
 
     max_tokens: Size = 1024

@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import errno
 import importlib.util
 import inspect
+import itertools
 import os
 import re
+import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +42,7 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from coa_jax.config.extensions import importable
+from coa_jax.config.help import outermost, page, search, settings_of
 from coa_jax.config.installed import ROOT, config_files
 from coa_jax.config.overrides import (
     join_new_values,
@@ -54,6 +58,7 @@ from coa_jax.storage.flags import check_places
 # With this call, --help lists the flags that the functions below define under the calling module.
 flags.disclaim_key_flags()
 
+_HELP = re.compile(r"--?(help|helpshort|helpfull|helpxml|\?)")
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
@@ -62,8 +67,18 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
     errno.ENXIO,  # a pipe without a reader
 }
 
-_config_default = ""
-_with_defaults: Callable[[ml_collections.ConfigDict], ml_collections.ConfigDict] | None = None
+
+@dataclasses.dataclass(frozen=True)
+class _ConfigFlag:
+    """What `config_flag` was called with."""
+
+    default: str = ""
+    settings: type[Any] | None = None
+    first: Sequence[str] = ()
+    with_defaults: Callable[[ml_collections.ConfigDict], ml_collections.ConfigDict] | None = None
+
+
+_config_flag = _ConfigFlag()
 # The command line that ml_collections searches for overrides: it does not read them from FLAGS.
 _config_argv: list[str] = []
 
@@ -245,6 +260,8 @@ def _silence_stdout() -> None:
 
 def config_flag(
     default: str,
+    settings: type[Any] | None = None,
+    first: Sequence[str] = (),
     with_defaults: Callable[[ml_collections.ConfigDict], ml_collections.ConfigDict] | None = None,
 ) -> None:
     """Defines `--config=FILE.py[:ARGUMENT]` and its overrides `--config.KEY=VALUE`.
@@ -255,11 +272,14 @@ def config_flag(
     Args:
         default: config file to use if the user does not give `--config`; the path is resolved as in
             `load_config`. "" uses the defaults of all settings.
+        settings: dataclass that is built from the config; `--help` lists its fields. None if the
+            class depends on other flags.
+        first: keys of the settings that `--help` lists; () for those of the outer groups.
         with_defaults: function that adds the settings that a config file lacks; None if a file must
             have all settings.
     """
-    global _config_default, _with_defaults
-    _config_default, _with_defaults = default, with_defaults
+    global _config_flag
+    _config_flag = _ConfigFlag(default, settings, first, with_defaults)
     about = "config file, as FILE.py or FILE.py:ARGUMENT"
     about += f" (default {default})" if default else "; it holds what differs from the defaults"
     config_flags.DEFINE_config_file("config", None, about, sys_argv=_config_argv)
@@ -346,18 +366,16 @@ def _resolve(spec: str) -> str:
 
 def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[str]:
     """Parses flags with absl, after checks whose messages are clearer than those of absl."""
-    if "config" in flags.FLAGS and not _asks_for_help(argv):
-        argv = _config_first(argv)
-        spec = argv[1].partition("=")[2]
-        config = load_config(spec) if spec else ml_collections.ConfigDict()
-        if _with_defaults is not None:
-            config = _with_defaults(config)
-            del argv[1]
-        argv = readable_overrides(argv, config)
-        _config_argv[:] = argv
-        if _with_defaults is not None:
-            delattr(flags.FLAGS, "config")
-            config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
+    if "config" in flags.FLAGS:
+        if not _asks_for_help(argv):
+            argv, config = _loaded(argv)
+            _config_argv[:] = argv = readable_overrides(argv, config)
+            if _config_flag.with_defaults is not None:
+                delattr(flags.FLAGS, "config")
+                config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
+        elif _config_flag.settings is not None:
+            print(_help(argv))
+            sys.exit(0)
     rest = _parsed(flags.FLAGS, argv)
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
@@ -405,7 +423,45 @@ def overridden(
 
 
 def _asks_for_help(argv: list[str]) -> bool:
-    return any(re.fullmatch(r"--?(help|helpshort|helpfull|helpxml|\?)", a) for a in argv[1:])
+    return any(map(_HELP.fullmatch, argv[1:]))
+
+
+def _help(argv: list[str]) -> str:
+    """Returns what ``--help`` prints: purpose, flags and the settings that most users choose.
+
+    With a word after ``--help``, returns the settings that contain the word.
+    """
+    _, config = _loaded([argument for argument in argv if not _HELP.fullmatch(argument)])
+    assert _config_flag.settings is not None
+    settings = list(settings_of(_config_flag.settings, config.to_dict()))
+    width = shutil.get_terminal_size((110, 24)).columns
+    after = [*itertools.dropwhile(lambda argument: not _HELP.fullmatch(argument), argv), ""][1]
+    if after and not after.startswith("-"):
+        return search(settings, after, width)
+    first = _config_flag.first or outermost(settings)
+    lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "flags:"]
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
+        default = f" (default {flag.default})" if flag.default else ""
+        lines.append(f"  --{flag.name:16} {' '.join((flag.help or '').split())}{default}")
+    lines += ["", "settings, written --config.KEY=VALUE, with their present values:"]
+    lines += [page(settings, first, width), ""]
+    lines += [f"--help WORD explains the settings with that word; --help all, all {len(settings)}."]
+    return "\n".join(lines)
+
+
+def _loaded(argv: list[str]) -> tuple[list[str], ml_collections.ConfigDict]:
+    """Loads the config file of a command line.
+
+    Returns:
+        The command line with ``--config`` in front, or without it if the config was completed with
+        defaults; and the config.
+    """
+    argv = _config_first(argv)
+    spec = argv[1].partition("=")[2]
+    config = load_config(spec) if spec else ml_collections.ConfigDict()
+    if _config_flag.with_defaults is None:
+        return argv, config
+    return [argv[0], *argv[2:]], _config_flag.with_defaults(config)
 
 
 def _config_first(argv: list[str]) -> list[str]:
@@ -414,7 +470,7 @@ def _config_first(argv: list[str]) -> list[str]:
     >>> _config_first(["sft", "--config.lr=1", "--config", "a.py"])  # doctest: +SKIP
     ["sft", "--config=/path/of/a.py", "--config.lr=1"]
     """
-    spec, rest = _config_default, []
+    spec, rest = _config_flag.default, []
     given = iter(switches(argv[1:]))
     for argument in given:
         if not _CONFIG_SWITCH.match(argument):

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
 
-from coa_jax.config.fields import frozen, has_default, present, shown
-from coa_jax.config.overrides import read_tuple
-from coa_jax.errors import UserError
+from coa_jax.config.fields import check, declared, frozen, has_default, present, shown
+from coa_jax.config.overrides import read_tuple, suggest
+from coa_jax.errors import UserError, UserErrors
 from coa_jax.storage import with_urls
 
 T = TypeVar("T")
@@ -39,42 +39,54 @@ def build_config(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: st
         where: name of the config, used in error messages.
 
     Raises:
-        UserError: a key is unknown or missing, or a value has a wrong type or is out of bounds.
+        UserErrors: keys are unknown or missing, or values have a wrong type or are out of bounds.
     """
     types = _types(cast(Any, cls))
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     if not isinstance(values, Mapping | ConfigDict):
         inner = ", ".join(known)
         raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
+    arguments, errors = {}, []
     for name in values:
         if name not in known:
             plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
-            told = name if plain else shown(name)
-            raise UserError(f"{where}.{told} is not a setting; known are {', '.join(known)}")
-    arguments = {}
+            key = f"{where}.{name if plain else shown(name)}"
+            errors.append(UserError(f"{key} is not a setting{suggest(str(name), known)}"))
     for name, field in known.items():
-        if name not in values:
-            if not has_default(field):
+        try:
+            if name in values:
+                arguments[name] = _value(types[name], values[name], f"{where}.{name}")
+            elif not has_default(field):
                 raise UserError(f"{where}.{name} is missing; give it in the config file")
-            continue
-        value = values[name]
-        if dataclasses.is_dataclass(types[name]):
-            value = build_config(types[name], value, f"{where}.{name}")
-        elif types[name] in _LISTS:
-            value = _parts(value, types[name], f"{where}.{name}")
-        elif isinstance(value, str) and typing.get_origin(types[name]) is tuple:
-            with contextlib.suppress(ValueError):  # the dataclass refuses the string
-                value = frozen(read_tuple(value))
-        else:
-            try:
-                value = frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
-            except RecursionError:
-                raise UserError(f"{where}.{name} is nested too deeply; give a flat value") from None
-        arguments[name] = value
+        except UserError as error:
+            errors.append(error)
+    if not errors:
+        try:
+            return cls(**arguments)
+        except UserError as error:
+            raise UserErrors([error]).within(where) from None
+    for name, value in arguments.items():  # the other settings may be wrong, too
+        try:
+            check(value, declared(cast(Any, cls))[name], f"{where}.{name}")
+        except UserError as error:
+            errors.append(error)
+    raise UserErrors(errors)
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """Converts the value of a setting to the type of its field."""
+    if dataclasses.is_dataclass(kind):
+        return build_config(cast(Any, kind), value, where)
+    if kind in _LISTS:
+        return _parts(value, kind, where)
+    if isinstance(value, str) and typing.get_origin(kind) is tuple:
+        with contextlib.suppress(ValueError):  # the dataclass refuses the string
+            value = frozen(read_tuple(value))
+        return value
     try:
-        return cls(**arguments)
-    except UserError as error:
-        raise UserError(f"{where}.{error}") from None
+        return frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply; give a flat value") from None
 
 
 @functools.cache

@@ -87,9 +87,9 @@ class GradersConfig(Bounded):
     """Settings that say how the answers of the policy are graded.
 
     Attributes:
-        answer: reward for text answers that no judge grades: ``exact_match`` (without the bugs of
-            the released grader), ``f1``, a reward of the AFM release (``mhqa_train``,
-            ``mhqa_eval``, ``qa_em``, ``qa_subem``), or a custom reward ``package.module:name``.
+        answer: reward of answers that no judge grades: ``exact_match``, ``f1``, a reward of the AFM
+            release (``mhqa_train``, ``mhqa_eval``, ``qa_em``, ``qa_subem``), or a custom reward
+            ``package.module:name``.
         rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. The
             weighted sum is the reward of a trajectory; each reward is also recorded under its name.
             The name ``grader`` stands for the reward that the task names. If the mapping is empty,

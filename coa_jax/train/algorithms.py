@@ -151,8 +151,8 @@ class Algorithm(Bounded):
             ``k1``, ``k2`` or ``k3``, see `objectives.kl_estimate`.
         kl_in: where the KL penalty enters: ``loss`` adds the penalty to the loss, ``reward``
             subtracts the penalty from the reward of each token.
-        kl_coef: factor of the KL penalty. With 0 there is no penalty, so the run needs no frozen
-            copy of the initial parameters.
+        kl_coef: factor of the KL penalty; -1 for the preset's. With 0 there is no penalty, so the
+            run needs no frozen copy of the initial parameters.
         entropy_coef: factor of the entropy bonus; 0 for no bonus.
         opd_coef: factor by which a teacher's advantages of tokens (on-policy distillation) are
             multiplied before they are added to the advantages that ``advantage`` gives; 0 for no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,9 @@ MAY_CHANGE = (
 
 
 def define_flags(
+    settings: type[Any],
     config: str = "",
+    first: Sequence[str] = (),
     with_defaults: Callable[[Any], Any] | None = None,
     *,
     workdir_required: bool = True,
@@ -48,11 +50,11 @@ def define_flags(
     """Defines the command-line flags of a command that trains a model.
 
     Args:
+        settings, first, with_defaults: see `run.command.config_flag`.
         config: default value of ``--config``, a path; "" for the defaults of all settings.
-        with_defaults: see `run.command.config_flag`.
         workdir_required: whether the command always needs ``--workdir``.
     """
-    config_flag(config, with_defaults)
+    config_flag(config, settings, first, with_defaults)
     workdir_flag("directory of the run", required=workdir_required)
     flags.DEFINE_string("wandb_project", "", "W&B project to log the metrics to, too; '' for none")
     check_flags()

@@ -53,13 +53,15 @@ class TrainingConfig(Bounded):
     """Settings that all training runs have.
 
     Attributes:
-        model: Hugging Face directory of the initial model.
+        model: directory or Hub name of the initial model, in Hugging Face format.
         seed: seed of the order of the data and of all random numbers.
-        rows: number of rows per micro-batch. `defaults.completed` chooses 0, and ``auto`` below.
+        rows: number of rows per micro-batch; 0 chooses by the free memory, see
+            `defaults.completed`.
         row_length: number of tokens per row; 0 for the length of the longest sequence.
-        dtype: dtype of the matmul operands; parameters and their gradients stay float32.
-        remat: name of the rematerialisation policy, which says which activations the backward pass
-            recomputes, see `model.remat.POLICIES`.
+        dtype: dtype of the matmul operands; auto chooses by the processor. Parameters and their
+            gradients stay float32.
+        remat: activations that the backward pass recomputes; auto chooses by the free memory, see
+            `model.remat.POLICIES`.
         optimizer: settings of AdamW and of its learning rate; ``total_steps`` is the number of
             updates of the run.
         checkpoint_every: number of steps between two checkpoints.

@@ -32,9 +32,9 @@ class OptimizerConfig(Bounded):
     """Settings of the optimiser, with linear warm-up, then cosine decay or a constant rate.
 
     Attributes:
-        learning_rate: peak of the learning rate; -1 takes the default of the stage, see
+        learning_rate: peak of the learning rate; -1 chooses by stage and adapters, see
             `defaults.completed`.
-        total_steps: number of updates of the whole run; 0 takes the default of the stage.
+        total_steps: number of updates; 0 for 100 steps of RL, or three passes of other runs.
         warmup_steps: number of updates until the learning rate reaches its peak.
         final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
             learning rate constant after the warm-up.

@@ -36,11 +36,12 @@ class RLConfig(TrainingConfig):
     ``row_length`` must be at least the maximum length of a trajectory, ``rollout.max_tokens``.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
+        tasks: file, data set (``hf:NAME``) or name of a task source, see `tasks.load_tasks`; "" if
+            ``mixture`` names the sources.
         task_options: options of the task source.
         mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
             and ``split``, see `tasks.mixture.Part`.
-        num_tasks: number of tasks to take from the training split of each source; 0 for all.
+        num_tasks: number of training tasks to take from each source; 0 for all.
         distilled: treatment of tasks that a training record of the policy asks, too; by default
             they are left out.
         pool: selection of the tasks that are sampled; by default no task is skipped.
@@ -52,13 +53,13 @@ class RLConfig(TrainingConfig):
             ``groups``.
         groups_in_flight: number of groups that are sampled at the same time; 0 derives the number
             from the share of groups with a signal.
-        max_staleness: maximum age, in steps, of a group that a step trains on. The age is the
-            number of steps between the oldest policy version that sampled one of the group's tokens
-            and the version that the step updates. With 0, the newest policy samples all groups of a
-            step, steps take groups in task order, and the time limits ``rollout.max_seconds`` and
-            ``rollout.max_tool_seconds`` are ignored; so the same seed reproduces the run. Above 0,
-            rollouts continue during updates; a group that is too old is dropped, and its task is
-            sampled again.
+        max_staleness: maximum age in steps of what a step trains on; 0 for on-policy steps. The age
+            of a group is the number of steps between the oldest policy version that sampled one of
+            the group's tokens and the version that the step updates. With 0, the newest policy
+            samples all groups of a step, steps take groups in task order, and the time limits
+            ``rollout.max_seconds`` and ``rollout.max_tool_seconds`` are ignored; so the same seed
+            reproduces the run. Above 0, rollouts continue during updates; a group that is too old
+            is dropped, and its task is sampled again.
         admission: order in which steps take groups if ``max_staleness`` is above 0. ``completion``
             takes the groups that finish first, which favours short trajectories; ``task_order``
             waits for the oldest task.
@@ -75,9 +76,8 @@ class RLConfig(TrainingConfig):
             update of an epoch may have fewer groups.
         epochs: number of passes over the groups of a step, as in PPO. Passes after the first one
             shuffle the groups.
-        format_reward: True if a correct answer gets a reward only if its trajectory obeys the
-            protocol, as in eq 11 of the Chain-of-Agents paper; False if the answer alone decides,
-            as in eq 10.
+        format_reward: whether a reward needs a trajectory that obeys the protocol, as in eq 11 of
+            the Chain-of-Agents paper. If False, the answer alone decides, as in eq 10.
         stops: changes to the rewards of trajectories without an answer, see `StopRewards`.
         temperature: sampling temperature. Training divides the logits by the same temperature.
         attention_length: number of positions per row inside attention. Above 0, samples of the same

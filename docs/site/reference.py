@@ -36,9 +36,8 @@ from coa_jax.config.fields import (
     parts,
     present,
 )
-from coa_jax.evaluate.config import EvaluateRun
-from coa_jax.train.config import SFTConfig
-from coa_jax.train.rl_config import RLRun
+from coa_jax.config.help import meanings
+from coa_jax.run import command
 
 API = {
     "trajectories": ("Trajectories and records", "data.trajectory", "data.records"),
@@ -53,7 +52,6 @@ API = {
 }
 """Name of each page of the Python API -> its title and its modules in ``coa_jax``."""
 
-_ENTRY = re.compile(r"(?P<names>[a-z_]\w*(, [a-z_]\w*)*):\s*(?P<text>.*)")
 _KINDS = {
     "string": "text",
     "enum": "word",
@@ -71,8 +69,8 @@ def pages() -> dict[str, str]:
     """Returns the Markdown of each generated page by its path below ``docs/``."""
     found = {"commands/index.md": _commands()}
     tables: dict[type[Any], set[str]] = {}
-    for command in COMMANDS:
-        found[f"commands/{command}.md"] = _command(command, tables)
+    for name in COMMANDS:
+        found[f"commands/{name}.md"] = _command(name, tables)
     found["commands/settings.md"] = _settings_of_tables(tables)
     for name, (title, *modules) in API.items():
         blocks = [f"::: coa_jax.{module}" for module in modules]
@@ -81,30 +79,6 @@ def pages() -> dict[str, str]:
 
 
 # --- what the code says --------------------------------------------------------------------
-
-
-def meanings(cls: type[Any]) -> dict[str, str]:
-    """Returns field -> meaning, from the ``Attributes:`` sections of a class and of its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        found |= _attributes(base.__dict__.get("__doc__") or "")
-    return found
-
-
-def _attributes(docstring: str) -> dict[str, str]:
-    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in section.splitlines():
-        if line and not line.startswith(" "):
-            break
-        entry = _ENTRY.fullmatch(line[4:]) if line[4:5].strip() else None
-        if entry:
-            names = entry["names"].split(", ")
-            found |= dict.fromkeys(names, entry["text"])
-        else:
-            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
-    return found
 
 
 @functools.cache
@@ -139,9 +113,9 @@ def values_of(annotation: Any, meaning: str) -> type[Any] | None:
     return next((cls for path, cls in paths.items() if path.endswith(f".{named[1]}")), None)
 
 
-def entry_point(command: str) -> types.ModuleType:
+def entry_point(name: str) -> types.ModuleType:
     """Returns the imported module of a command."""
-    module = importlib.import_module(f"coa_jax.{COMMANDS[command]}")
+    module = importlib.import_module(f"coa_jax.{COMMANDS[name]}")
     return (
         importlib.import_module(f"{module.__name__}.__main__")
         if hasattr(module, "__path__")
@@ -193,9 +167,9 @@ def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
 
 def command_settings(module: types.ModuleType) -> type[Any] | None:
     """Returns the dataclass that the config of a command fills; None for one without."""
-    of_api = {"sft": SFTConfig, "rl": RLRun, "evaluate": EvaluateRun}
-    name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
-    return _argument(module, "run_fit", 0) or getattr(module, "Command", None) or of_api.get(name)
+    command._config_flag = command._ConfigFlag()
+    command_flags(module)
+    return command._config_flag.settings
 
 
 # --- Markdown ------------------------------------------------------------------------------
@@ -218,16 +192,16 @@ def _commands() -> str:
 """
 
 
-def _command(command: str, tables: dict[type[Any], set[str]]) -> str:
-    module = entry_point(command)
-    lines = [f"# coa-jax {command}", "", prose(inspect.cleandoc(module.__doc__ or "")), ""]
+def _command(name: str, tables: dict[type[Any], set[str]]) -> str:
+    module = entry_point(name)
+    lines = [f"# coa-jax {name}", "", prose(inspect.cleandoc(module.__doc__ or "")), ""]
     parser = command_parser(module)
     options = parser._actions[1:] if parser else []  # the first is --help
     told = {f"--{flag.name}": _flag(flag) for flag in command_flags(module)}
     told |= {option.option_strings[-1]: _option(option) for option in options}
     lines += ["## Flags", ""] if told else []
-    for name, about in told.items():
-        lines += _definition(name, f"flag-{name[2:]}", *about)
+    for flag, about in told.items():
+        lines += _definition(flag, f"flag-{flag[2:]}", *about)
     settings = command_settings(module)
     if settings:
         text = "The config file sets these values; `--config.KEY=VALUE` overrides a value."

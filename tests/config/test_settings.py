@@ -47,6 +47,15 @@ def test_groups_become_dataclasses_and_lists_become_tuples(values):
     assert hash(built.inner) == hash(Inner(3, (4, 5)))
 
 
+def test_all_mistakes_of_a_config_are_told_at_once():
+    values = {"engine": {"slots": 0, "slotz": 1}, "optimizer": {"b1": 7.0}, "groups": -1}
+    with pytest.raises(UserError) as raised:
+        build_config(RLConfig, {"model": "a", **values})
+    parts = str(raised.value).split(" | ")
+    keys = ("engine.slotz", "engine.slots", "optimizer.b1", "tasks", "groups")
+    assert {part.split()[0] for part in parts} == {f"config.{key}" for key in keys}
+
+
 def test_a_table_that_is_no_group_stays_a_table():
     assert build_config(Outer, {**VALUES, "table": {"x": 1}}).table == {"x": 1}
 
@@ -56,7 +65,7 @@ def test_a_table_that_is_no_group_stays_a_table():
     [
         (
             {**VALUES, "nmae": "b"},
-            r"config\.nmae is not a setting; known are name, inner, table, other",
+            r"config\.nmae is not a setting; did you mean 'name'\?",
         ),
         ({"name": "a"}, r"config\.inner is missing; give it in the config file"),
         ({**VALUES, "inner": {}}, r"config\.inner\.width is missing"),

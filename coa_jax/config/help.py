@@ -1,0 +1,144 @@
+"""Describes settings for ``--help`` and for the reference: key, default and meaning.
+
+The meanings stand in the ``Attributes:`` sections of the dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from coa_jax.config.fields import declared, has_default, parts, present
+from coa_jax.config.overrides import suggest
+from coa_jax.errors import UserError
+
+_ENTRY = re.compile(r"(?P<names>[a-z_]\w*(, [a-z_]\w*)*):\s*(?P<text>.*)")
+_END = re.compile(r"[;.:](?=\s|$)|, (?:see|such as|which) ")
+"""Matches where a meaning can be cut so that it fits into a line."""
+_KEY_WIDTH, _VALUE_WIDTH = 26, 12
+_FEW, _MOST = 10, 30
+"""Numbers of settings between which `outermost` stays, if there are as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting as users see it.
+
+    Attributes:
+        key: dotted name, such as ``optimizer.learning_rate``.
+        value: present value as text; "required" if it is not set and has no default.
+        meaning: text of its entry in the docstring.
+    """
+
+    key: str
+    value: str
+    meaning: str
+
+
+def meanings(cls: type[Any]) -> dict[str, str]:
+    """Returns field -> meaning, from the ``Attributes:`` sections of a class and of its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        texts |= _attributes(base.__dict__.get("__doc__") or "")
+    return texts
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        entry = _ENTRY.fullmatch(line[4:]) if line[4:5].strip() else None
+        if entry:
+            names = entry["names"].split(", ")
+            texts |= dict.fromkeys(names, entry["text"])
+        else:
+            texts |= {name: f"{texts[name]} {line.strip()}".strip() for name in names}
+    return texts
+
+
+def settings_of(cls: Any, config: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
+    """Yields the settings of a dataclass, and of the dataclasses inside it.
+
+    Args:
+        cls: the dataclass.
+        config: present values; fields that are missing have their defaults.
+        prefix: key of the dataclass in the whole config, with a dot at the end.
+    """
+    texts = meanings(cls)
+    for field in dataclasses.fields(cls):
+        kind, _ = parts(present(declared(cls)[field.name]))
+        value = config.get(field.name, dataclasses.MISSING)
+        if dataclasses.is_dataclass(kind):
+            inner = value if isinstance(value, Mapping) else {}
+            yield from settings_of(kind, inner, f"{prefix}{field.name}.")
+            continue
+        if value is dataclasses.MISSING:
+            make: Any = field.default_factory
+            value = field.default if make is dataclasses.MISSING else make()
+        required = not has_default(field) and value in (dataclasses.MISSING, "")
+        text = "required" if required else repr(value)
+        yield Setting(prefix + field.name, text, texts.get(field.name, "").replace("`", ""))
+
+
+def page(settings: Iterable[Setting], keys: Sequence[str], width: int) -> str:
+    """Returns one line for each of the settings with the given keys, in the order of the keys."""
+    by_key = {setting.key: setting for setting in settings}
+    lines = []
+    for setting in map(by_key.__getitem__, keys):
+        value = setting.value
+        value = value if len(value) <= _VALUE_WIDTH else f"{value[: _VALUE_WIDTH - 3]}..."
+        start = f"  {setting.key:{_KEY_WIDTH}} {value:{_VALUE_WIDTH}} "
+        lines.append(start + _cut(setting.meaning, width - len(start)))
+    return "\n".join(lines)
+
+
+def _cut(text: str, width: int) -> str:
+    """Returns the longest beginning of a text that fits and ends where a clause ends."""
+    text = text.removesuffix(".")
+    if len(text) <= width:
+        return text
+    ends = [match.start() for match in _END.finditer(text)]
+    fitting = [end for end in ends if end <= width]
+    return text[: fitting[-1]] if fitting else f"{text[: width - 4]} ..."
+
+
+def outermost(settings: Sequence[Setting]) -> list[str]:
+    """Returns the keys outside groups; with those of the outer groups if there are few."""
+    keys = [setting.key for setting in settings]
+    outer = [key for key in keys if "." not in key]
+    inner = [key for key in keys if key.count(".") == 1]
+    return outer if len(outer) >= _FEW else [*outer, *inner][:_MOST]
+
+
+def search(settings: Iterable[Setting], word: str, width: int) -> str:
+    """Returns the settings whose key or meaning contains a word, with their whole meanings.
+
+    Args:
+        settings: the settings.
+        word: the word, in any case; "all" for all settings.
+        width: width of the text in characters.
+
+    Raises:
+        UserError: no setting contains the word.
+    """
+    settings, word = list(settings), word.lower()
+    blocks = [
+        f"  --config.{setting.key}={setting.value}\n{_indented(setting.meaning, width)}"
+        for setting in settings
+        if word == "all" or word in setting.key.lower() or word in setting.meaning.lower()
+    ]
+    if not blocks:
+        hint = suggest(word, [part for setting in settings for part in setting.key.split(".")])
+        raise UserError(f"--help {word}: no setting has this word{hint}; --help all shows each")
+    return "\n".join(blocks)
+
+
+def _indented(text: str, width: int) -> str:
+    return textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
