@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coa_jax.api import Evaluation, Trained, evaluate_policy, train_rl, train_sft
+    from coa_jax.api import Evaluation, Trained, evaluate, train_rl, train_sft
     from coa_jax.config.preflight import Needs
     from coa_jax.data.trajectory import (
         Author,
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     )
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
-    from coa_jax.distill.readers import Malformed
+    from coa_jax.distillation.readers import Malformed
     from coa_jax.engine.config import SamplingParams
     from coa_jax.errors import UserError
-    from coa_jax.evaluate.config import EvaluateConfig
+    from coa_jax.evaluation.config import EvaluateConfig
     from coa_jax.model.api import load
     from coa_jax.model.config import LoraConfig
     from coa_jax.model.encode import observation_text
@@ -64,7 +64,7 @@ _HOMES = {
     "coa_jax.api": (
         "Evaluation",
         "Trained",
-        "evaluate_policy",
+        "evaluate",
         "train_rl",
         "train_sft",
     ),
@@ -77,9 +77,9 @@ _HOMES = {
     ),
     "coa_jax.demo.debug_files": ("make_debug_files",),
     "coa_jax.demo.untrained": ("create_policy",),
-    "coa_jax.distill.readers": ("Malformed",),
+    "coa_jax.distillation.readers": ("Malformed",),
     "coa_jax.errors": ("UserError",),
-    "coa_jax.evaluate.config": ("EvaluateConfig",),
+    "coa_jax.evaluation.config": ("EvaluateConfig",),
     "coa_jax.engine.config": ("SamplingParams",),
     "coa_jax.model.api": ("load",),
     "coa_jax.model.config": ("LoraConfig",),

@@ -20,10 +20,10 @@ from ml_collections import ConfigDict
 from coa_jax.config.preflight import preflight, require
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.errors import UserError
-from coa_jax.evaluate.compare import Comparison, compare
-from coa_jax.evaluate.config import EvaluateConfig, EvaluateRun
-from coa_jax.evaluate.figures import table
-from coa_jax.evaluate.run import evaluate_model, load
+from coa_jax.evaluation.compare import Comparison, compare
+from coa_jax.evaluation.config import EvaluateConfig, EvaluateRun
+from coa_jax.evaluation.figures import table
+from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import load_weights
 from coa_jax.model.export import save_model
@@ -53,7 +53,7 @@ __all__ = [
     "Agent",
     "Evaluation",
     "Trained",
-    "evaluate_policy",
+    "evaluate",
     "load_config",
     "train_rl",
     "train_sft",
@@ -328,7 +328,7 @@ class Evaluation:
         return table(self.outcome)
 
 
-def evaluate_policy(
+def evaluate(
     model: Model | str | Path | Config | EvaluateConfig,
     workdir: str | Path,
     *,

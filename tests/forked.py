@@ -29,7 +29,12 @@ from typing import NoReturn
 PRELOADED = (
     *("jax", "optax", "grain", "orbax.checkpoint", "transformers.models.auto.tokenization_auto"),
     *("httpx", "openai", "coa_jax.tools.make"),
-    *("coa_jax.train.rl", "coa_jax.train.sft", "coa_jax.evaluate.run", "coa_jax.evaluate.held_out"),
+    *(
+        "coa_jax.train.rl",
+        "coa_jax.train.sft",
+        "coa_jax.evaluation.run",
+        "coa_jax.evaluation.held_out",
+    ),
 )
 
 

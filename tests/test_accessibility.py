@@ -17,7 +17,7 @@ from coa_jax.report import build_report
 from coa_jax.report.benchmark import write_page
 from coa_jax.report.page import whole_page
 from coa_jax.report.sweep import build_sweep
-from tests.evaluate.made import outcome
+from tests.evaluation.made import outcome
 from tests.report.run_files import write_run
 from tests.serve.browser import Browser, needs_browser
 from tests.serve.live import server

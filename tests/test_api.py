@@ -30,7 +30,7 @@ from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import Observation
 from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
-from tests.evaluate.tiny_evaluation import CONFIG
+from tests.evaluation.tiny_evaluation import CONFIG
 from tests.hub_server import hub_server
 from tests.train.tiny_runs import rl_config, sft_config
 
@@ -268,7 +268,7 @@ def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
     tools = list(tiny_policy.tools().values())
 
     def measure() -> Evaluation:
-        return coa_jax.evaluate_policy(
+        return coa_jax.evaluate(
             CONFIG,
             tmp_path,
             policy=saved,
@@ -296,7 +296,7 @@ def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
 def test_an_evaluation_in_which_the_policy_wrote_nothing_has_no_result(tmp_path, saved):
     small = EngineConfig(4, 16, 8, (64,))  # no prompt fits
     with pytest.raises(UserError, match=r"wrote no token .*samples length.*max_length"):
-        coa_jax.evaluate_policy(
+        coa_jax.evaluate(
             CONFIG, tmp_path, policy=saved, tasks=TASKS[:1], rollout=BUDGET, engine=small, tools=[]
         )
     assert not (tmp_path / "evaluate" / "policy" / "results.json").exists()
@@ -311,7 +311,7 @@ def test_an_evaluation_keeps_the_config_of_the_training_run_in_its_directory(tmp
     given = {"policy": saved, "tasks": TASKS[:1], "tools": tools, "rollout": BUDGET, "samples": 1}
     for stage in ("first", "second"):
         for folder in ("run", "own"):
-            coa_jax.evaluate_policy(CONFIG, tmp_path / folder, stage=stage, **given)
+            coa_jax.evaluate(CONFIG, tmp_path / folder, stage=stage, **given)
     assert (tmp_path / "run" / "config.json").read_bytes() == before
     # In a directory without a training run, the last evaluation writes its config.
     assert json.loads((tmp_path / "own" / "config.json").read_text())["stage"] == "second"

@@ -22,7 +22,7 @@ from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
 from coa_jax.cli import synthesize
 from coa_jax.demo import scratch
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import EvaluateRun
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.model.config import cpu_dtype
 from coa_jax.model.shapes import architecture_of
 from coa_jax.paper import ablation, economy, quickstart

@@ -11,7 +11,7 @@ import pytest
 
 from coa_jax.data.trajectory import read_trajectories
 from tests import forked
-from tests.distill.chat_server import serving
+from tests.distillation.chat_server import serving
 from tests.own_files import FILES
 
 CONFIG = """

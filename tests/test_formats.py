@@ -10,7 +10,7 @@ import pytest
 
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distill.export import export
+from coa_jax.distillation.export import export
 from coa_jax.engine.config import SamplingParams
 from coa_jax.paper.quickstart import run_pipeline
 from coa_jax.protocol import Prompt

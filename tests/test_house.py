@@ -23,7 +23,7 @@ PACKAGE = REPOSITORY / "coa_jax"
 # A room may import the rooms before it and itself; the sandbox imports itself only.
 CORE = (
     "errors", "config", "files", "storage", "parallel", "protocol", "data", "model", "engine",
-    "run", "sandbox", "tools", "tasks", "rollout", "distill", "evaluate", "train", "serve",
+    "run", "sandbox", "tools", "tasks", "rollout", "distillation", "evaluation", "train", "serve",
     "report", "api", "cli",
 )  # fmt: skip
 # A wing may import the core and the wings before it.  The core imports no wing.
@@ -175,7 +175,7 @@ def test_the_compiled_programs_load_only_arrays_and_the_model(module):
         ("tasks.graders", ("jax", "openai")),
         ("rollout.request", ("jax",)),
         ("rollout.environments.base", ("jax",)),
-        ("evaluate.config", ("jax",)),
+        ("evaluation.config", ("jax",)),
         ("train.rl_config", ("jax",)),
     ],
 )

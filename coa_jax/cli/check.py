@@ -36,8 +36,8 @@ from coa_jax.config.preflight import SECONDS, Check, Needs, preflight
 from coa_jax.data.records import iterate_records
 from coa_jax.engine.memory import free_memory
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import EvaluateRun
-from coa_jax.evaluate.run import load
+from coa_jax.evaluation.config import EvaluateRun
+from coa_jax.evaluation.run import load
 from coa_jax.files.untrusted import made_by
 from coa_jax.model.api import describe_model, download_once
 from coa_jax.model.config import ModelConfig

@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags
 
 from coa_jax.errors import UserError
-from coa_jax.evaluate.compare import compare, differing, load, text
+from coa_jax.evaluation.compare import compare, differing, load, text
 from coa_jax.files import durable
 from coa_jax.report.page import save_page
 from coa_jax.report.pair import PairedEvaluation, pair_page

@@ -25,14 +25,14 @@ import ml_collections
 from absl import flags
 
 from coa_jax.config.fields import Bounded, Place
-from coa_jax.distill.dataset import distill_split, statistics_of
-from coa_jax.distill.endpoint import Endpoint, EndpointConfig
-from coa_jax.distill.filters import why_nothing
-from coa_jax.distill.pipeline import DistillConfig, teacher_block
-from coa_jax.distill.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
-from coa_jax.distill.tasks import Tasks
-from coa_jax.distill.token_savings import CountTokens, economy
-from coa_jax.distill.traces import TraceFilesConfig, distill_traces
+from coa_jax.distillation.dataset import distill_split, statistics_of
+from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
+from coa_jax.distillation.filters import why_nothing
+from coa_jax.distillation.pipeline import DistillConfig, teacher_block
+from coa_jax.distillation.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
+from coa_jax.distillation.tasks import Tasks
+from coa_jax.distillation.token_savings import CountTokens, economy
+from coa_jax.distillation.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.run.command import config_flag, run_main, workdir_flag

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from coa_jax.evaluate.config import EvaluateRun
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.storage import with_urls
 from coa_jax.train.command import check_flags
@@ -29,13 +29,13 @@ def define_flags() -> None:
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax evaluate``: evaluates a policy; returns the exit code."""
     # Imported here, so that mistakes in flags are told before JAX is loaded.
-    from coa_jax.api import evaluate_policy
+    from coa_jax.api import evaluate
     from coa_jax.cli.check import check
 
     values = flags.FLAGS
     if values.check != "false":
         return check("evaluate")
-    evaluation = evaluate_policy(values.config, values.workdir, fresh=values.fresh)
+    evaluation = evaluate(values.config, values.workdir, fresh=values.fresh)
     print(evaluation)
     print(f"page -> {with_urls(evaluation.page)}")
     return 0

@@ -33,7 +33,7 @@ _SETTINGS = {
     "rl": "train.rl_config:RLRun",
     "rft": "train.config:RFTConfig",
     "dpo": "train.config:DPOConfig",
-    "evaluate": "evaluate.config:EvaluateRun",
+    "evaluate": "evaluation.config:EvaluateRun",
     "distill": "cli.distill:Command",
     "synthesize": "cli.synthesize:Command",
 }

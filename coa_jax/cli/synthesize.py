@@ -25,17 +25,17 @@ import numpy as np
 from absl import flags
 
 from coa_jax.config.fields import Bounded, Count, Times
-from coa_jax.distill.endpoint import Endpoint, EndpointConfig
-from coa_jax.distill.llm import language_minds
-from coa_jax.distill.minds import scripted_minds
-from coa_jax.distill.pipeline import DistillConfig
-from coa_jax.distill.synthesis.build import Item, Synthesis, SynthesisConfig
-from coa_jax.distill.synthesis.closed_book import ClosedBookConfig, closed_book
-from coa_jax.distill.synthesis.drafts import Author, document_of, facts_author
-from coa_jax.distill.synthesis.language import LanguageAuthor
-from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
+from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
+from coa_jax.distillation.llm import language_minds
+from coa_jax.distillation.minds import scripted_minds
+from coa_jax.distillation.pipeline import DistillConfig
+from coa_jax.distillation.synthesis.build import Item, Synthesis, SynthesisConfig
+from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig, closed_book
+from coa_jax.distillation.synthesis.drafts import Author, document_of, facts_author
+from coa_jax.distillation.synthesis.language import LanguageAuthor
+from coa_jax.distillation.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
-from coa_jax.evaluate.policy import weights_name
+from coa_jax.evaluation.policy import weights_name
 from coa_jax.files import jsonl
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.progress import progress

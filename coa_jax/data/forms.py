@@ -172,7 +172,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         raise TypeError(f"the conversation cannot be {type(listed).__name__}")
     if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
         raise ValueError(
-            "a message log of agents, not a record; make records of it with coa_jax.distill and "
+            "a message log of agents, not a record; make records of it with coa-jax distill and "
             "configs/distill/traces.py"
         )
     turns: list[_Turn] = []
@@ -272,7 +272,7 @@ def _tagged(rules: Protocol, call: Any) -> str:
         arguments = " | ".join(arguments)
     if name not in rules.tools or not isinstance(arguments, str):
         raise Unusable(
-            f"a call of {str(name)[:40]!r} has no tag with one body; coa_jax.distill with "
+            f"a call of {str(name)[:40]!r} has no tag with one body; coa-jax distill with "
             "configs/distill/traces.py converts logs of function calls"
         )
     bare = rules.form(name) == "code" and parse_code(arguments) is None

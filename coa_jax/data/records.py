@@ -65,7 +65,7 @@ class Read(NamedTuple):
         tags: tags from which the protocol was inferred; () if the row itself or the
             caller names the protocol.
         dropped: name of the filter that dropped the record, if the row comes from a ``dropped/``
-            file of ``coa_jax.distill``; else "".
+            file of ``coa-jax distill``; else "".
     """
 
     record: DistilledRecord

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 from coa_jax.demo.drawn_tools import KINDS, UNKNOWN, Use, kind_of, shape_of, write_call
-from coa_jax.distill.messages import Kind
-from coa_jax.distill.minds import Action, AgentView
+from coa_jax.distillation.messages import Kind
+from coa_jax.distillation.minds import Action, AgentView
 from coa_jax.protocol import format_double_check, get_protocol
 
 

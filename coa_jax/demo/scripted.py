@@ -15,8 +15,8 @@ from coa_jax.demo.drawn_tools import UNKNOWN, understand
 from coa_jax.demo.grammar import Computed
 from coa_jax.demo.slips import Slips, wrong_value
 from coa_jax.demo.steps import Progress
-from coa_jax.distill.messages import Kind
-from coa_jax.distill.minds import Action, AgentView, Mind, Minds
+from coa_jax.distillation.messages import Kind
+from coa_jax.distillation.minds import Action, AgentView, Mind, Minds
 from coa_jax.protocol import (
     CRITERIA,
     format_code,

@@ -17,7 +17,7 @@ from coa_jax.demo import grammar as grammar
 from coa_jax.demo.expressions import Expression, read_expression
 from coa_jax.demo.people_grammar import understand_people
 from coa_jax.demo.relations import relation_of
-from coa_jax.distill.messages import Kind, Message
+from coa_jax.distillation.messages import Kind, Message
 
 AnyStep = grammar.Step | Expression
 _Search = grammar.Lookup | grammar.Inverse | grammar.Neighbour

@@ -30,13 +30,13 @@ from coa_jax.data.intervals import rates
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import DistilledRecord, write_records
 from coa_jax.demo.untrained import ScratchConfig, write_policy
-from coa_jax.distill.dataset import DistilledSplit, distill_split, statistics_of
-from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
+from coa_jax.distillation.dataset import DistilledSplit, distill_split, statistics_of
+from coa_jax.distillation.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.figures import shown_rate
-from coa_jax.evaluate.metrics import student_t
-from coa_jax.evaluate.run import evaluate_model, load
+from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.figures import shown_rate
+from coa_jax.evaluation.metrics import student_t
+from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable
 from coa_jax.files.markdown import table
 from coa_jax.model.peft_io import copy_model

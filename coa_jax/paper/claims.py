@@ -9,10 +9,10 @@ writes it to a Markdown file. Each row names the command that creates the result
 
 Intervals are 95 % confidence intervals over the tasks of all seeds. A task that several seeds share
 counts once, with the samples of these seeds. The interval of a rate is computed as in
-`evaluate.metrics`, the interval of a difference by a paired bootstrap. The p-value of a difference
-comes from the paired permutation test of `evaluate.compare`. Neither includes the variation between
-seeds, so the table also lists the figure of each seed. Figures without an interval, such as token
-savings, are means over seeds, and their n is the sum over seeds.
+`evaluation.metrics`, the interval of a difference by a paired bootstrap. The p-value of a
+difference comes from the paired permutation test of `evaluation.compare`. Neither includes the
+variation between seeds, so the table also lists the figure of each seed. Figures without an
+interval, such as token savings, are means over seeds, and their n is the sum over seeds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import numpy as np
 from absl import flags
 
 from coa_jax.errors import UserError
-from coa_jax.evaluate.compare import bootstrap_interval, permutation_test
-from coa_jax.evaluate.metrics import mean, mean_interval, pass_at_k
+from coa_jax.evaluation.compare import bootstrap_interval, permutation_test
+from coa_jax.evaluation.metrics import mean, mean_interval, pass_at_k
 from coa_jax.files import durable, markdown
 from coa_jax.run.command import run_main
 
@@ -319,7 +319,7 @@ def saved(folders: Folders, key: str) -> Figure | None:
     Args:
         folders: the run folders.
         key: name of the share in ``summary.json``. For example, ``both_solved`` compares the
-            tokens of the samples in which both solve the task, see `distill.token_savings`.
+            tokens of the samples in which both solve the task, see `distillation.token_savings`.
     """
     blocks = [block for block in folders.summaries("economy") if "saved" in block]
     n = sum(block["both_solved"]["samples"] for block in blocks)

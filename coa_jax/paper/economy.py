@@ -22,11 +22,11 @@ from absl import flags
 
 from coa_jax.config.fields import Bounded, Count, Name, Natural, Place, Seed, Split
 from coa_jax.data.trajectory import Author, Trajectory, iterate_trajectories
-from coa_jax.distill.endpoint import Endpoint, EndpointConfig
-from coa_jax.distill.journal import open_journal
-from coa_jax.distill.llm import language_minds
-from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher
-from coa_jax.distill.token_savings import policy_economy
+from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
+from coa_jax.distillation.journal import open_journal
+from coa_jax.distillation.llm import language_minds
+from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher
+from coa_jax.distillation.token_savings import policy_economy
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain, load_tokenizer
 from coa_jax.run.command import config_flag, run_main, workdir_flag

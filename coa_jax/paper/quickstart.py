@@ -24,15 +24,15 @@ from coa_jax.config.fields import MAX_INT, Bounded, Name, Place
 from coa_jax.config.installed import warn_untested
 from coa_jax.data.records import read_records
 from coa_jax.demo.untrained import ScratchConfig, write_policy
-from coa_jax.distill.dataset import distill_split
-from coa_jax.distill.filters import TeacherRun
-from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
-from coa_jax.distill.tasks import Tasks
-from coa_jax.distill.token_savings import policy_economy
+from coa_jax.distillation.dataset import distill_split
+from coa_jax.distillation.filters import TeacherRun
+from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
+from coa_jax.distillation.tasks import Tasks
+from coa_jax.distillation.token_savings import policy_economy
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.figures import shown_rate, table
-from coa_jax.evaluate.run import evaluate_model, load
+from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.figures import shown_rate, table
+from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.model.api import describe_model, load_model
 from coa_jax.model.peft_io import copy_model
 from coa_jax.model.tokenizer import load_tokenizer

@@ -29,7 +29,7 @@ from coa_jax.config.installed import missing
 from coa_jax.data import shards
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import iterate_trajectories
-from coa_jax.distill.card import card as data_card
+from coa_jax.distillation.card import card as data_card
 from coa_jax.errors import UserError
 from coa_jax.files import durable
 from coa_jax.files.jsonl import dumps, read_objects

@@ -45,7 +45,7 @@ class PairedEvaluation:
 
     Attributes:
         a, b: contents of the two result files.
-        comparison: the fields of `evaluate.compare.Comparison`, by name.
+        comparison: the fields of `evaluation.compare.Comparison`, by name.
         notes: names of the settings, other than the policy, in which the evaluations differ.
     """
 

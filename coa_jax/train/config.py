@@ -27,7 +27,7 @@ from coa_jax.config.fields import (
 from coa_jax.data.records import ProtocolName
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import HeldOutConfig
+from coa_jax.evaluation.config import HeldOutConfig
 from coa_jax.model.attention.choice import implementations
 from coa_jax.model.config import DTYPES, REMAT, LoraConfig, ModelConfig
 from coa_jax.parallel.config import MeshConfig

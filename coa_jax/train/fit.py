@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coa_jax.engine.engine import Engine
-from coa_jax.evaluate.held_out import HeldOut
+from coa_jax.evaluation.held_out import HeldOut
 from coa_jax.model.api import Model
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import warn_of_positions

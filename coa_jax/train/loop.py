@@ -15,7 +15,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax.engine.engine import Engine
-from coa_jax.evaluate.held_out import HeldOut
+from coa_jax.evaluation.held_out import HeldOut
 from coa_jax.model.api import Model
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes

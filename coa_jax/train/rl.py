@@ -17,7 +17,7 @@ from absl import logging
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
-from coa_jax.evaluate.held_out import HeldOut, held_out_tasks
+from coa_jax.evaluation.held_out import HeldOut, held_out_tasks
 from coa_jax.model.api import describe_model, download_once
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from coa_jax.config.fields import Between, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import HeldOutConfig
+from coa_jax.evaluation.config import HeldOutConfig
 from coa_jax.model.config import LoraConfig
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.environments import EnvironmentConfig

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from coa_jax.data.records import Records
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
-from coa_jax.evaluate.held_out import HeldOut, held_out_tasks
+from coa_jax.evaluation.held_out import HeldOut, held_out_tasks
 from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.distill.endpoint import EndpointConfig
+from coa_jax.distillation.endpoint import EndpointConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 

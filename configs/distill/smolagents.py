@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.distill.smol_runs import SmolConfig
+from coa_jax.distillation.smol_runs import SmolConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.distill.pipeline import DistillConfig
-from coa_jax.distill.traces import TraceFilesConfig
+from coa_jax.distillation.pipeline import DistillConfig
+from coa_jax.distillation.traces import TraceFilesConfig
 from coa_jax.errors import UserError
 from coa_jax.run.settings import complete_config
 

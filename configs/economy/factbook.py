@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig

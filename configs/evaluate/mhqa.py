@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants

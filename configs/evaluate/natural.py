@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config, merged
 from coa_jax.run.variants import in_small, parse_variant

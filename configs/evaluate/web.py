@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.exposure import BLOCKED
+from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.exposure import BLOCKED
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants

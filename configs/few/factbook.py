@@ -28,9 +28,9 @@ from typing import Any
 import ml_collections
 from ml_collections import ConfigDict
 
-from coa_jax.distill.pipeline import DistillConfig
-from coa_jax.distill.tasks import Tasks
-from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.distillation.pipeline import DistillConfig
+from coa_jax.distillation.tasks import Tasks
+from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variants

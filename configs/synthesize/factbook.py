@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import ml_collections
 
-from coa_jax.distill.synthesis.build import SynthesisConfig
-from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
+from coa_jax.distillation.synthesis.build import SynthesisConfig
+from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
 from coa_jax.run.settings import complete_config
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig

@@ -23,8 +23,8 @@ def compare(config: Any, policy: str, workdir: str) -> tuple[coa_jax.Evaluation,
     alone = [dataclasses.replace(task, protocol="alone") for task in tasks]
     shared = {"policy": policy, "rollout": constrained}
     return (
-        coa_jax.evaluate_policy(config, workdir, tasks=tasks, stage="chain", **shared),
-        coa_jax.evaluate_policy(
+        coa_jax.evaluate(config, workdir, tasks=tasks, stage="chain", **shared),
+        coa_jax.evaluate(
             config, workdir, tasks=alone, tools=ALONE, stage="alone", protocol="", **shared
         ),
     )

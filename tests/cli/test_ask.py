@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from coa_jax.cli.ask import define_flags, limits_of, questions, tools_of
 from coa_jax.data.trajectory import Author, trajectory_violations, write_records
 from coa_jax.demo.untrained import ScratchConfig, write_policy
-from coa_jax.distill.pipeline import DistillConfig
+from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.protocol import Prompt, get_protocol, parse
@@ -38,7 +38,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.sft import train
 from tests import forked
-from tests.distill.logs import distill_tasks
+from tests.distillation.logs import distill_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROTOCOL = get_protocol("generalist")

@@ -12,7 +12,7 @@ import pytest
 
 from coa_jax.cli.compare import run
 from coa_jax.errors import UserError
-from tests.evaluate.made import outcome
+from tests.evaluation.made import outcome
 from tests.report.run_files import HOSTILE, write_run
 
 

@@ -11,7 +11,7 @@ import pytest
 from coa_jax.cli.needs import needs_of, paths_of, settings_of, worst_case
 from coa_jax.config.preflight import Check, preflight
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import EvaluateRun
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import Graders, GradersConfig

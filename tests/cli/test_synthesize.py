@@ -11,15 +11,15 @@ import pytest
 from coa_jax.cli.synthesize import Command, endpoints_of, synthesize
 from coa_jax.demo.facts import facts, solve
 from coa_jax.demo.grammar import understand
-from coa_jax.distill.endpoint import EndpointConfig
-from coa_jax.distill.synthesis.drafts import told
+from coa_jax.distillation.endpoint import EndpointConfig
+from coa_jax.distillation.synthesis.drafts import told
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.base import split_of
 from tests import forked
-from tests.distill.chat_server import serving
+from tests.distillation.chat_server import serving
 from tests.killing import kill_when
 
 ROOT = Path(__file__).resolve().parents[2]

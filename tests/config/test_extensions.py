@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 import coa_jax
 from coa_jax.config.extensions import ExtensionKind, Named, bind, find
 from coa_jax.config.overrides import readable_overrides
-from coa_jax.distill.readers import READERS, read_traces
-from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
+from coa_jax.distillation.readers import READERS, read_traces
+from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.run.settings import build_config, complete_config
@@ -168,9 +168,9 @@ def test_a_reward_without_a_verdict_masks(folder):
 
 def test_a_reader_makes_traces_of_records(folder):
     (folder / "my_reader.py").write_text(
-        "from coa_jax.distill.readers import Trace\n"
-        "from coa_jax.distill.readers.base import Conversation\n"
-        "from coa_jax.distill.messages import Kind\n"
+        "from coa_jax.distillation.readers import Trace\n"
+        "from coa_jax.distillation.readers.base import Conversation\n"
+        "from coa_jax.distillation.messages import Kind\n"
         "def read(record, key: str = 'q'):\n"
         "    run = Conversation(record[key])\n"
         "    run.add(Kind.ANSWER, 'manager', 'user', record['a'])\n"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_flags
 
 from coa_jax.config.overrides import read_tuple, readable_overrides
-from coa_jax.distill.synthesis.closed_book import ClosedBookConfig
+from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config, complete_config
 from coa_jax.serve.config import ServeConfig

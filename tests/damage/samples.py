@@ -18,14 +18,14 @@ import jax
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import Reward, read_trajectories, trajectory_violations
 from coa_jax.demo.bpe import train_bpe
-from coa_jax.distill.endpoint import Endpoint, EndpointConfig
-from coa_jax.distill.journal import open_journal
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, to_json
+from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
+from coa_jax.distillation.journal import open_journal
+from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, to_json
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
-from coa_jax.evaluate import compare
-from coa_jax.evaluate.exposure import exposure_of
-from coa_jax.evaluate.journal import Journal
+from coa_jax.evaluation import compare
+from coa_jax.evaluation.exposure import exposure_of
+from coa_jax.evaluation.journal import Journal
 from coa_jax.files import jsonl
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
@@ -45,7 +45,7 @@ from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from tests.chats import chat_ids
-from tests.evaluate.made import outcome, task, trajectory
+from tests.evaluation.made import outcome, task, trajectory
 from tests.report.run_files import write_run
 from tests.trajectory_files import write_trajectories
 

@@ -19,7 +19,7 @@ from coa_jax.data.records import LeftOut, Records, iterate_records, read_records
 from coa_jax.data.split import Unusable, parts_of
 from coa_jax.data.trajectory import write_records
 from coa_jax.demo.bpe import train_bpe
-from coa_jax.distill.export import FORMS, export
+from coa_jax.distillation.export import FORMS, export
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt

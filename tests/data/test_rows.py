@@ -19,7 +19,7 @@ from coa_jax.data import rows as rows_module
 from coa_jax.data.records import LeftOut, Read, Records, iterate_records, read_records
 from coa_jax.data.rows import open_rows
 from coa_jax.data.trajectory import write_records
-from coa_jax.distill.export import write_tfds
+from coa_jax.distillation.export import write_tfds
 from coa_jax.errors import UserError
 from tests import tiny_policy
 from tests.rows import write

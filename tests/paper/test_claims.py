@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.evaluate.sample import Measured
-from coa_jax.evaluate.scaling import scaling
+from coa_jax.evaluation.sample import Measured
+from coa_jax.evaluation.scaling import scaling
 from coa_jax.paper import claims
 from coa_jax.paper.claims import Folders
 from coa_jax.run.command import load_config

@@ -7,8 +7,8 @@ import pytest
 
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, Trajectory
 from coa_jax.demo.bpe import train_bpe
-from coa_jax.distill.judges import JudgesConfig
-from coa_jax.distill.pipeline import graded_runs
+from coa_jax.distillation.judges import JudgesConfig
+from coa_jax.distillation.pipeline import graded_runs
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.paper.economy import describe, measure

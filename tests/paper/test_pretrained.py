@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import Reward, read_trajectories
 from coa_jax.demo.bpe import train_bpe
-from coa_jax.distill.tasks import Tasks
+from coa_jax.distillation.tasks import Tasks
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.paper.quickstart import Pipeline, left_minutes, run_pipeline, stages_of

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from coa_jax.distill.tasks import Tasks
+from coa_jax.distillation.tasks import Tasks
 from coa_jax.errors import UserError
 from coa_jax.paper.quickstart import run_pipeline
 from coa_jax.run.command import load_config

@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.evaluate.config import HeldOutConfig
+from coa_jax.evaluation.config import HeldOutConfig
 from coa_jax.parallel import processes
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.rollout.request import RolloutConfig

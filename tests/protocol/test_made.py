@@ -120,11 +120,11 @@ def test_commands_without_the_tools_read_show_and_export_the_data(made, tmp_path
     with RunDir(data.parent):
         write_records(data, [record])
         write_trajectories(data.parent / "traces.jsonl", [finished("7", "gambling")])
-    shown = run("-m", "coa_jax.distill.inspect", f"--data={data}")
+    shown = run("-m", "coa_jax.distillation.inspect", f"--data={data}")
     assert "=== r1 (gambling)" in shown and "dice             2" in shown and "!!" not in shown
     out = tmp_path / "exported"
-    run("-m", "coa_jax.distill.export", f"--data={data}", f"--out={out}", "--forms=messages")
-    again = run("-m", "coa_jax.distill.inspect", f"--data={out}/train_messages.jsonl")
+    run("-m", "coa_jax.distillation.export", f"--data={data}", f"--out={out}", "--forms=messages")
+    again = run("-m", "coa_jax.distillation.inspect", f"--data={out}/train_messages.jsonl")
     assert "r1 (gambling)" in again
     read = (
         "import sys; from coa_jax.data.trajectory import read_trajectories; "

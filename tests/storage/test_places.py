@@ -19,7 +19,7 @@ from coa_jax.cli import check
 from coa_jax.cli.needs import needs_of, paths_of, settings_of
 from coa_jax.data.records import read_records
 from coa_jax.data.rows import find_files
-from coa_jax.distill.export import write_tfds
+from coa_jax.distillation.export import write_tfds
 from coa_jax.errors import Outage, UserError
 from coa_jax.files import jsonl
 from coa_jax.model.api import load_model, save_model

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax import storage
-from coa_jax.api import evaluate_policy
+from coa_jax import api, storage
 from coa_jax.cli import compare
 from coa_jax.data.trajectory import read_trajectories
 from tests import forked, tiny_policy
-from tests.evaluate.tiny_evaluation import CONFIG
+from tests.evaluation.tiny_evaluation import CONFIG
 from tests.storage.bucket_runs import prepare, run_kind, tools_of
 
 
@@ -29,7 +28,7 @@ def text_at(url: str) -> str:
 
 def evaluate(root: str, run: str, policy: str) -> None:
     places = {"policy": f"{root}/{policy}", "tools": tools_of(root)}
-    evaluate_policy(CONFIG, f"{root}/{run}", **places, tasks=tiny_policy.TASKS, stage="rl")
+    api.evaluate(CONFIG, f"{root}/{run}", **places, tasks=tiny_policy.TASKS, stage="rl")
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ from safetensors.numpy import load_file
 
 import coa_jax
 from coa_jax import storage
-from coa_jax.api import evaluate_policy
+from coa_jax.api import evaluate
 from coa_jax.cli.export import export
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.files import durable
 from coa_jax.storage.places import opened
 from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
-from tests.evaluate.tiny_evaluation import CONFIG
+from tests.evaluation.tiny_evaluation import CONFIG
 from tests.killing import assert_same_run, copy_compiled, started
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
 from tests.train.tiny_runs import rows
@@ -114,7 +114,7 @@ def test_a_model_in_a_bucket_is_evaluated_as_its_local_copy_is(bucket, tmp_path)
     storage.upload(tmp_path / "model", f"{bucket}/model")
     tools = list(tiny_policy.tools().values())
     found = [
-        evaluate_policy(CONFIG, run, policy=place, tasks=tiny_policy.TASKS, tools=tools, stage="a")
+        evaluate(CONFIG, run, policy=place, tasks=tiny_policy.TASKS, tools=tools, stage="a")
         for run, place in (
             (tmp_path / "run", tmp_path / "model"),
             (f"{bucket}/run", f"{bucket}/model"),

@@ -117,7 +117,7 @@ def test_a_data_set_comes_from_the_hub_and_stays_when_that_is_gone(tmp_path):
 
 def test_tfds_is_read_from_its_folder(tmp_path):
     pytest.importorskip("tensorflow_datasets")
-    from coa_jax.distill.export import write_tfds
+    from coa_jax.distillation.export import write_tfds
     from tests import tiny_policy
 
     records = tiny_policy.records()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from coa_jax.demo.drawn_tools import UNKNOWN, kind_of, tools_of, understand, write_call
-from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
+from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.protocol import Prompt, get_protocol, messages_of
 from coa_jax.tasks import load_tasks
 from examples.unseen_tools.tools import UNITS, Calendar, Units

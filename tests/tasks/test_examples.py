@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coa_jax.config.preflight import preflight, require
-from coa_jax.evaluate.config import EvaluateConfig
-from coa_jax.evaluate.run import load
+from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.run import load
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import GradersConfig

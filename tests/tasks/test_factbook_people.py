@@ -14,7 +14,7 @@ from coa_jax.demo.grammar import Comparison, Count, Inverse, Lookup, Program, Re
 from coa_jax.demo.people import SOURCE, TOPICS
 from coa_jax.demo.people_grammar import render_people, understand_people, via_templates
 from coa_jax.demo.relations import FIELDS
-from coa_jax.distill.pipeline import DistillConfig, run_teacher
+from coa_jax.distillation.pipeline import DistillConfig, run_teacher
 from coa_jax.errors import UserError
 from coa_jax.tasks import grade_answer, load_tasks
 from coa_jax.tasks.base import split_of

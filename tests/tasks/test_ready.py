@@ -13,7 +13,7 @@ from coa_jax.tasks.checks import check_tools
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.net.chat import ChatConfig
-from tests.distill.chat_server import serving
+from tests.distillation.chat_server import serving
 from tests.tools import fault_server
 
 PATIENT = 60.0

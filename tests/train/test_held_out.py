@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import read_trajectories, write_records
 from coa_jax.errors import UserError
-from coa_jax.evaluate import held_out
-from coa_jax.evaluate.config import HeldOutConfig
-from coa_jax.evaluate.held_out import held_out_tasks
+from coa_jax.evaluation import held_out
+from coa_jax.evaluation.config import HeldOutConfig
+from coa_jax.evaluation.held_out import held_out_tasks
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coa_jax.data.trajectory import ToolCall, read_trajectories
-from coa_jax.evaluate.config import HeldOutConfig
+from coa_jax.evaluation.config import HeldOutConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import KINDS

@@ -312,7 +312,7 @@ def test_tasks_need_a_protocol_that_has_the_tags():
 
 
 def test_a_policy_behind_an_endpoint_is_refused():
-    from coa_jax.evaluate.config import EvaluateRun
+    from coa_jax.evaluation.config import EvaluateRun
     from coa_jax.run.command import load_config
     from coa_jax.run.settings import build_config
 

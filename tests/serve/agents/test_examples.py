@@ -13,12 +13,12 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason, read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.policy import load_sampler
+from coa_jax.evaluation.policy import load_sampler
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
-from tests.evaluate import tiny_evaluation
+from tests.evaluation import tiny_evaluation
 from tests.train.tiny_runs import rl_config, rows, run_rl
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

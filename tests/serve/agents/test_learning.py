@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import Reward, StopReason, Trajectory, read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.evaluate.policy import load_sampler
+from coa_jax.evaluation.policy import load_sampler
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm
@@ -26,7 +26,7 @@ from coa_jax.train.record import checksum, oldest_of
 from coa_jax.train.rl import repeat
 from coa_jax.train.update import group_examples
 from tests import tiny_policy
-from tests.evaluate import tiny_evaluation
+from tests.evaluation import tiny_evaluation
 from tests.killing import lines_of
 from tests.serve.agents import killed
 from tests.serve.agents.test_program import gone

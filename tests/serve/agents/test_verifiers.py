@@ -21,15 +21,15 @@ import pytest
 from coa_jax.config.extensions import importable
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.engine.config import EngineConfig
-from coa_jax.evaluate.policy import load_sampler
-from coa_jax.evaluate.run import load
+from coa_jax.evaluation.policy import load_sampler
+from coa_jax.evaluation.run import load
 from coa_jax.model.api import save_model
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.optimizer import OptimizerConfig
 from tests import tiny_policy
-from tests.evaluate import tiny_evaluation
+from tests.evaluation import tiny_evaluation
 from tests.train.tiny_runs import rl_config, rows, run_rl
 
 HERE = sys.executable if find_spec("verifiers") else ""

@@ -1,0 +1,115 @@
+"""Defines minds: a mind is a function that decides which message its agent sends next.
+
+Minds write messages, and the team loop (`distillation.team`) delivers them. A mind sees only an
+`AgentView`, so it never sees a gold answer. `distillation.llm` implements minds by a language
+model. `demo.scripted` implements them by deterministic rules, which create the default data set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+
+from coa_jax.config.extensions import ExtensionKind, bind
+from coa_jax.distillation.messages import Kind, Message
+
+MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
+    "manager": (
+        *((agent, Kind.REQUEST) for agent in ("planner", "search", "code", "reflection")),
+        ("verification", Kind.SUGGESTION),
+        ("user", Kind.ANSWER),
+    ),
+    "planner": (("manager", Kind.PLAN),),
+    "search": (("tool", Kind.CALL), ("manager", Kind.REPORT)),
+    "code": (("tool", Kind.CALL), ("manager", Kind.REPORT)),
+    "reflection": (("manager", Kind.REFLECTION),),
+    "verification": (("manager", Kind.VERDICT),),
+}
+"""Maps each agent to the pairs (recipient, kind) of the messages that it may send.
+
+The recipient ``tool`` stands for any tool of the agent.
+"""
+
+DUTIES: Mapping[str, str] = {
+    "manager": "You lead the team. Ask one agent at a time, then answer the user.",
+    "planner": "You split the question into ordered steps.",
+    "search": "You call the search tool and report what the documents say.",
+    "code": "You write short programs, run them, and report what they print.",
+    "reflection": "You grade the work so far (information_conflict, tool_effectiveness, "
+    "trajectory_monitoring) as Good, Fair or Poor.",
+    "verification": "You score a suggested answer from 1 (wrong) to 4 (nothing wrong).",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentView:
+    """Everything that a mind knows when it decides what its agent does next.
+
+    Attributes:
+        role: name of the agent for which the mind decides.
+        question: the question of the user.
+        protocol: name of the protocol that the manager, the agent which leads the team, follows.
+        episode: id of the run, from which scripted minds derive their random choices.
+        messages: all messages of the run so far, oldest first.
+        tools: names of the tools that this agent may call.
+    """
+
+    role: str
+    question: str
+    protocol: str
+    episode: str
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> Message:
+        """The newest message, which activated this agent."""
+        return self.messages[-1]
+
+    def of_kind(self, kind: Kind) -> tuple[Message, ...]:
+        """Returns the messages of the run that are of a given kind, oldest first."""
+        return tuple(m for m in self.messages if m.kind is kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """The message that the mind of an agent decides to send; for the fields see `Message`."""
+
+    recipient: str
+    kind: Kind
+    content: str
+    thought: str = ""
+    slip: str | None = None
+
+
+Mind = Callable[[AgentView], Awaitable[Action]]
+"""Returns the next message of the agent ``view.role``.
+
+A mind has no state, so many runs can share a mind.
+"""
+
+Minds = Mapping[str, Mind]
+"""Maps every name in `coa_jax.distillation.messages.AGENTS` to a mind."""
+
+TEACHERS = ExtensionKind(
+    "teacher", "coa_jax.teachers", {}, offers=("mistake_rate", "unrecovered_rate", "seed")
+)
+"""Functions that return the minds of a whole team.
+
+A teacher without a language model may make deliberate mistakes, so that runs contain corrections:
+``mistake_rate`` is the probability that a decision is a mistake, ``unrecovered_rate`` the
+probability that a wrong answer passes the double check, and ``seed`` decides which ones.
+"""
+
+
+def scripted_minds(
+    mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
+) -> Minds:
+    """Returns the minds of the teacher ``scripted``, which follow rules, see `TEACHERS`.
+
+    Raises:
+        UserError: no installed package has this teacher.
+    """
+    teacher = bind(TEACHERS, "scripted", {}, "the teacher")
+    minds: Minds = teacher(mistake_rate=mistake_rate, unrecovered_rate=unrecovered_rate, seed=seed)
+    return minds

@@ -1,0 +1,255 @@
+"""Lets the teacher solve tasks, many at the same time, and turns its runs into records.
+
+A run depends on its task, the tools and the seed, but not on the order of tasks or on concurrency.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from coa_jax.config.fields import Bounded, Count, Natural, Seed, Share, Times
+from coa_jax.data.intervals import wilson_interval
+from coa_jax.data.trajectory import DistilledRecord
+from coa_jax.distillation import filters
+from coa_jax.distillation.convert import as_trajectory, convert
+from coa_jax.distillation.filters import Filter, FilterReport, TeacherRun
+from coa_jax.distillation.journal import TeacherJournal
+from coa_jax.distillation.judges import JudgesConfig, judge_answers, judge_instructions
+from coa_jax.distillation.messages import AGENTS, MessageLog
+from coa_jax.distillation.minds import Minds, scripted_minds
+from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
+from coa_jax.distillation.team import solve
+from coa_jax.distillation.together import gather
+from coa_jax.errors import UserError
+from coa_jax.tasks.base import Task, tools_of
+from coa_jax.tasks.graders import grade
+from coa_jax.tools.base import Tool
+from coa_jax.tools.concurrency import run_blocking
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig(Bounded):
+    """Settings of the teacher and of the filters.
+
+    Attributes:
+        mistake_rate: probability that a decision of a scripted mind is a deliberate mistake.
+        unrecovered_rate: probability that the scripted double check overlooks a wrong suggested
+            answer. The correctness filter drops the runs that end with this answer.
+        seed: seed of the deliberate mistakes and of the random selection of runs.
+        concurrency: number of tasks that the teacher solves at the same time.
+        max_messages: number of messages after which a run is abandoned.
+        max_chars: maximum number of characters of a kept trajectory.
+        min_interactions: minimum number of messages, of any kind, of a kept run.
+        keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
+            graded. If False, the filter ``no_accepted_answer`` drops them.
+        plain_fraction: share of the runs without reflection that is kept. Runs with a reflection
+            and runs that corrected their answer are always kept.
+        corrected_copies: number of equal records that are written for a run that corrected its
+            answer.
+        selection: thresholds of further filters.
+        judges: models that judge the answers that rules cannot grade, and whether runs followed
+            their instructions.
+    """
+
+    mistake_rate: Share = 0.1
+    unrecovered_rate: Share = 0.02
+    seed: Seed = 0
+    concurrency: Times = 16
+    max_messages: Count = 80
+    max_chars: Count = 8000
+    min_interactions: Natural = 5
+    keep_without_gold: bool = False
+    plain_fraction: Share = 1.0
+    corrected_copies: Times = 1
+    selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
+    judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
+
+    def minds(self) -> Minds:
+        """Returns the scripted minds, which decide the agents' messages by rules."""
+        return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
+
+    def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
+        """Returns the filters of single runs with these settings.
+
+        Args:
+            count_tokens: function that counts the tokens of a text; needed if
+                ``selection.max_tokens`` is set.
+        """
+        bounds = self.max_chars, self.min_interactions
+        quality = filters.quality_filters(*bounds, keep_without_gold=self.keep_without_gold)
+        further = further_filters(self.selection, count_tokens)
+        return (*quality, *further, filters.plain_share(self.plain_fraction, self.seed))
+
+
+async def run_teacher(
+    tasks: Sequence[Task],
+    tools: Mapping[str, Tool],
+    config: DistillConfig,
+    minds: Minds | None = None,
+    journal: TeacherJournal | None = None,
+    on_done: Callable[[int], None] | None = None,
+) -> list[MessageLog]:
+    """Lets the teacher solve tasks, many at the same time.
+
+    Args:
+        tasks: the tasks. Agents do not see their gold answers.
+        tools: maps the name of each tool to the tool.
+        config: settings of the teacher.
+        minds: maps the name of each agent to its mind, the function that decides the agent's next
+            message; None for scripted minds.
+        journal: journal of finished runs, to which new runs are appended. A task whose run the
+            journal contains is not solved again. None to store no runs.
+        on_done: function to call whenever a new run ends, with the number of finished runs.
+
+    Returns:
+        The messages of each run, in the order of ``tasks``.
+
+    Raises:
+        UserError: tasks or minds are invalid, or a mind cannot continue because its budget is
+            spent. Then the journal contains all runs that had ended.
+    """
+    minds = config.minds() if minds is None else minds
+    missing = [name for name in AGENTS if name not in minds]
+    if missing:
+        raise UserError(f"teacher: no mind for {', '.join(missing)}; give one for each agent")
+    repeated = len(tasks) - len({task.id for task in tasks})
+    if repeated:
+        raise UserError(f"teacher: {repeated} task ids occur twice; make ids unique")
+    done = {} if journal is None else journal.done
+    logs = {
+        task.id: done[task.id]
+        for task in tasks
+        if task.id in done
+        and (done[task.id].question, done[task.id].protocol) == (task.question, task.protocol)
+    }
+    waiting: Iterator[Task] = iter([task for task in tasks if task.id not in logs])
+
+    async def work() -> None:
+        for task in waiting:
+            asked = task.question, task.protocol, task.id
+            held = {**tools, **tools_of(task)}
+            log = await solve(*asked, minds, held, config.max_messages)
+            logs[task.id] = log
+            if journal is not None:
+                journal.append(log)
+            if on_done is not None:
+                on_done(len(logs))
+
+    await gather(work() for _ in range(min(config.concurrency, len(tasks))))
+    return [logs[task.id] for task in tasks]
+
+
+_KEPT = ("hops", "kind", "relation", "entities", "trace")
+"""Metadata fields of a task that its records keep; ``trace`` holds data from other systems' logs.
+"""
+
+
+def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> TeacherRun:
+    """Converts a run of the teacher to a trajectory of its task's protocol, and grades it.
+
+    Args:
+        task: the task. If the task has no accepted answer, the run gets no grade.
+        log: messages of the run.
+        record: trajectory of the run; None to convert ``log``.
+    """
+    if record is None:
+        metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
+        metadata["source"] = task.source
+        record = convert(log, task.protocol, task.gold, metadata)
+    reward = grade(task, as_trajectory(record, log))
+    return TeacherRun(task, log, record, reward, filters.grade_of(task, reward))
+
+
+def graded_runs(
+    tasks: Sequence[Task],
+    logs: Sequence[MessageLog],
+    judges: JudgesConfig,
+    records: Sequence[DistilledRecord] = (),
+) -> list[TeacherRun]:
+    """Converts and grades runs; a judge, if configured, grades the answers that graders cannot.
+
+    Each run should be graded only once, because a judge without a cache is asked again, which costs
+    money and may give another verdict.
+
+    Args:
+        tasks: task of each run.
+        logs: messages of each run.
+        judges: settings of the judges.
+        records: trajectory of each run; empty if the function should convert the logs.
+
+    Raises:
+        UserError: the API key or the cache of the judge cannot be used.
+    """
+    known: Sequence[DistilledRecord | None] = records or [None] * len(logs)
+    runs = [as_run(*run) for run in zip(tasks, logs, known, strict=True)]
+    return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
+
+
+def select(
+    runs: Sequence[TeacherRun],
+    config: DistillConfig,
+    count_tokens: Callable[[str], int] | None = None,
+    on_example: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[list[DistilledRecord], FilterReport]:
+    """Selects the graded runs that become training data.
+
+    The result depends only on the runs, on the settings, and on the verdicts of the judge that
+    decides whether runs followed their instructions.
+
+    Args:
+        runs: runs from `graded_runs`.
+        config: settings of the filters.
+        count_tokens: function that counts the tokens of a text; needed if
+            ``config.selection.max_tokens`` is set.
+        on_example: function to call with examples of the runs that each filter dropped, see
+            `examples_of`.
+
+    Returns:
+        The kept records in the order of ``runs``, and statistics of the filters.
+    """
+    single, together = config.filters(count_tokens), set_filters(config.selection, config.seed)
+    if config.judges.instruction:
+        runs = run_blocking(judge_instructions(runs, single, config.judges.instruction))
+    failures = filters.failures_of(runs, single, together)
+    if on_example is not None:
+        for example in filters.dropped_examples(runs, failures):
+            on_example(example)
+    kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
+    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
+    return records, filters.report_of(failures, (*single, *together))
+
+
+def teacher_block(
+    runs: Sequence[TeacherRun], count_tokens: Callable[[str], int] | None = None
+) -> dict[str, Any]:
+    """Returns the block "teacher" of ``summary.json``: statistics of unfiltered runs.
+
+    Runs in which a tool had a fault and runs without a grade count neither as right nor as wrong.
+    They are left out of the rates, and counted separately.
+
+    Args:
+        runs: runs from `graded_runs`.
+        count_tokens: function that counts the tokens of a text. It is used for ``tokens_per_task``,
+            the mean number of tokens that the agents of a run write to each other and to tools. If
+            ``count_tokens`` is None, ``tokens_per_task`` is None.
+    """
+    graded = [run for run in runs if filters.has_no_fault(run) and run.correct is not None]
+    n, right = len(graded), sum(map(filters.is_correct, graded))
+    spoken = (
+        f"{message.thought} {message.content}".strip()
+        for run in graded
+        for message in run.log.messages
+        if message.sender in AGENTS
+    )
+    tokens = None if count_tokens is None else sum(map(count_tokens, spoken))
+    return {
+        "pass_at_1": right / n if n else None,
+        "ci95": list(wilson_interval(right, n)),
+        "n": n,
+        "tokens_per_task": tokens / n if n and tokens is not None else None,
+        "tool_calls_per_task": sum(len(run.log.calls) for run in graded) / n if n else None,
+        "format_valid": sum(map(filters.obeys_protocol, graded)) / n if n else None,
+        "faults": len(runs) - n,
+    }

@@ -1,0 +1,349 @@
+"""Defines what all readers of logs share: lines, checked fields and traces.
+
+A reader converts the lines of one file to traces. The content of a file never makes a reader raise
+an exception. Instead, a record that violates its format is reported with the number of its line and
+the reason, and the rest of the file is used. The report of a file accounts for every line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of, clean
+from coa_jax.files import untrusted
+
+
+class Malformed(ValueError):
+    """Raised if a record violates its format; the message says how."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A decoded line of a file.
+
+    Attributes:
+        number: line number, from 1.
+        value: JSON value of the line, or a `Malformed` if the line is not JSON.
+    """
+
+    number: int
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A run of another system, converted to the messages of this project.
+
+    Attributes:
+        log: the messages. ``log.protocol`` is "" until the run is converted to a trajectory, and
+            ``log.episode`` is a name that is unique in the file.
+        gold: accepted answers; () if the file has none.
+        metadata: further data from the file, as JSON values by name.
+        line: number of the record's line, from 1.
+        task: id of the task in the file; "" if the file has none.
+        usage: numbers of tokens of the run that the file states, with the keys ``prompt`` and
+            ``completion``; {} if unknown.
+    """
+
+    log: MessageLog
+    gold: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    line: int = 1
+    task: str = ""
+    usage: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+Found = Trace | Malformed | None
+"""What a line completed: a trace; the reason why the trace is invalid; or None for nothing."""
+
+TraceReader = Callable[[Sequence[Line]], Iterator[tuple[Line, Found, bool]]]
+"""A function that reads the lines of a file.
+
+It yields for each line (line, what the line completed, whether the line was used).
+"""
+
+
+def each_line(read: Callable[[Any], Trace | None]) -> TraceReader:
+    """Returns a reader of a format in which each line is a run.
+
+    Args:
+        read: function that converts the JSON value of a line to a trace. It returns None for a line
+            that is not a run, and raises `Malformed` for a damaged line.
+    """
+
+    def reader(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
+        for line in lines:
+            try:
+                trace = read(decoded(line))
+            except (Malformed, RecursionError) as error:
+                yield line, Malformed(str(error)), False
+                continue
+            yield line, trace, trace is not None
+
+    return reader
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+def decode_lines(data: bytes) -> list[Line]:
+    """Decodes the nonblank lines of a JSONL file; the value of an invalid line is a `Malformed`."""
+    lines = enumerate(data.split(b"\n"), start=1)
+    return [decode_line(line, number) for number, line in lines if line.strip()]
+
+
+def decode_line(data: bytes, number: int = 1) -> Line:
+    """Decodes one line of a JSONL file; the value of an invalid line is a `Malformed`.
+
+    Args:
+        data: bytes of the line.
+        number: line number, from 1.
+    """
+    try:
+        return Line(number, parse_json(data))
+    except (ValueError, RecursionError) as error:
+        return Line(number, Malformed(untrusted.reason(error)))
+
+
+def decoded(line: Line) -> Any:
+    """Returns the JSON value of a decoded line.
+
+    Raises:
+        Malformed: the line is invalid.
+    """
+    if isinstance(line.value, Malformed):
+        raise line.value
+    return line.value
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Parses a JSON value; replaces halves of surrogate pairs in its strings, see `clean`.
+
+    Raises:
+        ValueError, RecursionError: `untrusted.parse_json` cannot parse the text, or an object has
+            the same key twice.
+    """
+    value = untrusted.parse_json(data, object_pairs_hook=_object)
+    escape: Any = b"\\ud" if isinstance(data, bytes) else "\\ud"
+    return _cleaned(value) if escape in data.lower() else value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds a JSON object; refuses duplicate keys, whose value would be ambiguous."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {clean(twice)[:40]!r} occurs twice in an object")
+    return value
+
+
+def _cleaned(value: Any) -> Any:
+    """Applies `clean` to every string in a JSON value."""
+    if isinstance(value, dict):
+        return {clean(key): _cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return clean(value) if isinstance(value, str) else value
+
+
+def unused(name: str, other: str, names: Collection[str]) -> str:
+    """Returns a name that is not in use.
+
+    Args:
+        name: preferred name.
+        other: alternative name. If it is in use too, a number is appended.
+        names: names in use.
+    """
+    numbered = (f"{other}#{number}" for number in itertools.count(2))
+    return next(text for text in itertools.chain([name, other], numbered) if text not in names)
+
+
+# --- fields --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A value in a record of a log, with methods that check its type.
+
+    Each method raises `Malformed` if the value has another type.
+
+    Attributes:
+        value: the JSON value; None if the value is null or missing.
+        name: name of the value in error messages, such as ``'plan' of step 3``.
+    """
+
+    value: Any
+    name: str = ""
+
+    def __bool__(self) -> bool:
+        """Returns whether the value is neither null nor missing."""
+        return self.value is not None
+
+    def __getitem__(self, key: str) -> Field:
+        """Returns the value of a key that the object must have."""
+        if key not in self.mapping():
+            raise Malformed(f"{self.name or 'the record'} lacks {key!r}")
+        return self.get(key)
+
+    def get(self, key: str) -> Field:
+        """Returns the field ``key`` of this object; the field may be missing."""
+        return Field(self.mapping().get(key), f"{key!r} of {self.name}" if self.name else repr(key))
+
+    def mapping(self) -> dict[str, Any]:
+        """Returns the value as a dict; the value must be a JSON object."""
+        return self._checked(dict, "an object")
+
+    def items(self, item: str) -> list[Field]:
+        """Returns the items of this value, which must be a list.
+
+        Args:
+            item: name of an item in error messages, to which its number is appended.
+        """
+        items = enumerate(self._checked(list, "a list"))
+        return [Field(value, f"{item} {number}") for number, value in items]
+
+    def text(self) -> str:
+        """Returns the value, which must be a string."""
+        return self._checked(str, "text")
+
+    def optional_text(self) -> str:
+        """Returns the value, which must be a string or null; "" for null."""
+        return self.text() if self else ""
+
+    def finite(self) -> float:
+        """Returns the value, which must be a finite number."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+            raise Malformed(f"{self} is {self._kind}, not a number")
+        if not math.isfinite(self.value):
+            raise Malformed(f"{self} is not a finite number")
+        return float(self.value)
+
+    def scalar(self) -> str:
+        """Returns the value, which must be a string, a finite number or a boolean, as a string."""
+        if isinstance(self.value, bool | int):
+            return str(self.value)
+        return str(self.finite()) if isinstance(self.value, float) else self.text()
+
+    def optional_scalar(self) -> str:
+        """Returns the value as `scalar` does; "" for null."""
+        return self.scalar() if self else ""
+
+    def answers(self) -> tuple[str, ...]:
+        """Returns accepted answers from a value that is null, a scalar or a list of scalars."""
+        values = self.value if isinstance(self.value, list) else [self.value] if self else []
+        return tuple(Field(value, self.name).scalar() for value in values)
+
+    def __str__(self) -> str:
+        return self.name or "the record"
+
+    @property
+    def _kind(self) -> str:
+        kinds = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
+        return kinds.get(type(self.value), "a number") if self else "null"
+
+    def _checked(self, kind: type, wanted: str) -> Any:
+        if not isinstance(self.value, kind):
+            raise Malformed(f"{self} is {self._kind}, not {wanted}")
+        return self.value
+
+
+# --- messages ------------------------------------------------------------------------------
+
+
+class Conversation:
+    """Builds the message log of a run that a reader converts, message by message.
+
+    The class numbers the messages and fills in senders and recipients.
+    """
+
+    def __init__(self, question: str) -> None:
+        self.messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
+
+    def add(
+        self, kind: Kind, sender: str, to: str, content: str, thought: str = "", outcome: Any = None
+    ) -> None:
+        """Adds a message to the run.
+
+        Args:
+            kind, sender, content, thought, outcome: fields of `Message`.
+            to: recipient of the message.
+        """
+        index = len(self.messages)
+        self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
+
+    def say(self, words: str) -> None:
+        """Adds text of the other system that belongs to no tag, as a report to the manager.
+
+        Blank text is ignored.
+        """
+        if words.strip():
+            self.add(Kind.REPORT, "search", "manager", words.strip())
+
+    def ask(self, task: str, thought: str = "") -> None:
+        """Adds a request of the manager to the search agent to solve a task."""
+        self.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), thought)
+
+    def plan(self, plan: str, *thoughts: str) -> None:
+        """Adds a plan.
+
+        Args:
+            plan: text of the plan.
+            thoughts: texts that the planner wrote before the plan, such as a survey of facts. They
+                become the thought of the message.
+        """
+        self.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(filter(None, thoughts)))
+
+    def call(self, tag: str, body: str, returned: str, ok: bool = True, thought: str = "") -> None:
+        """Adds a tool call and its result, as two messages.
+
+        Args:
+            tag: tag of the tool.
+            body: text between the tags of the call.
+            returned: text of the result.
+            ok: whether the call succeeded.
+            thought: reasoning before the call; "" for none.
+        """
+        agent = agent_of(tag)
+        self.add(Kind.CALL, agent, tag, body, thought)
+        self.add(Kind.OBSERVATION, tag, agent, returned, outcome="ok" if ok else "error")
+
+    def answer(self, text: str) -> None:
+        """Adds the answer, and thereby ends the run; does nothing if the text is empty."""
+        if text:
+            self.add(Kind.ANSWER, "manager", "user", text)
+
+    def finish(self, episode: str, error: str = "") -> MessageLog:
+        """Returns the message log of the run.
+
+        Args:
+            episode: name of the run.
+            error: why the run has no answer; used only if it has none.
+        """
+        answered = self.messages[-1].kind is Kind.ANSWER
+        ending = Ending.ANSWER if answered else Ending.LIMIT
+        reason = "" if answered else error or "the file contains no final answer"
+        question = self.messages[0].content
+        return MessageLog(episode, question, "", tuple(self.messages), ending, reason)
+
+
+def total_usage(counts: Iterable[Any], prompt: str, completion: str) -> dict[str, int]:
+    """Returns the total token counts of a run; {} if the file has no token counts.
+
+    Args:
+        counts: JSON objects with token counts, one per call of a model. Values that are not counts
+            are skipped.
+        prompt, completion: keys of prompt tokens and of completion tokens in these objects.
+    """
+    total = {"prompt": 0, "completion": 0}
+    for count in counts:
+        if isinstance(count, dict):
+            for name, key in (("prompt", prompt), ("completion", completion)):
+                value = count.get(key)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    total[name] += value
+    return total if any(total.values()) else {}

@@ -1,0 +1,144 @@
+"""Converts tool calls of other frameworks to the tags and bodies of `coa_jax.protocol`.
+
+Every framework has another name for its search tool, and another object around the query. The
+canonical form is a tag of `coa_jax.protocol.TOOL_FORMS` with a body that the tool of this tag can
+parse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.distillation.messages import clean
+from coa_jax.distillation.readers.base import Malformed
+from coa_jax.protocol import format_code, parse_code
+
+_NAMES: Mapping[str, str] = {
+    "web_search": "web_search search google_search google baidu_search baidu bing_search bing ddgs "
+    "serper duckduckgo_search duckduckgo tavily_search brave_search exa_search searxng",
+    "wiki_search": "wiki_search wikipedia_search wikipedia wiki",
+    "crawl_page": "crawl_page crawl_pages visit_webpage visit_page fetch fetch_url browse open_url",
+    "code": "code python python_interpreter code_interpreter run_python",
+    "visual_inspector": "visual_inspector visualizer inspect_image",
+}
+"""Maps tags to the names of the tools in other frameworks; the paper's teacher uses several names.
+"""
+
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "web_search": ("query", "q", "queries", "search_query", "keywords", "question", "input"),
+    "crawl_page": ("url", "urls", "link", "links", "page", "uri"),
+    "code": ("code", "source", "program", "script", "input"),
+}
+"""Maps a tag to the possible names of the argument that becomes the body of the tag."""
+
+_STDIN = ("stdin", "input")
+_HARMLESS = frozenset(
+    {"n", "k", "num", "count", "limit", "top_k", "max_results", "num_results", "page_size"}
+    | {"max_length", "max_chars", "max_tokens", "max_output_length"}
+    | {"timeout", "timeout_s", "timeout_seconds", "timeout_ms"}
+    | {"thought", "thoughts", "reason", "reasoning", "rationale", "explanation", "description"}
+)
+"""Names of arguments that can be dropped: size of the result, time limits, explanations.
+
+Other arguments change the result, for example a year or a later part of a page. The tags cannot
+express such a request.
+"""
+
+_FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
+"""Values of arguments that are a tool's default, like null, 0, false and empty values."""
+
+
+def tag_of(name: str) -> str:
+    """Returns this project's tag for a tool, given the name of the tool in another framework.
+
+    An unknown name is returned unchanged.
+    """
+    return _SQUASHED.get(_squash(name), name)
+
+
+def is_tool(name: str) -> bool:
+    """Returns whether `tag_of` knows a tool's name in another framework."""
+    return _squash(name) in _SQUASHED
+
+
+def _squash(name: str) -> str:
+    return name.lower().removesuffix("tool").replace("_", "").replace("-", "")
+
+
+_SQUASHED = {_squash(name): tag for tag, names in _NAMES.items() for name in names.split()}
+
+
+def body_of(tag: str, arguments: Any) -> str:
+    """Converts the arguments of a call to the body of its tag.
+
+    Several queries, or several URLs of a crawl, are joined by `` | ``. If a program has a standard
+    input, the body contains it. If the tag is not a tag of this project, the body is the arguments
+    as JSON.
+
+    Raises:
+        Malformed: the arguments contain nothing that the tool of the tag can use; or an argument
+            would change the result, but cannot be written in the tag's body.
+    """
+    if isinstance(arguments, str):
+        arguments = _maybe_json(arguments)
+    keys = _KEYS.get("web_search" if tag == "wiki_search" else tag)
+    if keys is None:
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False, sort_keys=True)
+        return clean(arguments)
+    stdin = None
+    if isinstance(arguments, dict):
+        names = [key for key in keys if arguments.get(key)]
+        if not names and len(arguments) == 1:
+            names = list(arguments)
+        rest = {key: value for key, value in arguments.items() if key not in names[:1]}
+        stdin = _beside(tag, rest)
+        arguments = arguments[names[0]] if names else None
+    if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
+        arguments = " | ".join(arguments)
+    if not isinstance(arguments, str) or not arguments.strip():
+        raise Malformed(f"a call of {tag} without {' or '.join(keys[:2])}")
+    body = clean(arguments)
+    return _program(body, stdin) if tag == "code" else body.strip()
+
+
+def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
+    """Returns the standard input among the arguments besides the main argument; None if absent."""
+    stdin = None
+    for key, value in rest.items():
+        name = str(key)
+        if not value or name in _HARMLESS or value in _FIRST.get(name, ()):
+            continue
+        if tag == "code" and name in _STDIN and isinstance(value, str) and stdin is None:
+            stdin = value
+            continue
+        raise Malformed(
+            f"a call of {tag} with {clean(name)[:40]!r}, which changes its result and has no place "
+            "in the tag"
+        )
+    return stdin
+
+
+def _program(body: str, stdin: str | None) -> str:
+    """Returns a program in a code fence, followed by its standard input if there is any."""
+    fenced = parse_code(body)
+    if stdin is None:
+        return body if fenced else format_code(body.strip("\n"))
+    source, given = fenced or (body.strip("\n"), None)
+    whole = format_code(source, clean(stdin))
+    read = parse_code(whole)
+    if given is not None or read is None or read[1] is None:
+        raise Malformed("a call of code with a standard input that cannot be written in the tag")
+    return whole
+
+
+def _maybe_json(arguments: str) -> Any:
+    if arguments.lstrip()[:1] not in ("{", "["):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments  # not JSON; a program may begin with a bracket, too
+    return value if isinstance(value, dict | list) else arguments

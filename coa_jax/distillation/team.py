@@ -1,0 +1,99 @@
+"""Runs the teacher: its agents exchange messages until the manager answers the user.
+
+The loop works with any minds. In each iteration it activates the recipient of the last message,
+checks that this agent may send the message that its mind returns, and runs tool calls with real
+tools. (In the paper: state update, action of the teacher and observation of the environment, §2 eq.
+2 and §3.2.1 eq. 6.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of
+from coa_jax.distillation.minds import MOVES, AgentView, Minds
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tools.base import Tool, ToolContext, call_tool
+
+
+def tools_of(role: str, protocol: str, tools: Iterable[str]) -> tuple[str, ...]:
+    """Returns the team's tools that an agent may call.
+
+    An agent may call only tools that the protocol has a tag for, because a run with another call
+    could not be converted to a trajectory.
+
+    Args:
+        role: name of the agent.
+        protocol: name of the protocol that the manager follows.
+        tools: names of the tools of the team.
+
+    Raises:
+        UserError: the protocol is unknown.
+    """
+    known = get_protocol(protocol).tools
+    return tuple(name for name in tools if name in known and agent_of(name) == role)
+
+
+async def solve(
+    question: str,
+    protocol: str,
+    episode: str,
+    minds: Minds,
+    tools: Mapping[str, Tool],
+    max_messages: int = 80,
+) -> MessageLog:
+    """Lets the team answer one question.
+
+    Args:
+        question: the question. The team knows nothing else about the task.
+        protocol: name of the protocol that the manager follows.
+        episode: id of the run, from which scripted minds derive their random choices.
+        minds: maps the name of each agent to its mind, the function that decides the agent's next
+            message.
+        tools: maps the name of each tool to the tool. Agents may call the tools for which the
+            protocol has a tag.
+        max_messages: number of messages after which the run ends without an answer.
+
+    Returns:
+        The messages of the run. The run ends early if a mind raises an exception other than
+        UserError, or sends a message that its agent may not send.
+
+    Raises:
+        UserError: the protocol is unknown, or a mind raised UserError, so the run is unfinished.
+    """
+    messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
+
+    def finish(ending: Ending, error: str = "") -> MessageLog:
+        return MessageLog(episode, question, protocol, tuple(messages), ending, error)
+
+    while len(messages) < max_messages:
+        role = messages[-1].recipient
+        held = tools_of(role, protocol, tools)
+        view = AgentView(role, question, protocol, episode, tuple(messages), held)
+        try:
+            action = await minds[role](view)
+        except UserError:  # a spent budget, for example, leaves the run unfinished
+            raise
+        except Exception as error:  # noqa: BLE001 - one bad run must not end the others
+            return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
+        to = "tool" if action.recipient in held else action.recipient
+        if (to, action.kind) not in MOVES[role]:
+            move = f"{action.kind} to {action.recipient}"
+            return finish(Ending.ILLEGAL, f"{role} may not send {move}")
+        messages.append(Message(len(messages), role, **vars(action)))
+        if action.kind is Kind.ANSWER:
+            return finish(Ending.ANSWER)
+        if action.kind is Kind.CALL:
+            messages.append(await _observe(tools[action.recipient], messages, episode))
+    return finish(Ending.LIMIT, f"no answer after {max_messages} messages")
+
+
+async def _observe(tool: Tool, messages: list[Message], episode: str) -> Message:
+    """Runs the tool call in the last message, and returns the message with its result."""
+    request = messages[-1]
+    history = tuple((m.recipient, m.content) for m in messages[:-1] if m.kind is Kind.CALL)
+    context = ToolContext(episode, len(history), None, history)
+    observation = await call_tool(tool, request.content, context)
+    place = len(messages), tool.name, request.sender, Kind.OBSERVATION
+    return Message(*place, observation.text, outcome=observation.outcome)

@@ -1,0 +1,119 @@
+import dataclasses
+import json
+
+import pytest
+
+from coa_jax.data.trajectory import part_violations
+from coa_jax.distillation.arrange import trajectory_of
+from coa_jax.distillation.readers import read_traces
+from tests.distillation.logs import INVENTING
+from tests.distillation.readers.samples import calls_of, file_of, reasons
+
+ASKED = {"role": "user", "content": "What is six times seven?"}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(*messages, **rest):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(file_of({"messages": [ASKED, *messages], **rest}))
+        return read_traces(path, "openai")
+
+    return read
+
+
+def turn(*calls, content=None):
+    made = [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, name, arguments in calls
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+def result(identity, content):
+    return {"role": "tool", "tool_call_id": identity, "content": content}
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
+
+def query(text):
+    return json.dumps({"query": text})
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"query": "capital of Fr', "capital", "[1", '{"a": 1, "a": 2}']
+)
+def test_arguments_that_are_cut_off_are_no_query(read, arguments):
+    message = turn(("1", "search", arguments))
+    _, report = read(message, result("1", "x"), said("Final answer: 42"))
+    assert "'arguments' of 'function' of message 1, call 0" in reasons(report)
+
+
+def test_arguments_that_are_one_text_are_the_query(read):
+    (trace,), _ = read(turn(("1", "search", '"six times"')), result("1", "x"), said("42"))
+    assert calls_of(trace) == [("web_search", "six times", "x", "ok")]
+
+
+@pytest.mark.parametrize("identity", ["call_0", ""])
+def test_turns_may_use_the_ids_of_calls_again(read, identity):
+    (trace,), _ = read(
+        turn((identity, "search", query("a"))),
+        result(identity, "A"),
+        turn((identity, "search", query("b")), (identity, "search", query("c"))),
+        result(identity, "B"),
+        result(identity, "C"),
+        said("42"),
+    )
+    assert [call[1:3] for call in calls_of(trace)] == [("a", "A"), ("b", "B"), ("c", "C")]
+
+
+def test_a_result_whose_call_is_lost_is_reported(read):
+    reason = "a result of the call 'lost', which is not there"
+    assert reason in reasons(read(result("lost", "x"), said("42"))[1])
+    made = turn(("1", "search", query("a")))
+    assert reason in reasons(read(made, result("1", "x"), result("lost", "x"), said("42"))[1])
+    late = [made, said("Wait."), result("1", "x"), said("42")]
+    assert "no result of the call '1'" in reasons(read(*late)[1])
+
+
+def test_a_closing_call_of_final_answer_is_the_answer(read):
+    calls = [turn(("1", "search", query("a"))), result("1", "A")]
+    final = turn(("2", "final_answer", '{"answer": 42}'), content="That is it.")
+    for end in ([final], [final, result("2", "42")]):
+        (trace,), _ = read(*calls, *end)
+        assert (trace.log.answer, len(calls_of(trace))) == ("42", 1)
+        assert trace.log.messages[-2].content == "That is it."
+    _, report = read(*calls, final, said("And now?"))
+    assert "the conversation goes on after final_answer" in reasons(report)
+
+
+def test_id_and_usage_of_a_response_are_those_of_the_run(tmp_path):
+    path = tmp_path / "log.jsonl"
+    usage = {"prompt_tokens": 100, "completion_tokens": 9}
+    response = {"id": "chatcmpl-1", "usage": usage, "choices": [{"message": said("42")}]}
+    record = {"request": {"messages": [ASKED]}, "response": response}
+    later = [ASKED, turn(("1", "search", query("a"))), result("1", "A")]
+    path.write_bytes(
+        file_of(record, {**record, "id": "t"}, {**record, "request": {"messages": later}})
+    )
+    first, second, third = read_traces(path, "openai")[0]
+    assert (first.task, first.usage) == ("chatcmpl-1", {"prompt": 100, "completion": 9})
+    assert second.task == "t"
+    assert third.usage == {}  # the first call's tokens are not in the file
+
+
+@pytest.mark.parametrize(("protocol", "answer"), [("web", "42"), ("code", "\\boxed{42}")])
+def test_a_boxed_answer_converts_under_every_protocol(read, protocol, answer):
+    tool = {"web": ("search", query("6 * 7")), "code": ("python", '{"code": "print(6 * 7)"}')}
+    (trace,), _ = read(
+        {**turn(("1", *tool[protocol])), "content": "I look."},
+        result("1", "42"),
+        said("It is e.g. 42.\nThe answer is \\boxed{42}."),
+    )
+    trace = dataclasses.replace(trace, gold=("42",))
+    _, record = trajectory_of(trace, protocol, INVENTING)
+    assert part_violations(protocol, record.parts) == []
+    assert record.answer == answer
+    assert "The answer is 42." in record.text
