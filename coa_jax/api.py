@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from coa_jax.config.preflight import preflight, require
+from coa_jax.data.records import records_of_rows
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import Comparison, compare
@@ -116,7 +117,7 @@ def train_sft(
     model: Model | str | Path | Config | sft.SFTConfig,
     workdir: str | Path,
     *,
-    data: str | Sequence[DistilledRecord] | None = None,
+    data: str | Iterable[DistilledRecord | Mapping[str, Any]] | None = None,
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
@@ -127,7 +128,8 @@ def train_sft(
             `train.config.SFTConfig`. A setting that is left out has its default, see
             `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
-        data: training records, or the files that contain them; None for ``data`` in the settings.
+        data: training records, rows (a list of dicts or a ``datasets.Dataset``, see
+            docs/data.md), or the files that contain them; None for ``data`` in the settings.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
@@ -146,7 +148,7 @@ def train_sft(
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
-                _keep_records(path / "records.jsonl", data)
+                _keep_records(path / "records.jsonl", records_of_rows(data))
             live = make_tools(config.tools) if config.evaluate_every else ()
             sft.train(config, run, output, renaming(config.rename_share), live)
 

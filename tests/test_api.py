@@ -177,6 +177,30 @@ def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
     assert again.metrics == run.metrics  # nothing was left to do
 
 
+def test_rows_with_function_calls_are_learned(tmp_path):
+    base = tiny_policy.write_untrained(tmp_path / "base")
+    called = {"function": {"name": "double", "arguments": '{"a": 2}'}}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Twice {n}?"},
+                {"role": "assistant", "content": "", "tool_calls": [called]},
+                {"role": "tool", "content": "4"},
+                {"role": "assistant", "content": "4"},
+            ],
+            "tools": [{"name": "double", "description": "Doubles.", "parameters": {}}],
+        }
+        for n in range(4)
+    ]
+    optimizer = OptimizerConfig(learning_rate=1e-3, total_steps=8)
+    given = {"data": rows, "batch_size": 4, "optimizer": optimizer}
+    run = coa_jax.train_sft(base, tmp_path / "run", **given)
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
+    rows[2]["messages"][1]["tool_calls"] = [{"function": {"name": 3}}]
+    with pytest.raises(UserError, match=r"data\[2\]: a call has no name"):
+        coa_jax.train_sft(base, tmp_path / "other", **given)
+
+
 def test_a_run_takes_a_model_and_an_optax_object(tmp_path):
     base = tiny_policy.write_untrained(tmp_path / "base")
     write_records(tmp_path / "held_out.jsonl", tiny_policy.records())

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from coa_jax.data.function_calls import PROTOCOL, Turn, names_of, parts_of_calls, tools_of
 from coa_jax.data.split import (
     ENVIRONMENT,
     POLICY,
@@ -150,22 +151,6 @@ def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, proto
     return _assemble(value, tuple(context), prompt, turns, exact, name, protocol, more)
 
 
-class _Turn(NamedTuple):
-    """A turn of a conversation.
-
-    Attributes:
-        role: ``system``, ``user``, ``assistant``, ``tool``, or ``call`` for a function call.
-        text: text of the turn.
-        calls: tool calls in the form of OpenAI; None if there are none.
-        unlearned: whether a mark excludes the turn from training.
-    """
-
-    role: str
-    text: str
-    calls: Any = None
-    unlearned: bool = False
-
-
 def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
     """Converts a row with messages, which have the keys of ShareGPT or of OpenAI."""
     if not isinstance(listed, list):
@@ -175,7 +160,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
             "a message log of agents, not a record; make records of it with coa-jax distill and "
             "configs/distill/traces.py"
         )
-    turns: list[_Turn] = []
+    turns: list[Turn] = []
     for number, turn in enumerate(listed, start=1):
         if not isinstance(turn, dict):
             raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
@@ -190,9 +175,12 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
             role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
         # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
         marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
-        turns.append(_Turn(role, text, turn.get("tool_calls"), marked))
+        turns.append(Turn(role, text, turn.get("tool_calls"), marked))
     if value.get("system") and (not turns or turns[0].role != "system"):
-        turns.insert(0, _Turn("system", _text(value, "system")))
+        turns.insert(0, Turn("system", _text(value, "system")))
+    named = _text(value, "protocol") or protocol
+    if not named and _has_functions(value, turns):
+        return Made(_of_function_calls(value, turns, name))
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [turn.role == "user" and not _shown(turn.text) for turn in turns]
     if True not in users:
@@ -210,7 +198,6 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         )
     if any(turn.role == "system" for turn in after):
         raise Unusable("a system message is in the middle of the trajectory")
-    named = _text(value, "protocol") or protocol
     rules = get_protocol(named) if named else any_protocol()
     context = tuple((turn.role, turn.text) for turn in before if turn.text or turn.role != "system")
     prompt = "\n".join(turn.text for turn in asked)
@@ -218,6 +205,43 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         (POLICY if turn.role in _POLICY else ENVIRONMENT, _written(rules, turn)) for turn in after
     )
     return _assemble(value, context, prompt, reply, None, name, protocol)
+
+
+def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
+    """Returns whether a conversation has functions that are no tools of a protocol."""
+    names = names_of(turns) | {tool["function"]["name"] for tool in tools_of(value)}
+    return not names <= set(any_protocol().tools)
+
+
+def _of_function_calls(
+    value: Mapping[str, Any], turns: Sequence[Turn], name: str
+) -> DistilledRecord:
+    """Converts a conversation with function calls; the first user message is its question."""
+    roles = [turn.role for turn in turns]
+    if "user" not in roles:
+        raise Unusable("there is no user message")
+    start = end = roles.index("user")
+    while roles[end : end + 1] == ["user"]:  # consecutive user messages form one message
+        end += 1
+    before, question = turns[:start], "\n".join(turn.text for turn in turns[start:end])
+    if {turn.role for turn in before} & {"tool", "call"}:
+        raise Unusable("a tool speaks before the user")
+    parts = parts_of_calls(turns[end:])
+    if not parts:
+        raise Unusable("the assistant says nothing")
+    answer = "" if "<tool_call>" in parts[-1][1] else parts[-1][1]
+    return DistilledRecord(
+        id=_identity(value, name),
+        question=question,
+        protocol=PROTOCOL,
+        gold=_gold(value),
+        parts=parts,
+        answer=answer,
+        # A system message with the tools has them in place of the chat template.
+        metadata={"tools": [] if any("<tools>" in t.text for t in before) else tools_of(value)},
+        prompt=question,
+        context=tuple((turn.role, turn.text) for turn in before if turn.text),
+    )
 
 
 def _with_thought(turn: Mapping[str, Any], text: str) -> str:
@@ -230,7 +254,7 @@ def _with_thought(turn: Mapping[str, Any], text: str) -> str:
     return text
 
 
-def _calls(turn: _Turn) -> bool:
+def _calls(turn: Turn) -> bool:
     """Returns whether a turn ends with the tag of a call, whose reply is an observation."""
     tag = _CLOSING.search(turn.text) if turn.role in _POLICY else None
     return tag is not None and tag[1] in any_protocol().tools
@@ -241,7 +265,7 @@ def _shown(text: str) -> bool:
     return text.lstrip().startswith("<observation>") and text.rstrip().endswith("</observation>")
 
 
-def _written(rules: Protocol, turn: _Turn) -> str:
+def _written(rules: Protocol, turn: Turn) -> str:
     """Returns the text of a turn of the trajectory. Tool calls are written as tags."""
     text, calls = turn.text, turn.calls
     if turn.role == "call" and text.lstrip().startswith("{"):
@@ -327,9 +351,8 @@ def _assemble(
         named, tags = infer_protocol(said, instructions)
     rules = get_protocol(named)
     parts = parts_of_turns(rules, turns) if exact is None else exact
-    identity = value.get("id", value.get("task_id"))
     record = DistilledRecord(
-        id=str(identity) if isinstance(identity, str | int) else name,
+        id=_identity(value, name),
         question=question,
         protocol=named,
         gold=_gold(value),
@@ -339,6 +362,11 @@ def _assemble(
         context=context,
     )
     return Made(record, tags)
+
+
+def _identity(value: Mapping[str, Any], name: str) -> str:
+    identity = value.get("id", value.get("task_id"))
+    return str(identity) if isinstance(identity, str | int) else name
 
 
 def _answer(rules: Protocol, parts: Parts) -> str:

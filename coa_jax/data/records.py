@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -194,6 +194,25 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
         counts.check_some()
     for line in counts.lines():
         logging.warning("%s: %s", source, line)
+    return records
+
+
+def records_of_rows(rows: Iterable[DistilledRecord | Mapping[str, Any]]) -> list[DistilledRecord]:
+    """Converts rows from Python, such as a list of dicts or a ``datasets.Dataset``, to records.
+
+    A row has one of the formats of docs/data.md. Records stay as they are.
+
+    Raises:
+        UserError: a row cannot be used; the message names its index.
+    """
+    records = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, DistilledRecord):
+            try:
+                row = made_of(dict(row), str(index)).record
+            except (*untrusted.MALFORMED, UserError) as error:  # Unusable is malformed, too
+                raise UserError(f"data[{index}]: {untrusted.reason(error)}") from error
+        records.append(row)
     return records
 
 

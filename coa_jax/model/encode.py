@@ -162,6 +162,15 @@ def encode_reply(
     return [*head, *body, *tail], text
 
 
+def user_turn_ids(tokenizer: Any, text: str) -> list[int]:
+    """Encodes a user message in the middle of a record, and the next assistant message's header.
+
+    The end of the assistant's turn before it is not included.
+    """
+    head, tail = _reply_frame(tokenizer)
+    return [*head[1:], *encode_plain(tokenizer, text), *tail]
+
+
 def reply_length(tokenizer: Any) -> int:
     """Returns the maximum number of tokens that `encode_reply` adds around the text of a reply.
 

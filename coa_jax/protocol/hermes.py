@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coa_jax.protocol.arguments import from_text, read_call
 from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format, Protocol, Segment
@@ -57,10 +58,7 @@ class Hermes(Format):
                 parts.append(("policy", text + _quoted(step.text.strip())))
                 continue
             arguments = from_text(protocol, step.tool, step.text)
-            call = json.dumps({"name": step.tool, "arguments": arguments}, ensure_ascii=False)
-            # A mark in the arguments would end the call, so its first character is escaped.
-            call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
-            parts.append(("policy", f"{text}<tool_call>\n{call}\n</tool_call>"))
+            parts.append(("policy", text + call_text(step.tool, arguments)))
             parts.append(("environment", f"{self.head}{step.observation}{self.tail}"))
         return tuple(parts)
 
@@ -101,6 +99,14 @@ class Hermes(Format):
     def quote(self, text: str) -> str:
         """Escapes ``</tool_response>`` in the text of a tool, see `Format.quote`."""
         return text.replace("</tool_response>", "&lt;/tool_response&gt;")
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """Writes a tool call as the policy writes it."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    # A mark in the arguments would end the call, so its first character is escaped.
+    call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _quoted(text: str) -> str:

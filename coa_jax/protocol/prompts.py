@@ -14,6 +14,8 @@ import dataclasses
 import json
 import typing
 from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.protocol.arguments import schemas
@@ -109,6 +111,8 @@ class Asked(typing.Protocol):
         protocol: name of the protocol in which the question is answered.
         prompt: user message that the data set has for the question; "" for none.
         context: (role, text) of each message that the data set has before the user message.
+        metadata: further data; ``tools`` are the JSON schemas of a conversation with function
+            calls.
     """
 
     @property
@@ -119,6 +123,8 @@ class Asked(typing.Protocol):
     def prompt(self) -> str: ...
     @property
     def context(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
 
 
 class Messages(typing.NamedTuple):
@@ -159,6 +165,9 @@ def messages_of(asked: Asked, prompt: Prompt) -> Messages:
         UserError: the protocol is unknown.
     """
     protocol = get_protocol(asked.protocol)
+    if not protocol.roles and "tools" in asked.metadata:  # a conversation with function calls
+        tools = asked.metadata["tools"]
+        return Messages(asked.prompt, asked.context, json.dumps(tools) if tools else "")
     if prompt.style == "data" and asked.prompt and protocol.format is None:
         return Messages(asked.prompt, asked.context)
     user = render_prompt(protocol, asked.question, prompt.style)

@@ -11,7 +11,14 @@ import numpy as np
 
 from coa_jax.data.trajectory import Author, DistilledRecord, Trajectory
 from coa_jax.engine.constraint import Constraint, token_states
-from coa_jax.model.encode import frame_tokens, plain_frame, policy_ids, prompt_ids
+from coa_jax.model.encode import (
+    frame_tokens,
+    frames_of,
+    plain_frame,
+    policy_ids,
+    prompt_ids,
+    user_turn_ids,
+)
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt, Protocol, get_protocol
 from coa_jax.train.batch import Example
@@ -36,14 +43,15 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
     mask = [0.0] * len(tokens)
     protocol, end = get_protocol(record.protocol), end_of_turn_id(tokenizer)
     turns = protocol.format is not None and protocol.format.turns
+    authors = [None, *(author for author, _ in record.parts), None]
     for index, (author, text) in enumerate(record.parts):
-        following = record.parts[index + 1 : index + 2]
+        before, after = authors[index], authors[index + 2]
         if author == "policy":
             ids = policy_ids(tokenizer, protocol, text)
-            if turns and following and following[0][0] != "policy":
+            if turns and after == "environment":
                 ids.append(end)  # in these formats the end of the turn makes the tool call
         else:
-            ids = environment_ids(tokenizer, protocol, text)
+            ids = environment_ids(tokenizer, protocol, text, before == author, after == author)
         tokens += ids
         mask += [float(author == "policy")] * len(ids)
     tokens.append(end)
@@ -52,23 +60,32 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
     return Example(np.asarray(tokens, np.int32), np.asarray(mask, np.float32), zeros, zeros)
 
 
-def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
-    """Encodes an observation to the token ids that the agent loop would produce.
+def environment_ids(
+    tokenizer: Any, protocol: Protocol, text: str, follows: bool = False, continues: bool = False
+) -> list[int]:
+    """Encodes what the environment wrote to the token ids that the agent loop would produce.
 
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the record.
-        text: the observation, including the text that the protocol puts around the observation.
+        text: an observation, including the text that the protocol puts around it. In a conversation
+            of turns, any other text is a message of the user.
+        follows: whether another observation of the same turn comes before this one.
+        continues: whether another observation of the same turn comes after this one.
 
     Returns:
-        The token ids of the observation.
+        The token ids.
     """
     head, tail = plain_frame(protocol)
     if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):
+        if protocol.format is not None and protocol.format.turns and not protocol.roles:
+            return user_turn_ids(tokenizer, text)
         return encode_plain(tokenizer, text)
-    body = text[len(head) : len(text) - len(tail)]
-    before, behind = frame_tokens(tokenizer, protocol)
-    return [*before, *encode_plain(tokenizer, body), *behind]
+    body = encode_plain(tokenizer, text[len(head) : len(text) - len(tail)])
+    first, between, last = frames_of(tokenizer, protocol)
+    frame = ("" if follows else first, between if continues else last)
+    before, behind = frame_tokens(tokenizer, protocol, frame)
+    return [*before, *body, *behind]
 
 
 def trajectory_example(

@@ -1,0 +1,166 @@
+"""Converts conversations with function calls, in the form of OpenAI's API, to records.
+
+    {"tools": [{"type": "function", "function": {"name": "multiply", "parameters": {...}}}],
+     "messages": [{"role": "user", "content": "What is 12 * 34?"},
+                  {"role": "assistant", "tool_calls": [{"function": {"name": "multiply", ...}}]},
+                  {"role": "tool", "content": "408"},
+                  {"role": "assistant", "content": "It is 408."}]}
+
+The functions may have any name, a turn may have several calls, and the user may speak again. Such a
+record has no tags of agents: its policy learns the conversation in the chat template of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from coa_jax.data.split import ENVIRONMENT, POLICY, Parts, Unusable
+from coa_jax.protocol import get_protocol, hermes
+
+PROTOCOL = "turns:hermes"
+"""Protocol of these records: no rules, and calls as JSON in ``<tool_call>``."""
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant``, ``tool``, or ``call`` for a function call.
+        text: text of the turn.
+        calls: tool calls in the form of OpenAI; None if there are none.
+        unlearned: whether a mark excludes the turn from training.
+    """
+
+    role: str
+    text: str
+    calls: Any = None
+    unlearned: bool = False
+
+
+def names_of(turns: Sequence[Turn]) -> set[str]:
+    """Returns the names of the functions that a conversation calls.
+
+    A malformed call has no name. A call inside the text of a turn counts as the name ``tool_call``.
+    """
+    texts = (turn.text for turn in turns if turn.role == "assistant")
+    names = {"tool_call"} if any("<tool_call>" in text for text in texts) else set[str]()
+    for turn in turns:
+        listed = turn.calls if turn.role == "assistant" else None
+        if turn.role == "call":
+            with contextlib.suppress(Unusable):
+                listed = _json(turn.text, "")
+        for each in listed if isinstance(listed, list) else [listed]:
+            function = each.get("function", each) if isinstance(each, dict) else {}
+            if isinstance(function, dict) and isinstance(function.get("name"), str):
+                names.add(function["name"])
+    return names
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the JSON schemas in the column ``tools``; [] without this column.
+
+    The column is a list, or such a list as JSON text. An item is a function, or an object with the
+    function under ``function``, as in OpenAI's API.
+
+    Raises:
+        Unusable: the column has no such list.
+    """
+    listed = row.get("tools") or []
+    if isinstance(listed, str):
+        listed = _json(listed, "the column tools is no JSON")
+    if not isinstance(listed, list):
+        raise Unusable("the column tools is no list of functions")
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in listed]
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        raise Unusable("the column tools has a function without a name")
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def parts_of_calls(turns: Sequence[Turn]) -> Parts:
+    """Converts the turns after the first user message to the parts of a record.
+
+    Raises:
+        Unusable: a turn is excluded from training, or the turns have an order that the chat
+            template cannot show.
+    """
+    if any(turn.unlearned for turn in turns):
+        raise Unusable("a turn of the assistant is marked as excluded from training")
+    protocol, parts = get_protocol(PROTOCOL), list[tuple[str, str]]()
+    assert protocol.format is not None
+    head, tail = protocol.format.head, protocol.format.tail
+    kinds = [(_KINDS.get(turn.role, turn.role), turn) for turn in turns]
+    before = "user"
+    for kind, group in itertools.groupby(kinds, key=lambda pair: pair[0]):
+        said = [turn for _, turn in group]
+        if kind == "system":
+            raise Unusable("a system message is in the middle of the conversation")
+        if (before, kind) not in _ORDER:
+            raise Unusable(f"a turn of the role {kind} follows one of the role {before}")
+        if kind == POLICY:
+            texts = (text for turn in said for text in (*_content(turn), *_written(turn)))
+            parts.append((POLICY, "\n".join(texts)))
+        elif kind == "tool":
+            quoted = (protocol.format.quote(text) for turn in said for text in _results(turn.text))
+            parts += [(ENVIRONMENT, f"{head}{text}{tail}") for text in quoted]
+        else:
+            parts.append((ENVIRONMENT, "\n".join(turn.text for turn in said)))
+        before = kind
+    while parts and parts[-1][0] == ENVIRONMENT:
+        parts.pop()  # nothing follows that the policy could learn
+    return tuple(parts)
+
+
+_RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
+_RESULTS = re.compile(rf"\s*(?:{_RESULT.pattern}\s*)+", re.DOTALL)
+_KINDS = {"assistant": POLICY, "call": POLICY}
+_ORDER = {("user", POLICY), ("tool", POLICY), (POLICY, "tool"), (POLICY, "user")}
+"""Pairs of kinds of turns that may follow each other."""
+
+
+def _results(text: str) -> list[str]:
+    """Returns the results in the text of a tool's turn, without tags around them."""
+    if not _RESULTS.fullmatch(text):
+        return [text]
+    return [match[1].strip() for match in _RESULT.finditer(text)]
+
+
+def _content(turn: Turn) -> list[str]:
+    return [turn.text] if turn.role == "assistant" and turn.text else []
+
+
+def _written(turn: Turn) -> list[str]:
+    return [hermes.call_text(name, arguments) for name, arguments in _calls(turn)]
+
+
+def _calls(turn: Turn) -> list[tuple[str, dict[str, Any]]]:
+    """Returns (name, arguments) of each call of a turn."""
+    if turn.role == "call":
+        listed = _json(turn.text, "a function call is not JSON")
+        return [_call(each) for each in (listed if isinstance(listed, list) else [listed])]
+    if turn.role != "assistant" or not turn.calls:
+        return []
+    if not isinstance(turn.calls, list) or not all(isinstance(each, dict) for each in turn.calls):
+        raise Unusable("tool_calls is no list of calls")
+    return [_call(each.get("function", each)) for each in turn.calls]
+
+
+def _call(call: Any) -> tuple[str, dict[str, Any]]:
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if isinstance(arguments, str):
+        arguments = _json(arguments or "{}", "the arguments of a call are not JSON")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise Unusable("a call has no name, or its arguments are no JSON object")
+    return name, arguments
+
+
+def _json(text: str, problem: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        raise Unusable(problem) from None
