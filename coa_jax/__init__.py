@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coa_jax.api import Evaluation, Trained, evaluate, train_rl, train_sft
+    from coa_jax.api import Distilled, Evaluation, Trained, distill, evaluate, train_rl, train_sft
     from coa_jax.config.preflight import Needs
     from coa_jax.data.trajectory import (
         Author,
@@ -62,8 +62,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "coa_jax.config.preflight": ("Needs",),
     "coa_jax.api": (
+        "Distilled",
         "Evaluation",
         "Trained",
+        "distill",
         "evaluate",
         "train_rl",
         "train_sft",

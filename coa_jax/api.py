@@ -6,6 +6,7 @@ They raise `coa_jax.errors.UserError` for errors that the caller can correct.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -20,6 +21,7 @@ from ml_collections import ConfigDict
 from coa_jax.config.preflight import preflight, require
 from coa_jax.data.records import records_of_rows
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
+from coa_jax.distillation import function_team
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import Comparison, compare
 from coa_jax.evaluation.config import EvaluateConfig, EvaluateRun
@@ -36,11 +38,12 @@ from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import run_folder
-from coa_jax.tasks import SOURCES, Task
+from coa_jax.tasks import SOURCES, Task, load_tasks
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.question_rows import tasks_of_rows
 from coa_jax.tools.base import Tool
 from coa_jax.tools.concurrency import apart
+from coa_jax.tools.function import function_schema
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
@@ -52,8 +55,10 @@ from coa_jax.train.rl_config import RLConfig, RLRun
 
 __all__ = [
     "Agent",
+    "Distilled",
     "Evaluation",
     "Trained",
+    "distill",
     "evaluate",
     "load_config",
     "train_rl",
@@ -262,6 +267,75 @@ def _trained(train: Callable[[], None], path: Path, phase: str, tools: Tools = (
     apart(train)
     rows = jsonl.read_objects(path / "metrics.jsonl")
     return Trained(path, [row for row in rows if row.get("phase") == phase], tools)
+
+
+# --- distillation --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Distilled:
+    """Training data from the runs of a multi-agent system.
+
+    Attributes:
+        path: directory of the distillation; ``runs.jsonl`` holds all runs.
+        records: records of the right runs, for ``data`` of `train_sft`.
+        dropped: number of dropped runs by reason.
+    """
+
+    path: Path
+    records: list[DistilledRecord] = dataclasses.field(repr=False)
+    dropped: Mapping[str, int]
+
+
+def distill(
+    team: function_team.Team,
+    workdir: str | Path,
+    *,
+    tasks: Tasks,
+    num_tasks: int = 0,
+    tools: Sequence[Callable[..., Any]] = (),
+    concurrency: int = 8,
+) -> Distilled:
+    """Lets a multi-agent system solve tasks, and keeps the runs whose answers are right.
+
+    The command ``coa-jax distill`` distils systems that it reads from log files or drives itself.
+
+    Args:
+        team: function that takes a question, solves it, and returns the messages of its run, a list
+            of dicts as in OpenAI's API. It may be asynchronous. A task for which the function
+            raises an exception is left out, and tried again by the next call.
+        workdir: directory of the distillation. Runs that it holds are not repeated.
+        tasks: as in `train_rl`; each task needs an accepted answer.
+        num_tasks: number of tasks to take from a named source; 0 for all.
+        tools: typed functions that the team calls, which the policy's prompt then describes.
+        concurrency: number of tasks that are solved at the same time.
+
+    Raises:
+        UserError: no run was right, or an argument is wrong.
+    """
+    if not callable(team):
+        raise UserError(
+            f"team is {type(team).__name__}; give a function that takes a question and returns the "
+            "messages of a run (coa-jax distill reads logs)"
+        )
+    source = tasks if isinstance(tasks, str) else _source(tasks, {})
+    asked, path = load_tasks(source, "train", num_tasks or None), run_folder(workdir)
+    schemas = [{"type": "function", "function": function_schema(tool)} for tool in tools]
+
+    def solve() -> Distilled:
+        with RunDir(path) as run:
+            runs = asyncio.run(
+                function_team.solve_all(team, asked, path / "runs.jsonl", concurrency)
+            )
+            records, dropped = function_team.select(asked, runs, schemas)
+            write_records(path / "train.jsonl", records)
+            run.summary({"tasks": len(asked), "kept": len(records), "dropped": dict(dropped)})
+        if not records:
+            reason, number = dropped.most_common(1)[0]
+            raise UserError(f"no run of the team was right; {number} of {len(asked)}: {reason}")
+        return Distilled(path, records, dropped)
+
+    return apart(solve)
 
 
 # --- evaluation ----------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     if value.get("system") and (not turns or turns[0].role != "system"):
         turns.insert(0, Turn("system", _text(value, "system")))
     named = _text(value, "protocol") or protocol
-    if not named and _has_functions(value, turns):
+    if named == PROTOCOL or (not named and _has_functions(value, turns)):
         return Made(_of_function_calls(value, turns, name))
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [turn.role == "user" and not _shown(turn.text) for turn in turns]

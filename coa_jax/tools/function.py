@@ -47,7 +47,7 @@ class FunctionTool:
         if not inspect.isroutine(function):
             raise UserError(f"tool {function!r:.100}: give a name, a tool, or a typed function")
         self._function, self.name, self.deadline = function, function.__name__, _DEADLINE_S
-        described = _described(function)
+        described = function_schema(function)
         self.schema: dict[str, Any] = described["parameters"]
         self.description = f"{described['description']} {arguments_hint(self.schema)}"
 
@@ -117,7 +117,7 @@ def as_tool(found: Any) -> Any:
     return create
 
 
-def _described(function: Callable[..., Any]) -> dict[str, Any]:
+def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns name, description and parameters of a function, as chat templates take them."""
     from transformers.utils import get_json_schema
 
