@@ -12,7 +12,8 @@ distilled questions, to which all 768 tasks of its RL belonged.
 RL trains on questions of which SFT has no trajectory: with seed 0, 901 of its 5,700 tasks remain.
 
 The variant ``factbook.py:control`` also continues SFT for as long as RL took, and evaluates each
-policy greedily too. It takes about twice as long (docs/experiments.md).
+policy greedily too. It takes about twice as long. The variant ``factbook.py:few`` does the same with
+few trajectories, from which SFT learns until they can teach no more (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ TASKS = "factbook:weights=60/25/10/5,templates=1"
 
 
 def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
-    """Returns the configuration for the variant `quick` or `control`."""
-    variant, _ = parse_variant(arg, ("quick", "control"))
+    """Returns the configuration for the variant `quick`, `control` or `few`."""
+    variant, _ = parse_variant(arg, ("quick", "control", "few"))
     config = ConfigDict()
     config.prompt_style = "brief"
     config.format = ""
@@ -147,7 +148,10 @@ def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
             "rollout": complete_config(RolloutConfig, rollout),
         }
     )
-    if variant == "control":
+    if variant == "few":
+        config.distill.train = 400
+        config.sft.optimizer.total_steps = 2400
+    if variant in ("control", "few"):
         config.sft_more = True
         config.measures = ConfigDict(
             {
