@@ -358,7 +358,7 @@ def paged_case(
     dtype = next((name for name in dtypes if name not in ("bfloat16", "float16")), config.dtype)
     heads = heads if heads % tensor else heads // tensor  # all heads if they cannot be sharded
     shape = (heads, model.num_groups, model.head_dim, config.page_size)
-    return Case(platform, dtype, *shape, capability)
+    return Case(platform, dtype, *shape, capability, windowed=model.local is not None)
 
 
 def new_pages(

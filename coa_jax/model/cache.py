@@ -60,7 +60,13 @@ class Cache(NamedTuple):
     layers: tuple[LayerPages, ...]
     table: jax.Array
 
-    def attention(self, pages: LayerPages, positions: jax.Array, compute: Compute) -> Attend:
+    def attention(
+        self,
+        pages: LayerPages,
+        positions: jax.Array,
+        compute: Compute,
+        window: int | None = None,
+    ) -> Attend:
         """Returns the attention function of one layer.
 
         The function first writes the new keys and values to the pages, and then attends to them.
@@ -69,13 +75,14 @@ class Cache(NamedTuple):
             pages: pages of the layer.
             positions: positions of the new tokens, int32 ``[B, T]``.
             compute: the implementation, which determines the layout of the pages.
+            window: number of positions that a token of the layer sees; None for all positions.
         """
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerPages]:
             with jax.named_scope("write"):
                 written = write(pages, self.table, k, v, positions, compute)
             with jax.named_scope("attend"):
-                return attend_to(written, q, self.table, positions, compute), written
+                return attend_to(written, q, self.table, positions, compute, window), written
 
         return attend
 
@@ -213,9 +220,14 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend_to(
-    layer: LayerPages, q: jax.Array, table: jax.Array, positions: jax.Array, compute: Compute
+    layer: LayerPages,
+    q: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    compute: Compute,
+    window: int | None = None,
 ) -> jax.Array:
-    """Computes the attention of new tokens to all positions up to their own.
+    """Computes the attention of new tokens to the positions up to their own.
 
     Args:
         layer: pages that already hold the keys and values of the new tokens.
@@ -224,12 +236,14 @@ def attend_to(
         positions: positions of the new tokens, int32 ``[B, T]``; the results of tokens outside the
             cache are meaningless.
         compute: the implementation, which determines the layout of the pages.
+        window: number of positions that a token sees, its own and those before; None for all
+            positions.
 
     Returns:
         The attended values, float32, in the shape of q.
     """
     if not isinstance(layer, LayerCache):
-        return paged.attend_with_kernel(compute, q, layer, table, positions)
+        return paged.attend_with_kernel(compute, q, layer, table, positions, window)
 
     def part(buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int) -> jax.Array:
         values = buffer.at[page].get(mode="promise_in_bounds")
@@ -242,4 +256,4 @@ def attend_to(
         keys = part(layer.keys, layer.key_scales, page, 2)
         return keys, part(layer.values, layer.value_scales, page, 3)
 
-    return paged.walk(compute, q, read, table, layer.values.shape[2], positions)
+    return paged.walk(compute, q, read, table, layer.values.shape[2], positions, window)

@@ -165,7 +165,8 @@ def training_compute(
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     platform, capability = platform_of(device)
     name, heads = jnp.dtype(dtype).name, (model.num_kv_heads, model.num_groups, model.head_dim)
-    case = Case(platform, name, *heads, capability=capability)
+    windowed = model.local is not None
+    case = Case(platform, name, *heads, capability=capability, windowed=windowed)
     implementation = resolve("causal", attention, case, "config.attention")
     placed = collectives_for(platform, collectives)
     return Compute(name, remat, implementation, backend_for(platform), mesh, placed)

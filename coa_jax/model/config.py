@@ -12,6 +12,7 @@ from absl import logging
 from coa_jax.config.fields import Between, Bounded, Items, Natural, OneOf, Place, Positive, Prose
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
+Activation = Literal["silu", "gelu_tanh"]
 
 DTYPES = ("float32", "bfloat16")
 """Names of the dtypes that parameters and matmul operands can have."""
@@ -93,6 +94,36 @@ class YarnRope:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearRope:
+    """Scaling of the rotary frequencies by a constant (``rope_type: linear``).
+
+    Attributes:
+        factor: factor by which all wavelengths are stretched.
+    """
+
+    factor: float
+
+
+RopeScaling = Llama3Rope | YarnRope | LinearRope
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalAttention:
+    """Sliding-window attention, which some layers (the local layers) use in place of full attention.
+
+    Attributes:
+        window: number of positions that a token sees in a local layer: its own and those before.
+        layers: for each layer of the model, whether the layer is local.
+        rope_theta: base of the rotary frequencies of local layers, which are not scaled; None if
+            local layers have the frequencies of the other layers.
+    """
+
+    window: int
+    layers: tuple[bool, ...]
+    rope_theta: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class LoraConfig(Bounded):
     """Settings of low-rank adapters (LoRA), which are trained in place of the whole model.
 
@@ -139,7 +170,7 @@ class EncoderConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP.
 
     Attributes:
         architecture: model family, which determines the Hugging Face class of a saved model.
@@ -152,12 +183,20 @@ class ModelConfig:
         num_kv_heads: N, number of key/value heads.
         head_dim: K, width of a head, which need not be ``hidden_size / num_heads``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: scaling of the rotary frequencies, see `Llama3Rope` and `YarnRope`; None for
-            no scaling.
+        rope_scaling: scaling of the rotary frequencies, see `Llama3Rope`, `YarnRope` and
+            `LinearRope`; None for no scaling.
+        local: the layers with sliding-window attention; None if all layers have full attention.
         rms_eps: number that is added to the mean square in every RMSNorm.
+        norm_offset: number that is added to the learned factors of every RMSNorm (1 in Gemma).
+        post_norms: whether the results of attention and MLP are normalised before they are added to
+            the residual stream (as in Gemma).
+        activation: activation function of the gate in the MLP.
+        scale_embeddings: whether token embeddings are multiplied by ``sqrt(hidden_size)`` (as in
+            Gemma).
         tie_embeddings: whether the embedding table, transposed, also serves as the output head.
         qkv_bias: whether the q, k and v projections have a bias (as in Qwen2).
         qk_norm: whether queries and keys are normalised per head (as in Qwen3).
+        query_scalar: number whose square root divides the attention scores; None for ``head_dim``.
         max_position: ``max_position_embeddings`` of the config file. If the model uses YaRN, this
             may be the context length before scaling; `positions` is the length after scaling.
         lora: adapters that are added to the kernels; there are none if the rank is 0.
@@ -172,11 +211,17 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Rope | YarnRope | None = None
+    rope_scaling: RopeScaling | None = None
+    local: LocalAttention | None = None
     rms_eps: float = 1e-6
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    activation: Activation = "silu"
+    scale_embeddings: bool = False
     tie_embeddings: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
+    query_scalar: float | None = None
     max_position: int = 4096
     lora: LoraConfig = LoraConfig()
 
@@ -187,11 +232,22 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need pairs")
+        if len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"{len(self.windows)} layers are local or not, num_layers is {self.num_layers}"
+            )
 
     @property
     def num_groups(self) -> int:
         """G, the number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, the number of positions that a token sees; None for all positions."""
+        if self.local is None:
+            return (None,) * self.num_layers
+        return tuple(self.local.window if local else None for local in self.local.layers)
 
     @property
     def positions(self) -> int:

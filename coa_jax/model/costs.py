@@ -6,6 +6,8 @@ includes only tokens with a loss:
 
     6 P T  +  6 L H K sum(t^2)  +  6 D V M
 
+In a layer with a window of w positions, t^2 - (t - w)^2 takes the place of t^2 if t exceeds w.
+
 The letters are:
 
 - P: number of parameters in the matrices of the layers
@@ -45,7 +47,8 @@ def product_params(config: ModelConfig) -> int:
 
 def forward_flops(config: ModelConfig, context: float) -> float:
     """Returns the FLOPs of the forward pass for one token that attends to ``context`` tokens."""
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
+    seen = sum(min(context, window or context) for window in config.windows)
+    attention = 4 * config.num_heads * config.head_dim * seen
     return 2 * product_params(config) + attention
 
 
@@ -62,8 +65,12 @@ def train_flops(
     """
     products = layer_params(config) * sum(lengths)
     head = config.hidden_size * config.vocab_size * loss_tokens
-    squares = sum(length * length for length in lengths)
-    attention = config.num_layers * config.num_heads * config.head_dim * squares
+    squares = sum(
+        length * length - max(0, length - (window or length)) ** 2
+        for length in lengths
+        for window in config.windows
+    )
+    attention = config.num_heads * config.head_dim * squares
     return float((4 if adapters else 6) * (products + head) + 6 * attention)
 
 
@@ -76,5 +83,6 @@ def decode_bytes(config: ModelConfig, batch: int, context: float, itemsize: int)
         context: number of tokens in the cache of each sequence.
         itemsize: number of bytes of a weight, key or value.
     """
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * batch
+    seen = sum(min(context, window or context) for window in config.windows)
+    cache = 2 * config.num_kv_heads * config.head_dim * seen * batch
     return (product_params(config) + cache) * itemsize

@@ -1,4 +1,4 @@
-"""The policy: a decoder of the Llama family, built of Flax NNX modules.
+"""The policy: a decoder of the Llama family and its relatives, built of Flax NNX modules.
 
 Inside compiled functions, modules are merged with their parameters (`params.bind`), so ordinary
 `jax.jit`, `jax.grad`, `jax.lax.scan` and `jax.checkpoint` apply to them. Dtype, backend and
@@ -10,6 +10,7 @@ head, K head width, F MLP width, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,16 +57,19 @@ class RMSNorm(nnx.Module):
     Args:
         size: size of the last axis.
         axis: logical name of the last axis, for sharding rules.
-        eps: epsilon, a number that is added to the mean square.
+        config: the architecture, which gives epsilon and the offset of the learned factors.
     """
 
-    def __init__(self, size: int, axis: str, eps: float):
-        self.scale = parameter(jnp.ones(size), (axis,))
-        self.eps = eps
+    def __init__(self, size: int, axis: str, config: ModelConfig):
+        self.scale = parameter(jnp.full(size, 1.0 - config.norm_offset), (axis,))
+        self.eps, self.offset = config.rms_eps, config.norm_offset
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         """Normalises an array ``[..., size]``; returns float32 of the same shape."""
-        return compute.ops.rms_norm(x, self.scale[...], self.eps)
+        scale = self.scale[...]
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        return compute.ops.rms_norm(x, scale, self.eps)
 
 
 class Attention(nnx.Module):
@@ -87,8 +91,10 @@ class Attention(nnx.Module):
         self.qkv = Linear((d,), (n, g + 2, k), one, rngs=rngs, use_bias=c.qkv_bias)
         heads = ("kv_heads", "groups", "head")
         self.out = Linear((n, g, k), (d,), (*heads, "embed"), rngs=rngs, stddev=_residual(c))
-        self.q_norm = RMSNorm(k, "head", c.rms_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(k, "head", c.rms_eps) if c.qk_norm else None
+        self.q_norm = RMSNorm(k, "head", c) if c.qk_norm else None
+        self.k_norm = RMSNorm(k, "head", c) if c.qk_norm else None
+        # Attention divides the scores by sqrt(K).
+        self.query_factor = 1.0 if c.query_scalar is None else (k / c.query_scalar) ** 0.5
         self.q_lora = _lora("q", (d,), (n, g, k), ("embed", *heads), c, rngs)
         self.k_lora = _lora("k", (d,), (n, 1, k), one, c, rngs)
         self.v_lora = _lora("v", (d,), (n, 1, k), one, c, rngs)
@@ -120,6 +126,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q, compute), self.k_norm(k, compute)
         with jax.named_scope("rope"):
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         attended, pages = attend(q, k[:, :, :, 0], v[:, :, :, 0])
         attended = attended.astype(compute.dtype)
         # The constraint precedes the matmul, because the gradient is sharded like the operand of
@@ -133,7 +141,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): ``(silu(x W_gate) * (x W_up)) W_down``.
 
-    W_gate and W_up share one kernel ``[D, 2, F]``.
+    W_gate and W_up share one kernel ``[D, 2, F]``. In Gemma, GELU takes the place of SiLU.
 
     Args:
         config: the architecture.
@@ -147,6 +155,7 @@ class MLP(nnx.Module):
         self.gate_lora = _lora("gate", (d,), (1, f), ("embed", "gate", "mlp"), c, rngs)
         self.up_lora = _lora("up", (d,), (1, f), ("embed", "gate", "mlp"), c, rngs)
         self.down_lora = _lora("down", (f,), (d,), ("mlp", "embed"), c, rngs)
+        self.activation = c.activation
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         """Maps ``x [B, T, D]`` in the compute dtype to float32 ``[B, T, D]``."""
@@ -156,10 +165,11 @@ class MLP(nnx.Module):
             gate = _adapted(gate, self.gate_lora, x, compute)
             up = _adapted(up, self.up_lora, x, compute)
             gate_up = jnp.concatenate((gate, up), axis=-2)
-        # Round before SwiGLU, as Hugging Face does. In bfloat16, the compiler for v5p then makes a
+        # Round before the activation, as Hugging Face does. In bfloat16, the compiler for v5p then makes a
         # training step of a 32B model 3.5 % shorter, because the array is the largest of a layer.
         gate_up = compute.constrain(gate_up.astype(compute.dtype), "batch", None, None, "mlp")
-        h = checkpoint_name(compute.ops.swiglu(gate_up), MLP_PRODUCT).astype(compute.dtype)
+        gated = compute.ops.swiglu if self.activation == "silu" else compute.ops.geglu
+        h = checkpoint_name(gated(gate_up), MLP_PRODUCT).astype(compute.dtype)
         h = compute.constrain(h, "batch", None, "mlp")
         return _adapted(self.down(h, compute), self.down_lora, h, compute)
 
@@ -167,16 +177,23 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """A decoder layer: attention, then an MLP, each pre-normalised and with a residual connection.
 
+    If the architecture has post-norms, the results of attention and MLP are normalised too, before
+    they are added to the residual stream.
+
     Args:
         config: the architecture.
         rngs: random keys from which the initial values are drawn.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attn_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, "embed", config)
+
+        self.attn_norm, self.mlp_norm = norm(), norm()
         self.attn = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
         self.mlp = MLP(config, rngs=rngs)
+        self.attn_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], compute: Compute, attend: Attend
@@ -187,11 +204,16 @@ class Layer(nnx.Module):
             # the bytes sent.
             h = self.attn_norm(x, compute).astype(compute.dtype)
         y, pages = self.attn(h, rope, compute, attend)
+        if self.attn_post_norm is not None:
+            y = self.attn_post_norm(y, compute)
         x = checkpoint_name(x + y, MIDDLE)
         with jax.named_scope("norm"):
             h = self.mlp_norm(x, compute).astype(compute.dtype)
         with jax.named_scope("mlp"):
-            return x + self.mlp(h, compute), pages
+            y = self.mlp(h, compute)
+        if self.mlp_post_norm is not None:
+            y = self.mlp_post_norm(y, compute)
+        return x + y, pages
 
 
 class Decoder(nnx.Module):
@@ -208,7 +230,7 @@ class Decoder(nnx.Module):
         self.embed = Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         if stacked:
             self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.num_layers, rngs)
-        self.final_norm = RMSNorm(config.hidden_size, "embed", config.rms_eps)
+        self.final_norm = RMSNorm(config.hidden_size, "embed", config)
         shape, axes = ((config.hidden_size,), (config.vocab_size,)), ("embed", "vocab")
         self.head = None if config.tie_embeddings else Linear(*shape, axes, rngs=rngs)
         self.config = config
@@ -246,26 +268,42 @@ class Decoder(nnx.Module):
         """
         tokens = jnp.asarray(tokens)
         positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
-        rope = rope_tables(self.config, positions)
-        x = compute.constrain(self.embed(tokens), *STREAM)
+        local, windows = self.config.local, self.config.windows
+        rope = local_rope = rope_tables(self.config, positions)
+        if local is not None:
+            local_rope = rope_tables(self.config, positions, local=True)
+        x = self.embed(tokens)
+        if self.config.scale_embeddings:
+            # The factor is rounded, as in transformers: in bfloat16 to 55.5 for D = 3072.
+            x = x * jnp.asarray(self.config.hidden_size**0.5, compute.dtype)
+        x = compute.constrain(x, *STREAM)
         if cache is not None:
             assert layers is not None
             pages: list[Any] = []
-            for layer, before in zip(layers, cache.layers, strict=True):
-                attend = cache.attention(before, positions, compute)
-                x, after = layer(x, rope, compute, attend)
+            for layer, before, window in zip(layers, cache.layers, windows, strict=True):
+                attend = cache.attention(before, positions, compute, window)
+                x, after = layer(x, local_rope if window else rope, compute, attend)
                 pages.append(after)
             return self.final_norm(x, compute), cache._replace(layers=tuple(pages))
-        attend = causal_attention(compute, tokens.shape, segment_ids, unfolded)
+        where = None if local is None else positions
+        attend = causal_attention(compute, tokens.shape, segment_ids, unfolded, where)
         if layers is not None:
-            for layer in layers:
-                x, _ = layer(x, rope, compute, attend)
-        else:
+            for layer, window in zip(layers, windows, strict=True):
+                its = functools.partial(attend, window=window)
+                x, _ = layer(x, local_rope if window else rope, compute, its)
+            return self.final_norm(x, compute), None
 
-            def body(x: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
+        def body(x: jax.Array, scanned: tuple[Layer, Any]) -> tuple[jax.Array, None]:
+            layer, is_local = scanned
+            if local is None:
                 return layer(x, rope, compute, attend)[0], None
+            # One program computes all layers: the window of the others has all positions.
+            window = jnp.where(is_local, local.window, jnp.iinfo(jnp.int32).max)
+            tables = jax.tree.map(functools.partial(jnp.where, is_local), local_rope, rope)
+            return layer(x, tables, compute, functools.partial(attend, window=window))[0], None
 
-            x, _ = jax.lax.scan(rematerialize(body, compute.remat), x, self.layers)
+        kinds = None if local is None else jnp.array(local.layers)
+        x, _ = jax.lax.scan(rematerialize(body, compute.remat), x, (self.layers, kinds))
         return self.final_norm(x, compute), None
 
     @jax.named_scope("head")

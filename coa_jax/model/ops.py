@@ -136,6 +136,12 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def geglu(gate_up: jax.Array) -> jax.Array:
+    """Computes ``gelu(gate) * up`` with the tanh approximation of GELU; otherwise like `swiglu`."""
+    gate, up = (gate_up[..., half, :].astype(jnp.float32) for half in (0, 1))
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 # --- reductions over the vocabulary and over keys ------------------------------------------
 
 

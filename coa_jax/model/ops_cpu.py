@@ -21,6 +21,7 @@ from coa_jax.model import ops, ops_tpu
 from coa_jax.model.compute import Compute
 from coa_jax.model.ops import einsum as einsum
 from coa_jax.model.ops import first_passed as first_passed
+from coa_jax.model.ops import geglu as geglu
 from coa_jax.model.ops import product as product
 
 # --- matmuls -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from coa_jax.model.ops import attend as attend
 from coa_jax.model.ops import einsum as einsum
 from coa_jax.model.ops import first_passed as first_passed
+from coa_jax.model.ops import geglu as geglu
 from coa_jax.model.ops import inverse_cdf as inverse_cdf
 from coa_jax.model.ops import linear as linear
 from coa_jax.model.ops import materialize as materialize

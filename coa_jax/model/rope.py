@@ -7,21 +7,29 @@ import math
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.config import Llama3Rope, ModelConfig, YarnRope
+from coa_jax.model.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 
 
-def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
+def frequencies(config: ModelConfig, local: bool = False) -> tuple[jax.Array, float]:
     """Returns the frequency of each rotary component, and a factor for cosines and sines.
+
+    Args:
+        config: the architecture.
+        local: whether the layer is local, see `config.LocalAttention`.
 
     Returns:
         The angle per position in radians, float32 ``[K / 2]``, and the attention factor, which is 1
         except with YaRN.
     """
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    if local and config.local is not None and config.local.rope_theta is not None:
+        return 1.0 / config.local.rope_theta**half, 1.0
     inv_freq = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
     if scaling is None:
         return inv_freq, 1.0
+    if isinstance(scaling, LinearRope):
+        return inv_freq / scaling.factor, 1.0
     # Fast components stay unchanged, slow components are stretched by the factor, and the
     # components between them are blended.
     if isinstance(scaling, Llama3Rope):
@@ -60,17 +68,20 @@ def _attention_factor(scaling: YarnRope) -> float:
     return (1 + 0.1 * scaling.mscale * stretch) / (1 + 0.1 * scaling.mscale_all_dim * stretch)
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(
+    config: ModelConfig, positions: jax.Array, local: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Computes the cosines and sines with which `apply_rope` rotates queries and keys.
 
     Args:
         config: the architecture, with head width K.
         positions: positions of the tokens, int32 ``[B, T]``.
+        local: whether the tables are for local layers.
 
     Returns:
         Cosines and sines, each float32 ``[B, T, 1, 1, K / 2]``.
     """
-    inv_freq, factor = frequencies(config)
+    inv_freq, factor = frequencies(config, local)
     angles = (positions[..., None].astype(jnp.float32) * inv_freq)[:, :, None, None]
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 

@@ -26,7 +26,13 @@ _MASKED = -1e30
 
 
 def attend_causally(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    dtype: Any,
+    positions: jax.Array | None = None,
+    window: Any = None,
 ) -> jax.Array:
     """Computes causal self-attention over T tokens.
 
@@ -36,6 +42,10 @@ def attend_causally(
         mask: bool ``[B, T, T]``; ``mask[b, i, j]`` says whether token i sees token j, and is False
             for j > i.
         dtype: dtype of the matmul operands.
+        positions: positions of the tokens in their sequences, int32 ``[B, T]``; None without a
+            window.
+        window: number of positions that a token sees, its own and those before; an int, or an
+            int32 scalar; None for all positions.
 
     Returns:
         The attended values, float32, in the shape of q.
@@ -50,7 +60,14 @@ def attend_causally(
     length = q.shape[1]
     blocks = [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
     parts = [
-        attend(scaled[:, :, :, a:b], keys[:, :, :b], values[:, :, :b], mask[:, a:b, :b])
+        attend(
+            scaled[:, :, :, a:b],
+            keys[:, :, :b],
+            values[:, :, :b],
+            mask[:, a:b, :b],
+            None if positions is None else (positions[:, a:b], positions[:, :b]),
+            window,
+        )
         for a, b in blocks
     ]
     attended = checkpoint_name(jnp.concatenate(parts, axis=3), ATTENTION)
@@ -58,12 +75,23 @@ def attend_causally(
 
 
 def _attend_block(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    positions: tuple[jax.Array, jax.Array] | None,
+    window: Any,
+    dtype: Any,
 ) -> jax.Array:
     """Computes the attention of one block of queries; returns float32 in the shape of q.
 
-    Shapes: ``q [B, N, G, t, K]``, ``k`` and ``v [B, N, S, K]``, ``mask [B, t, S]``.
+    Shapes: ``q [B, N, G, t, K]``, ``k`` and ``v [B, N, S, K]``, ``mask [B, t, S]``. The positions
+    are those of the queries ``[B, t]`` and those of the keys ``[B, S]``.
     """
+    if positions is not None:
+        # Computed here and not once for all blocks, so that the backward pass saves no mask.
+        of_queries, of_keys = positions
+        mask = mask & (of_queries[:, :, None] - of_keys[:, None] < window)
     b, n, g, t, width = q.shape
     # The queries of all heads of a group form the rows of one matmul with the keys of the group.
     scores = einsum("bnqk,bnsk->bnqs", q.reshape(b, n, g * t, width), k, dtype)

@@ -20,7 +20,7 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.remat import ATTENTION, OPERANDS
 from coa_jax.parallel.mesh import split_over
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Attend = Callable[..., tuple[jax.Array, Any]]
 """An attention function, whose arguments are q, k and v after the rotary embedding, all float32.
 
 The shape of q is ``[B, T, N, G, K]``, the shape of k and v ``[B, T, N, K]``. The function returns
@@ -50,11 +50,16 @@ class Unfolded(NamedTuple):
 
 
 def causal_attention(
-    compute: Compute, shape: tuple[int, ...], segment_ids: Any, unfolded: Unfolded | None = None
+    compute: Compute,
+    shape: tuple[int, ...],
+    segment_ids: Any,
+    unfolded: Unfolded | None = None,
+    positions: jax.Array | None = None,
 ) -> Attend:
     """Returns the attention function for all layers of a forward pass.
 
-    The mask is computed once for all layers.
+    The mask is computed once for all layers. For a layer with sliding-window attention, the caller
+    passes the keyword argument ``window`` to the function, see `blocked.attend_causally`.
 
     Args:
         compute: implementation, dtype and mesh of the computation.
@@ -64,12 +69,16 @@ def causal_attention(
             is a single segment.
         unfolded: layout of rows whose sequences share a prompt, which replaces ``segment_ids``;
             None if no sequences share a prompt.
+        positions: positions of the tokens in their sequences, int32 ``[B, T]``; None if no layer
+            has a window.
     """
     dtype = compute.dtype
     unfold = fold = lambda x: x
     if unfolded is not None:
         shape, segment_ids = unfolded.places.shape, unfolded.segment_ids
         unfold = _taker(compute.mesh, unfolded.places)
+        if positions is not None:
+            positions = jnp.take_along_axis(positions, unfolded.places, axis=1)
         fold = _taker(compute.mesh, unfolded.back)
     if compute.attention == "xla":
         steps = jnp.arange(shape[1])
@@ -77,9 +86,12 @@ def causal_attention(
         if segment_ids is not None:
             mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, window: Any = None
+        ) -> tuple[jax.Array, None]:
             q, k, v = (unfold(checkpoint_name(x, OPERANDS)) for x in (q, k, v))
-            return fold(attend_causally(q, k, v, mask, dtype)), None
+            at = None if window is None else positions
+            return fold(attend_causally(q, k, v, mask, dtype, at, window)), None
 
         return attend
     kernel = split_over(

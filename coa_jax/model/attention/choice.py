@@ -38,6 +38,9 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
 }
 """Maps kind and kernel to the kernel's platform and JAX module; the best kernel comes first."""
 
+_WINDOWED = ("ragged_paged",)
+"""Names of the kernels that can compute sliding-window attention."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -51,6 +54,7 @@ class Case:
         head_dim: width of a head.
         page_size: number of positions of a page; used only for paged attention.
         capability: compute capability of a CUDA device; 0 if unknown.
+        windowed: whether some layers have sliding-window attention.
     """
 
     platform: str
@@ -60,6 +64,7 @@ class Case:
     head_dim: int
     page_size: int = 0
     capability: float = 0.0
+    windowed: bool = False
 
 
 def implementations(kind: Kind) -> tuple[str, ...]:
@@ -107,6 +112,8 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
     platform, module = _KERNELS[kind][implementation]
     if case.platform != platform:
         return f"it needs {platform}"
+    if case.windowed and implementation not in _WINDOWED:
+        return "it has no sliding windows, which layers of this model have"
     if _find_spec(module) is None:
         return f"this JAX ({version('jax')}) has no {module}"
     if case.dtype not in ("bfloat16", "float16"):

@@ -37,9 +37,14 @@ ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head'
 
 
 def attend_with_kernel(
-    compute: Compute, q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array
+    compute: Compute,
+    q: jax.Array,
+    pages: Pages,
+    table: jax.Array,
+    positions: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
-    """Computes the attention of new tokens to all positions up to and including their own.
+    """Computes the attention of new tokens to the positions up to and including their own.
 
     The keys and values of the new tokens must already be in the pages.
 
@@ -53,6 +58,8 @@ def attend_with_kernel(
         positions: int32 ``[B, T]``, positions of the new tokens. A row holds consecutive positions,
             which may be followed by padding with positions of ``C * S`` or more. The results of
             padding are finite, but meaningless.
+        window: number of positions that a token sees, its own and those before; None for all
+            positions.
 
     Returns:
         The attended values, float32, in the shape of q.
@@ -61,6 +68,8 @@ def attend_with_kernel(
     heads = "kv_heads" if mesh is None or q.shape[2] % mesh.shape["tensor"] == 0 else None
     pool = (heads, None, None, None) if name == "pallas_gpu" else (None, None, heads, None)
     kernel = functools.partial(_KERNELS[name], interpret=compute.interpret)
+    if window is not None:  # only for kernels with windows, see `choice.unmet`
+        kernel = functools.partial(kernel, window=window)
     queries = (None, None, heads, None, None)
     run = split_over(mesh, kernel, queries, (None, None), (None,), *(pool for _ in pages))
     # A row that consists of padding reads no more pages than a row whose first position is 0.
@@ -87,11 +96,12 @@ def walk(
     table: jax.Array,
     size: int,
     positions: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Computes attention over pages with ordinary matmuls and a running softmax.
 
     Each iteration of a loop reads one page of every sequence. The loop ends after the last page of
-    the longest sequence.
+    the longest sequence. With a window, it begins with the first page that a token sees.
 
     Args:
         compute: dtype and backend of the computation.
@@ -101,6 +111,8 @@ def walk(
         table: page table, int32 ``[B, C]``.
         size: number of positions of a page, S.
         positions: positions of the new tokens, int32 ``[B, T]``.
+        window: number of positions that a token sees, its own and those before; None for all
+            positions.
 
     Returns:
         The attended values, float32, in the shape of q.
@@ -114,11 +126,17 @@ def walk(
         ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
         inside = positions < table.shape[1] * size
         count = jnp.max(jnp.where(inside, positions // size + 1, 0))
+        first: Any = 0
+        if window is not None:
+            seen = jnp.maximum(positions - window + 1, 0)
+            first = jnp.min(jnp.where(inside, seen // size, count))
 
         def fold(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             largest, total, attended = carry
             k, v = read(table[:, index])
-            visible = index * size + jnp.arange(size) <= ends
+            visible = (at := index * size + jnp.arange(size)) <= ends
+            if window is not None:
+                visible &= at > ends - window
             scores = jnp.where(visible, ops.einsum("bnqk,bnks->bnqs", q, k, dtype), _MASKED)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             weights = jnp.exp(scores - larger)
@@ -129,7 +147,7 @@ def walk(
 
         empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
         start = (empty + _MASKED, empty, jnp.zeros(q.shape, jnp.float32))
-        _, total, attended = jax.lax.fori_loop(0, count, fold, start)
+        _, total, attended = jax.lax.fori_loop(first, count, fold, start)
         return (attended / total).reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
     result: jax.Array = ops.over_rows(attend, q, table, positions)
@@ -144,7 +162,13 @@ def walk(
 
 
 def _ragged_paged(
-    q: jax.Array, table: jax.Array, lengths: jax.Array, pages: jax.Array, *, interpret: bool
+    q: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    pages: jax.Array,
+    *,
+    interpret: bool,
+    window: int | None = None,
 ) -> jax.Array:
     """Computes attention with the TPU kernel, for any number of new tokens per sequence."""
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ops
@@ -166,6 +190,7 @@ def _ragged_paged(
         table,
         jnp.arange(b + 1, dtype=jnp.int32) * t,
         jnp.full((1,), b, jnp.int32),
+        sliding_window=window,
     )
     return out.reshape(q.shape)
 

@@ -206,6 +206,7 @@ def _kernel(setup: Setup) -> str:
         num_groups=model.num_groups,
         head_dim=model.head_dim,
         capability=setup.where.chip.capability,
+        windowed=model.local is not None,
     )
     return resolve("causal", config.attention, case, "config.attention")
 
