@@ -20,7 +20,7 @@ from coa_jax.model.config import DTYPES, LoraConfig, ModelConfig
 from coa_jax.model.export import save_model as save_model
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
-from coa_jax.model.hf_weights import TensorSource, load_params
+from coa_jax.model.hf_weights import TensorSource, TextTensors, load_params
 from coa_jax.model.params import Params, join, shardings, split_trained
 from coa_jax.model.policy import Model as Model
 from coa_jax.model.safetensors_io import SINGLE_FILE, Checkpoint, local_checkpoint, read_index
@@ -255,6 +255,8 @@ def _open(
         model = Model(read_config(folder), {}, read(find_tokenizer, folder), read_card(folder))
         if weights:
             source = _checkpoint(path, folder, on_hub)
+            if any("language_model." in name for name in source.shapes):
+                source = TextTensors(source)
     if not isinstance(model.tokenizer, MissingTokenizer):
         largest = max(model.tokenizer.get_vocab().values())
         if largest >= model.config.vocab_size:

@@ -11,7 +11,7 @@ from absl import logging
 
 from coa_jax.config.fields import Between, Bounded, Items, Natural, OneOf, Place, Positive, Prose
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal["llama", "qwen2", "qwen3", "gemma3"]
 Activation = Literal["silu", "gelu_tanh"]
 
 DTYPES = ("float32", "bfloat16")

@@ -21,7 +21,7 @@ from coa_jax.files import durable
 from coa_jax.model.card import CARD
 from coa_jax.model.config import DTYPES
 from coa_jax.model.hf_config import config_to_hf
-from coa_jax.model.hf_table import TABLE, tensors_of
+from coa_jax.model.hf_table import TABLES, tensors_of
 from coa_jax.model.hf_weights import export_tensors
 from coa_jax.model.params import param_dtype, specs
 from coa_jax.model.policy import Model
@@ -145,7 +145,8 @@ def _write_weights(directory: Path | None, model: Model, dtype: str, max_shard_b
             pass
         return
     itemsize = jnp.dtype(dtype).itemsize
-    shards = _plan_shards(tensors_of(TABLE, specs(model.config)), itemsize, max_shard_bytes)
+    table = TABLES[model.config.architecture]
+    shards = _plan_shards(tensors_of(table, specs(model.config)), itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for i, shapes in enumerate(shards, 1):
         several = f"model-{i:05d}-of-{len(shards):05d}.safetensors"

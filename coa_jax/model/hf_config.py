@@ -1,7 +1,7 @@
 """Converts Hugging Face ``config.json`` to and from :class:`ModelConfig`.
 
 A model is accepted only if the forward pass computes it exactly. A key that would change the
-arithmetic (another rotary type, a bias, an active sliding window) is rejected rather than ignored,
+arithmetic (another rotary type, a bias, a soft cap) is rejected rather than ignored,
 and the error names the key.
 """
 
@@ -16,16 +16,45 @@ from typing import Annotated, Any
 from coa_jax.config.fields import Between, Count, Natural, Positive, Size, check, parts
 from coa_jax.errors import UserError
 from coa_jax.files import durable
-from coa_jax.model.config import Architecture, Llama3Rope, ModelConfig, YarnRope
+from coa_jax.model.config import (
+    Architecture,
+    LinearRope,
+    Llama3Rope,
+    LocalAttention,
+    ModelConfig,
+    RopeScaling,
+    YarnRope,
+)
 
 HF_CLASSES: dict[Architecture, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
+_MULTIMODAL = "Gemma3ForConditionalGeneration"
 # Defaults of transformers for keys that a config.json leaves out.
 _MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+# The configs of released multimodal models leave out most of these keys.
+_GEMMA3: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
 _ORIGINAL = "original_max_position_embeddings"
+_GELU = ("gelu_pytorch_tanh",)
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 """Options of YaRN, which have the same names in `YarnRope`."""
 _Heads = Annotated[int, Between(1, 2**16)]
@@ -53,21 +82,30 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
 
     Args:
         hf: the parsed file, in the format of transformers 4 (``rope_theta``, ``rope_scaling``) or
-            of transformers 5 (``rope_parameters``).
+            of transformers 5 (``rope_parameters``). Of a multimodal Gemma 3, the text model is
+            read.
         where: name of the file, used in error messages.
 
     Raises:
         UserError: a key is missing, is malformed, or has a value that is not supported.
     """
+    if _MULTIMODAL in (hf.get("architectures") or ()):
+        text = check(hf.get("text_config"), dict, f"{where}: text_config")
+        hf = {**text, "architectures": [HF_CLASSES["gemma3"]]}
     architecture = _architecture(hf, where)
+    gemma = architecture == "gemma3"
+    if gemma:
+        hf = _gemma3(hf, where)
     _refuse_unsupported(hf, architecture, where)
 
     def get(key: str, annotation: Any, default: Any = None) -> Any:
         return _value(hf, key, annotation, where, default)
 
     heads, hidden = get("num_attention_heads", _Heads), get("hidden_size", Size)
-    max_position = get("max_position_embeddings", Count, _MAX_POSITION[architecture])
+    width = get("head_dim", _Heads, 128 if architecture == "qwen3" else hidden // heads)
+    max_position = get("max_position_embeddings", Count, _MAX_POSITION.get(architecture))
     theta, scaling = _rope(hf, max_position, where)
+    scalar = get("query_pre_attn_scalar", Positive) if gemma else width
     try:
         return ModelConfig(
             architecture=architecture,
@@ -77,13 +115,19 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
             num_layers=get("num_hidden_layers", _Layers),
             num_heads=heads,
             num_kv_heads=get("num_key_value_heads", _Heads, heads),
-            head_dim=get("head_dim", _Heads, 128 if architecture == "qwen3" else hidden // heads),
+            head_dim=width,
             rope_theta=theta,
             rope_scaling=scaling,
+            local=_local(hf, architecture, where),
             rms_eps=get("rms_norm_eps", _Eps, 1e-6),
+            norm_offset=1.0 if gemma else 0.0,
+            post_norms=gemma,
+            activation="gelu_tanh" if gemma else "silu",
+            scale_embeddings=gemma,
             tie_embeddings=get("tie_word_embeddings", bool, False),
             qkv_bias=architecture == "qwen2",
-            qk_norm=architecture == "qwen3",
+            qk_norm=architecture in ("qwen3", "gemma3"),
+            query_scalar=None if scalar == width else scalar,
             max_position=max_position,
         )
     except ValueError as error:
@@ -102,9 +146,10 @@ def config_to_hf(
         pad_id: id of the padding token; None if there is no such token.
     """
     c, rope = config, _rope_to_hf(config.rope_scaling)
+    gemma = c.architecture == "gemma3"
     hf = {
         "architectures": [HF_CLASSES[c.architecture]],
-        "model_type": c.architecture,
+        "model_type": "gemma3_text" if gemma else c.architecture,
         "dtype": dtype,
         "torch_dtype": dtype,
         "vocab_size": c.vocab_size,
@@ -114,7 +159,7 @@ def config_to_hf(
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        "hidden_act": "silu",
+        "hidden_activation" if gemma else "hidden_act": "gelu_pytorch_tanh" if gemma else "silu",
         "max_position_embeddings": c.max_position,
         "rms_norm_eps": c.rms_eps,
         "tie_word_embeddings": c.tie_embeddings,
@@ -129,7 +174,42 @@ def config_to_hf(
     }
     if c.architecture != "qwen2":
         hf["attention_bias"] = False
-    hf["mlp_bias" if c.architecture == "llama" else "use_sliding_window"] = False
+    if c.architecture == "llama":
+        hf["mlp_bias"] = False
+    elif not gemma:
+        hf["use_sliding_window"] = c.local is not None
+    if c.local is not None:
+        kinds = [_SLIDING if local else _FULL for local in c.local.layers]
+        hf |= {"sliding_window": c.local.window, "layer_types": kinds}
+        if not gemma:
+            hf["max_window_layers"] = c.local.layers.index(True)
+    if gemma and c.local is not None:
+        base = c.local.rope_theta
+        hf["rope_local_base_freq"] = base
+        hf["query_pre_attn_scalar"] = _whole(float(c.query_scalar or c.head_dim))
+        hf["rope_parameters"] = {
+            _FULL: hf["rope_parameters"],
+            _SLIDING: {"rope_type": "default", "rope_theta": base},
+        }
+    return hf
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _gemma3(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the config of a Gemma 3 with all keys, in the format of transformers 4."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if hf.get(key):
+            raise UserError(f"{where}: {key} is not supported: Gemma 3 has no such setting")
+    hf = {**_GEMMA3, **{key: value for key, value in hf.items() if value is not None}}
+    rope = hf.get("rope_parameters")
+    if isinstance(rope, Mapping) and rope.keys() & {_FULL, _SLIDING}:
+        local = check(rope.get(_SLIDING) or {}, dict, f"{where}: rope_parameters.{_SLIDING}")
+        if local.get("rope_type", "default") != "default":
+            raise UserError(f"{where}: the rope of {_SLIDING} is scaled, which is not supported")
+        hf["rope_local_base_freq"] = local.get("rope_theta", hf["rope_local_base_freq"])
+        hf["rope_parameters"] = rope.get(_FULL)
     return hf
 
 
@@ -146,10 +226,11 @@ def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where: str) -> None:
-    activation = hf.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    gemma = architecture == "gemma3"
+    key, known = ("hidden_activation", _GELU) if gemma else ("hidden_act", ("silu", "swish"))
+    if (activation := hf.get(key, known[0])) not in known:
         raise UserError(
-            f"{where}: hidden_act {reprlib.repr(activation)} is not supported: only silu is"
+            f"{where}: {key} {reprlib.repr(activation)} is not supported: only {known[0]} is"
         )
     # In Llama and Qwen3, attention_bias also adds a bias to the output projection. Qwen2 ignores
     # the key: its q, k and v always have a bias.
@@ -160,29 +241,43 @@ def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where
         raise UserError(
             f"{where}: quantization_config is present: use the unquantised model (bfloat16)"
         )
-    if _uses_sliding_window(hf, architecture, where):
-        raise UserError(
-            f"{where}: sliding window attention is not supported: set use_sliding_window to false "
-            "if the weights were trained without it"
-        )
 
 
-def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, where: str) -> bool:
+def _local(hf: Mapping[str, Any], architecture: Architecture, where: str) -> LocalAttention | None:
+    """Reads which layers have sliding-window attention, and the window."""
     kinds = check(hf.get("layer_types") or [], list, f"{where}: layer_types")
-    if any(kind != "full_attention" for kind in kinds):
-        return True
-    if architecture == "llama" or not hf.get("use_sliding_window"):
-        return False
-    # Layers from max_window_layers on use the window. The released Qwen2 configs have a window, but
-    # set max_window_layers to the number of layers, so no layer uses the window.
-    first = check(_whole(hf.get("max_window_layers", 28)), Natural, f"{where}: max_window_layers")
-    layers: int = _value(hf, "num_hidden_layers", _Layers, where)
-    return hf.get("sliding_window", 4096) is not None and first < layers
+    if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+        raise UserError(f"{where}: layer type {reprlib.repr(unknown[0])} is not supported")
+    window, layers = hf.get("sliding_window", 4096), _value(hf, "num_hidden_layers", _Layers, where)
+    if architecture == "gemma3":
+        period = _value(hf, "sliding_window_pattern", Count, where)
+        kinds = kinds or [_FULL if i % period == 0 else _SLIDING for i in range(1, layers + 1)]
+    elif architecture == "llama" or not hf.get("use_sliding_window") or window is None:
+        if _SLIDING in kinds:
+            raise UserError(
+                f"{where}: layer_types has {_SLIDING}, but {architecture} models have no window "
+                "without use_sliding_window: set it, or leave out layer_types"
+            )
+        return None
+    elif not kinds:
+        # Layers from max_window_layers on use the window. The released Qwen2 configs have a window,
+        # but set max_window_layers to the number of layers, so no layer uses the window.
+        first = hf.get("max_window_layers", 28)
+        first = check(_whole(first), Natural, f"{where}: max_window_layers")
+        kinds = [_SLIDING if i >= first else _FULL for i in range(layers)]
+    local = tuple(kind == _SLIDING for kind in kinds)
+    if architecture == "gemma3":
+        base = _value(hf, "rope_local_base_freq", _Theta, where)
+    elif not any(local):
+        return None
+    else:
+        base = None
+    return LocalAttention(_value(hf, "sliding_window", Count, where, 4096), local, base)
 
 
 def _rope(
     hf: Mapping[str, Any], max_position: int, where: str
-) -> tuple[float, Llama3Rope | YarnRope | None]:
+) -> tuple[float, RopeScaling | None]:
     """Reads the rotary base and the rotary scaling."""
     rope: Mapping[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -198,10 +293,10 @@ def _rope(
     bases = {**hf, **(hf.get("rope_parameters") or {}), **rope}
     theta = _value(bases, "rope_theta", _Theta, where, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn"):
         raise UserError(
-            f"{where}: rope type {reprlib.repr(kind)} is not supported: only default, llama3 and "
-            "yarn"
+            f"{where}: rope type {reprlib.repr(kind)} is not supported: only default, linear, "
+            "llama3 and yarn"
         )
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial not in (1, None):
@@ -210,6 +305,8 @@ def _rope(
         )
     if kind == "default":
         return theta, None
+    if kind == "linear":
+        return theta, LinearRope(_value(rope, "factor", Positive, where))
     # transformers may prefer a value outside the entry.
     if hf.get(_ORIGINAL) not in (None, rope.get(_ORIGINAL)):
         raise UserError(f"{where}: {_ORIGINAL} is outside rope_scaling: move it there")
@@ -255,10 +352,12 @@ def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) 
     return yarn
 
 
-def _rope_to_hf(scaling: Llama3Rope | YarnRope | None) -> dict[str, Any]:
+def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
     """Returns the scaling as an entry ``rope_scaling``, without options that have their default."""
     if scaling is None:
         return {"rope_type": "default"}
+    if isinstance(scaling, LinearRope):
+        return {"rope_type": "linear", "factor": scaling.factor}
     kind = "yarn" if isinstance(scaling, YarnRope) else "llama3"
     values = {f.name: getattr(scaling, f.name) for f in dataclasses.fields(scaling)}
     original = values.pop("original_max_position")

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from coa_jax.model.config import Architecture
 from coa_jax.model.params import Path, Specs
 
 Shape = tuple[int, ...]
@@ -104,7 +105,26 @@ TABLE: Table = {
     ("final_norm", "scale"): Row(("model.norm.weight",), *SAME),
     ("head", "kernel"): Row((HEAD,), *TRANSPOSED),
 }
-"""The table for the decoder, `model.decoder`."""
+"""The table for the decoder, `model.decoder`, in most families."""
+
+TABLES: Mapping[Architecture, Table] = {
+    "llama": TABLE,
+    "qwen2": TABLE,
+    "qwen3": TABLE,
+    # Here, as the names of transformers say, the second norm follows attention.
+    "gemma3": {
+        **TABLE,
+        **{
+            ("layers", norm, "scale"): Row((f"{_LAYER}{name}_layernorm.weight",), *SAME)
+            for norm, name in (
+                ("attn_post_norm", "post_attention"),
+                ("mlp_norm", "pre_feedforward"),
+                ("mlp_post_norm", "post_feedforward"),
+            )
+        },
+    },
+}
+"""The table of each family."""
 
 
 def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:

@@ -20,7 +20,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_table import (
     EMBED,
     HEAD,
-    TABLE,
+    TABLES,
     Join,
     Row,
     Shape,
@@ -46,6 +46,32 @@ class TensorSource(Protocol):
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or only the rows ``rows`` of its first axis."""
+
+
+class TextTensors:
+    """The tensors of the text model in a multimodal checkpoint, under the names of a text model.
+
+    The class implements `TensorSource`.
+
+    Attributes:
+        where: path of the checkpoint.
+        shapes: shape of each tensor by name.
+    """
+
+    def __init__(self, source: TensorSource):
+        self.where, self._source = source.where, source
+        # transformers 4 writes language_model.model.layers..., transformers 5 may write
+        # model.language_model.layers...
+        self._stored = {
+            name.replace("language_model.", "", 1): name
+            for name in source.shapes
+            if "language_model." in name or name == HEAD
+        }
+        self.shapes = {name: source.shapes[stored] for name, stored in self._stored.items()}
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads a tensor, or only the rows ``rows`` of its first axis."""
+        return self._source.read(self._stored[name], rows)
 
 
 def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: Params) -> Params:
@@ -74,7 +100,8 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
     # Tensors that are ignored: buffers that old versions of transformers saved, and the copy of the
     # embedding table that some checkpoints hold as the tied head.
     spare = r".*rotary_emb\.inv_freq" + (f"|{HEAD}" if config.tie_embeddings else "")
-    return read_params(source, TABLE, specs(config), dtype, places, spare)
+    table = TABLES[config.architecture]
+    return read_params(source, table, specs(config), dtype, places, spare)
 
 
 def read_params(
@@ -298,7 +325,7 @@ def export_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, n
         config: the architecture.
     """
     arrays = flatten_dict(params)
-    for path, row, layer in writing_order(TABLE, specs(config)):
+    for path, row, layer in writing_order(TABLES[config.architecture], specs(config)):
         array = arrays[path][layer] if path[0] == "layers" else arrays[path]
         yield from zip(names(row, layer), row.split(to_host(array)), strict=True)
 

@@ -45,6 +45,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LOCAL, _FULL = "sliding_attention", "full_attention"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -69,6 +70,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # Texts of the tests are longer than the window, and the last layer is local again.
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 7,
+            "layer_types": [_LOCAL, _LOCAL, _FULL, _LOCAL],
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                _LOCAL: {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "qwen2-window": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama-yarn": (
         "Llama",
         {
@@ -84,12 +109,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_QUICK = ("qwen2", "qwen3-yarn", "llama3-rope")
+_QUICK = ("qwen2", "qwen3-yarn", "llama3-rope", "gemma3")
 every_family = pytest.mark.parametrize(
     "family",
     [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-"""Three of them have everything between them: biases, norms of heads, scaled positions, a head."""
+"""Four of them have everything between them: biases, norms of heads, scaled positions, a head, and
+what only Gemma has."""
 
 
 def sentencepiece_like(control: Sequence[str] = ()) -> Any:
@@ -140,8 +166,10 @@ def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     if config.model_type == "qwen2":
         for name, rows in (("q", heads), ("k", groups), ("v", groups)):
             layer[f"self_attn.{name}_proj.bias"] = (rows * dim,)
-    if config.model_type == "qwen3":
+    if config.model_type in ("qwen3", "gemma3_text"):
         layer |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    if config.model_type == "gemma3_text":
+        layer |= {f"{name}_feedforward_layernorm.weight": (embed,) for name in ("pre", "post")}
     shapes = {
         f"model.layers.{i}.{name}": shape
         for i in range(config.num_hidden_layers)
@@ -155,7 +183,7 @@ def make_reference(family: str, path: Path, dtype: str = "float32") -> Reference
     """Writes a random model whose every tensor, norms and biases too, is random; without torch."""
     name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**_SMALL, **options})
-    config.architectures, config.dtype = [f"{name}ForCausalLM"], dtype
+    config.architectures, config.dtype = [f"{name.removesuffix('Text')}ForCausalLM"], dtype
     config.save_pretrained(path)
     rng = np.random.default_rng(0)
     tensors = {}

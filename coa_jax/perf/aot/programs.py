@@ -188,12 +188,19 @@ def _compute(setup: Setup) -> Compute:
     return Compute(
         config.dtype,
         config.remat,
-        # The CPU compiler, which compiles for simulated GPUs, has no kernels for GPUs.
-        _kernel(setup) if setup.where.tpu else STAND_IN,
+        STAND_IN if _stands_in(setup) else _kernel(setup),
         backend_for(setup.platform),
         setup.mesh,
         collectives_for(setup.platform, config.mesh.collectives),
     )
+
+
+def _stands_in(setup: Setup) -> bool:
+    """Returns whether the run's attention is a kernel that cannot be compiled here.
+
+    The CPU compiler, which compiles for simulated GPUs, has no kernels for GPUs.
+    """
+    return not setup.where.tpu and _kernel(setup) != "xla"
 
 
 def _kernel(setup: Setup) -> str:
@@ -248,7 +255,7 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
     shared prompts.
     """
     config, model = setup.config, setup.model
-    if setup.where.tpu:
+    if not _stands_in(setup):
         return 0.0
     products = 2
     if backward:
