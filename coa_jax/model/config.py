@@ -109,7 +109,7 @@ RopeScaling = Llama3Rope | YarnRope | LinearRope
 
 @dataclasses.dataclass(frozen=True)
 class LocalAttention:
-    """Sliding-window attention, which some layers (the local layers) use in place of full attention.
+    """Sliding-window attention, which the local layers of a model use in place of full attention.
 
     Attributes:
         window: number of positions that a token sees in a local layer: its own and those before.

@@ -165,8 +165,9 @@ class MLP(nnx.Module):
             gate = _adapted(gate, self.gate_lora, x, compute)
             up = _adapted(up, self.up_lora, x, compute)
             gate_up = jnp.concatenate((gate, up), axis=-2)
-        # Round before the activation, as Hugging Face does. In bfloat16, the compiler for v5p then makes a
-        # training step of a 32B model 3.5 % shorter, because the array is the largest of a layer.
+        # Round before the activation, as Hugging Face does. In bfloat16, the compiler for v5p then
+        # makes a training step of a 32B model 3.5 % shorter, because the array is the largest of a
+        # layer.
         gate_up = compute.constrain(gate_up.astype(compute.dtype), "batch", None, None, "mlp")
         gated = compute.ops.swiglu if self.activation == "silu" else compute.ops.geglu
         h = checkpoint_name(gated(gate_up), MLP_PRODUCT).astype(compute.dtype)

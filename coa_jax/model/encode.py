@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from coa_jax.model.tokenizer import (
-    IM_END,
-    IM_START,
-    control_id,
+    chat_tokens,
     conversation_ids,
     decode_ids,
     encode_plain,
@@ -82,8 +80,13 @@ def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
     return Frames(head, tail + head, tail)
 
 
-REPLY = (f"\n{IM_START}user\n", f"{IM_END}\n{IM_START}assistant\n")
-"""Text before and after an environment's answer to a whole turn, with real control tokens."""
+def reply_frame(tokenizer: Any) -> tuple[str, str]:
+    """Returns the text before and after an environment's answer to a whole turn.
+
+    The text contains real control tokens.
+    """
+    chat = chat_tokens(tokenizer)
+    return f"\n{chat.start}user\n", f"{chat.end}\n{chat.start}{chat.assistant}\n"
 
 
 _LONG = 32
@@ -155,9 +158,9 @@ def encode_reply(
     Returns:
         (token ids to append, text after truncation).
     """
-    head, tail = _reply_frame(tokenizer)
-    if last_token == head[0]:
-        head = head[1:]
+    head, tail = (frame_ids(tokenizer, part) for part in reply_frame(tokenizer))
+    end = end_of_turn_id(tokenizer)
+    head = head if last_token == end else [end, *head]
     body, text = _cut(tokenizer, text, max_tokens)
     return [*head, *body, *tail], text
 
@@ -176,14 +179,7 @@ def reply_length(tokenizer: Any) -> int:
 
     These are the tokens of the user message's frame and of the next assistant message's header.
     """
-    return sum(map(len, _reply_frame(tokenizer)))
-
-
-def _reply_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    start, end = control_id(tokenizer, IM_START), end_of_turn_id(tokenizer)
-    newline = encode_plain(tokenizer, "\n")
-    head = [end, *newline, start, *encode_plain(tokenizer, "user\n")]
-    return head, [end, *newline, start, *encode_plain(tokenizer, "assistant\n")]
+    return 1 + sum(len(frame_ids(tokenizer, part)) for part in reply_frame(tokenizer))
 
 
 def frame_length(tokenizer: Any, protocol: Protocol) -> int:

@@ -89,8 +89,8 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
     Raises:
         UserError: a key is missing, is malformed, or has a value that is not supported.
     """
-    if _MULTIMODAL in (hf.get("architectures") or ()):
-        text = check(hf.get("text_config"), dict, f"{where}: text_config")
+    if _MULTIMODAL in check(hf.get("architectures") or [], list, f"{where}: architectures"):
+        text: dict[str, Any] = check(hf.get("text_config"), dict, f"{where}: text_config")
         hf = {**text, "architectures": [HF_CLASSES["gemma3"]]}
     architecture = _architecture(hf, where)
     gemma = architecture == "gemma3"
@@ -149,7 +149,7 @@ def config_to_hf(
     gemma = c.architecture == "gemma3"
     hf = {
         "architectures": [HF_CLASSES[c.architecture]],
-        "model_type": "gemma3_text" if gemma else c.architecture,
+        "model_type": _model_type(c.architecture),
         "dtype": dtype,
         "torch_dtype": dtype,
         "vocab_size": c.vocab_size,
@@ -213,10 +213,14 @@ def _gemma3(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
     return hf
 
 
+def _model_type(architecture: Architecture) -> str:
+    return "gemma3_text" if architecture == "gemma3" else architecture
+
+
 def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
     names = check(hf.get("architectures") or [], list, f"{where}: architectures")
     for architecture, cls in HF_CLASSES.items():
-        if cls in names or (not names and hf.get("model_type") == architecture):
+        if cls in names or (not names and hf.get("model_type") == _model_type(architecture)):
             return architecture
     found = str(", ".join(map(str, names)) or hf.get("model_type") or "none")[:200]
     raise UserError(
@@ -275,9 +279,7 @@ def _local(hf: Mapping[str, Any], architecture: Architecture, where: str) -> Loc
     return LocalAttention(_value(hf, "sliding_window", Count, where, 4096), local, base)
 
 
-def _rope(
-    hf: Mapping[str, Any], max_position: int, where: str
-) -> tuple[float, RopeScaling | None]:
+def _rope(hf: Mapping[str, Any], max_position: int, where: str) -> tuple[float, RopeScaling | None]:
     """Reads the rotary base and the rotary scaling."""
     rope: Mapping[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):

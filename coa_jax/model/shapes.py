@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from coa_jax import storage
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.hf_config import read_config
+from coa_jax.model.hf_config import config_from_hf, read_config
 
 _QWEN25 = functools.partial(ModelConfig, "qwen2", rope_theta=1e6, qkv_bias=True, max_position=32768)
 _QWEN3 = functools.partial(ModelConfig, "qwen3", rope_theta=1e6, qk_norm=True, max_position=40960)
+
+
+def _gemma3(v: int, d: int, f: int, layers: int, h: int, n: int, **keys: Any) -> ModelConfig:
+    """Returns the architecture of a Gemma 3; the config's defaults have the other values."""
+    sizes = {
+        "vocab_size": v,
+        "hidden_size": d,
+        "intermediate_size": f,
+        "num_hidden_layers": layers,
+        "num_attention_heads": h,
+        "num_key_value_heads": n,
+    }
+    return config_from_hf({"model_type": "gemma3_text", **sizes, **keys})
+
 
 # The values come from each model's config.json on the Hugging Face Hub; `tiny` is for trying out
 # commands. The numbers are V, D, F, L, H, N and K of `ModelConfig`.
@@ -26,6 +41,12 @@ ARCHITECTURES: dict[str, ModelConfig] = {
     "qwen2.5-3b": _QWEN25(151936, 2048, 11008, 36, 16, 2, 128),
     "qwen2.5-7b": _QWEN25(152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False),
     "qwen2.5-32b": _QWEN25(152064, 5120, 27648, 64, 40, 8, 128, tie_embeddings=False),
+    "gemma-3-1b": _gemma3(262144, 1152, 6912, 26, 4, 1, sliding_window=512),
+    "gemma-3-4b": _gemma3(
+        *(262208, 2560, 10240, 34, 8, 4),
+        sliding_window=1024,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
     "qwen3-4b": _QWEN3(151936, 2560, 9728, 36, 32, 8, 128),
 }
 

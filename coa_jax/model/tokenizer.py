@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import reprlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
@@ -43,6 +44,44 @@ _SPLITS = {
     "qwen2": _SPLIT.replace("DIGITS", r"\p{N}"),
     "llama-bpe": _SPLIT.replace("DIGITS", r"\p{N}{1,3}"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTokens:
+    """The frame that a family of models puts around the turns of a chat.
+
+    Attributes:
+        start: control token before a turn.
+        end: control token after a turn.
+        assistant: name of the assistant's role.
+        has_system: whether a system message is a turn. If not, its text begins the next turn.
+    """
+
+    start: str
+    end: str
+    assistant: str
+    has_system: bool
+
+
+CHATML = ChatTokens(IM_START, IM_END, "assistant", has_system=True)
+GEMMA = ChatTokens("<start_of_turn>", "<end_of_turn>", "model", has_system=False)
+
+
+def chat_tokens(tokenizer: Any) -> ChatTokens:
+    """Returns the frame of turns whose control tokens the tokenizer has.
+
+    Raises:
+        UserError: the tokenizer has the control tokens of no frame.
+    """
+    added = tokenizer.get_added_vocab()
+    for tokens in (CHATML, GEMMA):
+        if tokens.start in added and tokens.end in added:
+            return tokens
+    missing = IM_END if IM_START in added else IM_START
+    raise UserError(
+        f"the tokenizer has no control token {missing}: use a model with a ChatML vocabulary "
+        "(Qwen2.5, Qwen3, SmolLM2) or Gemma's, or add the token to it"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,16 +247,30 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
 _LONG = 4096
 """Number of characters from which on a text is encoded without holding Python's GIL."""
 
-_Plain = tuple[Any, dict[int, str] | None]
+
+class _Plain(NamedTuple):
+    """A copy of a tokenizer's model, without the added tokens.
+
+    Attributes:
+        model: the copy.
+        unspelt: characters that the copy cannot encode, with their replacement; None if
+            `check_joins` rejects the tokenizer.
+        has_byte_fallback: whether the vocabulary is of the kind of Gemma's, see
+            `_has_byte_fallback`.
+    """
+
+    model: Any
+    unspelt: dict[int, str] | None
+    has_byte_fallback: bool
+
+
 _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
 
 
 def _plain(tokenizer: Any) -> _Plain:
-    """Returns a tokenizer without added tokens, and the control bytes that it cannot encode.
+    """Returns a tokenizer without added tokens.
 
-    The first value is a copy of the tokenizer's model. The second value maps bytes that the
-    vocabulary cannot spell to their replacement; it is None if the tokenizer is not byte-level, or
-    adds spaces.
+    Added tokens that are runs of white space, as Gemma has, are no control tokens and stay.
 
     The option ``encode_special_tokens`` of the original tokenizer does not suffice. It affects only
     tokens that are marked as special, but Qwen's ``<tool_call>`` is added without this mark. The
@@ -228,9 +281,11 @@ def _plain(tokenizer: Any) -> _Plain:
 
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
         model = spec["model"]
-        added = {token["content"] for token in spec["added_tokens"]}
-        spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        kept = [token for token in spec["added_tokens"] if is_white_space(token["content"])]
+        added = {token["content"] for token in spec["added_tokens"] if token not in kept}
+        spec |= {"added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
         unspelt: dict[int, str] | None = {} if _is_byte_level(spec) else None
+        fallback = unspelt is None and _has_byte_fallback(spec)
         if model["type"] == "BPE":
             # The ids of added tokens must not reappear as merges, as whole words, or as the unknown
             # token.
@@ -246,7 +301,10 @@ def _plain(tokenizer: Any) -> _Plain:
                 # Without it, the ids of every text that is in NFC already stay the same.
                 spec["normalizer"] = None
                 unspelt = _missing_controls(model["vocab"])
-        _PLAIN[tokenizer] = Tokenizer.from_str(json.dumps(spec)), unspelt
+            elif fallback:
+                # The sign of the space would be decoded as a space.
+                unspelt = {ord(_SPACE): "\ufffd"}
+        _PLAIN[tokenizer] = _Plain(Tokenizer.from_str(json.dumps(spec)), unspelt, fallback)
     return _PLAIN[tokenizer]
 
 
@@ -260,20 +318,55 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
     return bool(steps) and not any(step["add_prefix_space"] for step in steps)
 
 
-def check_byte_level(tokenizer: Any) -> None:
-    """Rejects a tokenizer that is not byte-level BPE, or that adds a space before every text.
+_SPACE = "\u2581"
+"""Sign for the space in the vocabularies of SentencePiece."""
 
-    With a rejected tokenizer, the encoding of a text might differ from the joined encodings of its
-    parts. SentencePiece-style tokenizers, and byte-level BPE with ``add_prefix_space``, add spaces.
+
+def _has_byte_fallback(spec: Mapping[str, Any]) -> bool:
+    """Returns whether a tokenizer spells unknown characters in bytes and adds no space, as Gemma.
+
+    Args:
+        spec: the parsed ``tokenizer.json``.
+    """
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    vocab = spec["model"].get("vocab", {})
+    # Of the ASCII characters, a vocabulary may have the character itself.
+    spelt = all(f"<0x{b:02X}>" in vocab or (b < 128 and chr(b) in vocab) for b in range(256))
+    return spec["normalizer"] == replaces and bool(spec["model"].get("byte_fallback")) and spelt
+
+
+def is_white_space(token: str) -> bool:
+    """Returns whether a token consists of white space, in which a vocabulary may spell spaces."""
+    return not token.replace(_SPACE, " ").strip()
+
+
+def has_byte_fallback(tokenizer: Any) -> bool:
+    """Returns whether `bytes_of_token` gives the bytes of the tokens of a tokenizer."""
+    return _plain(tokenizer).has_byte_fallback
+
+
+def bytes_of_token(token: str) -> bytes:
+    """Returns the bytes of a token of a vocabulary with bytes as a fallback, as Gemma has."""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SPACE, " ").encode()
+
+
+def check_joins(tokenizer: Any) -> None:
+    """Rejects a tokenizer with which joined encodings of texts are no encoding of the joined text.
+
+    Byte-level BPE is accepted, and so is BPE with bytes as a fallback, as Gemma has. Other
+    SentencePiece-style tokenizers, and byte-level BPE with ``add_prefix_space``, add a space before
+    every text.
 
     Raises:
-        UserError: the tokenizer is not byte-level BPE, or adds spaces.
+        UserError: the tokenizer is of another kind, or adds spaces.
     """
-    if _plain(tokenizer)[1] is None:
+    if _plain(tokenizer).unspelt is None:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} is not byte-level, or has "
             "add_prefix_space: use a model that has byte-level BPE and adds no space (Qwen2.5, "
-            "Qwen3, Llama 3, SmolLM2)"
+            "Qwen3, Llama 3, SmolLM2), or a Gemma 3"
         )
 
 
@@ -295,8 +388,9 @@ def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
     """Encodes text literally, so that no text produces an added or special token.
 
-    With byte-level BPE the ids decode to exactly ``text``, with two exceptions that become U+FFFD:
-    lone surrogates, which UTF-8 cannot encode, and control bytes that the vocabulary lacks.
+    If `check_joins` accepts the tokenizer, the ids decode to exactly ``text``, with exceptions that
+    become U+FFFD: lone surrogates, which UTF-8 cannot encode, and characters that the vocabulary
+    cannot spell, such as control bytes.
 
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
@@ -305,7 +399,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     Raises:
         UserError: a regular expression of the tokenizer needs too many steps for this text.
     """
-    plain, unspelt = _plain(tokenizer)
+    plain, unspelt, _ = _plain(tokenizer)
     if unspelt:
         text = text.translate(unspelt)
     try:
@@ -328,37 +422,27 @@ def _ids(plain: Any, text: str) -> list[int]:
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes token ids to text, with control tokens, and without cleaning up spaces."""
+    if has_byte_fallback(tokenizer):
+        # The library replaces a whole run of bytes if a single byte is wrong.
+        tokens = tokenizer.convert_ids_to_tokens(list(map(int, ids)))
+        return b"".join(map(bytes_of_token, filter(None, tokens))).decode("utf-8", "replace")
     return tokenizer.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
-def control_id(tokenizer: Any, token: str) -> int:
-    """Returns the id of a control token of ChatML.
-
-    Raises:
-        UserError: the tokenizer has no such token.
-    """
-    index = tokenizer.get_added_vocab().get(token)
-    if index is None:
-        raise UserError(
-            f"the tokenizer has no control token {token}: use a model with a ChatML vocabulary "
-            "(Qwen2.5, Qwen3, SmolLM2) or add the token to it"
-        )
-    return index
-
-
 def end_of_turn_id(tokenizer: Any) -> int:
-    """Returns the id of ``<|im_end|>``, which ends every chat turn.
+    """Returns the id of the token that ends every chat turn, such as ``<|im_end|>``.
 
     Raises:
         UserError: the tokenizer has no such token.
     """
-    return control_id(tokenizer, IM_END)
+    return tokenizer.get_added_vocab()[chat_tokens(tokenizer).end]
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
     """Returns the ids of the tokens that end a generation: end of turn, and end of text."""
     added = tokenizer.get_added_vocab()
-    ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
+    ends = added.get(CHATML.end), added.get(GEMMA.end)
+    ids = [*ends, tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
@@ -375,10 +459,13 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
         or "" if there is none.
 
     Raises:
-        UserError: the template cannot be rendered, or its text does not begin like ChatML.
+        UserError: the template cannot be rendered, or its text does not begin with a turn.
     """
+    chat = chat_tokens(tokenizer)
     if not template or template == TEMPLATE:
-        return (), ""
+        # Gemma was trained with its first token, which base models need too.
+        needed = not chat.has_system and tokenizer.bos_token_id is not None
+        return (tokenizer.bos_token_id,) if needed else (), ""
     marker = "stock-system-probe"
     names = {**tokenizer.special_tokens_map, "tools": None, "documents": None}
     try:
@@ -389,14 +476,14 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
         raise UserError(
             f"the chat template of {tokenizer.name_or_path or 'the model'} cannot be used: {error}"
         ) from error
-    before, start, rest = text.partition(marker)[0].partition(IM_START)
+    before, start, rest = text.partition(marker)[0].partition(chat.start)
     if not start or before not in ("", tokenizer.bos_token):
         raise UserError(
             f"the tokenizer's chat template begins with {text[:40]!r}: a conversation begins with "
-            f"{IM_START}, or with the tokenizer's bos_token before it"
+            f"{chat.start}, or with the tokenizer's bos_token before it"
         )
     frame = "system\n"
-    system = rest[len(frame) :].partition(IM_END)[0] if rest.startswith(frame) else ""
+    system = rest[len(frame) :].partition(chat.end)[0] if rest.startswith(frame) else ""
     return (tokenizer.bos_token_id,) if before else (), system
 
 
@@ -405,8 +492,8 @@ def conversation_ids(
 ) -> list[int]:
     """Returns the prompt ids of a conversation, up to a turn that the assistant can continue.
 
-    The conversation is framed by ChatML: control tokens have their own ids, and the contents of
-    turns are encoded as plain text.
+    The conversation is framed by ChatML, or by Gemma's turn tokens: control tokens have their own
+    ids, and the contents of turns are encoded as plain text.
 
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
@@ -416,11 +503,11 @@ def conversation_ids(
             header of the open turn; with None, there is no open turn.
 
     Raises:
-        UserError: the tokenizer has no ChatML control tokens, its chat template does not begin like
-            ChatML, or the tokenizer is not byte-level.
+        UserError: the tokenizer has no control tokens of turns, its chat template does not begin
+            with a turn, or `check_joins` rejects the tokenizer.
     """
-    control_id(tokenizer, IM_START)  # fails first for a model without ChatML
-    check_byte_level(tokenizer)
+    chat_tokens(tokenizer)  # fails first for a model without turns
+    check_joins(tokenizer)
     before, system = stock_prompt(chat_template(tokenizer), tokenizer)
     if not turns or turns[0][0] != "system":
         turns = [("system", system), *turns]
@@ -438,14 +525,28 @@ def turn_ids(
         prefix: text with which the assistant's open turn begins. With "", the result ends with the
             header of the open turn; with None, there is no open turn.
     """
-    start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
+    chat, vocabulary = chat_tokens(tokenizer), tokenizer.get_added_vocab()
+    start, end = vocabulary[chat.start], vocabulary[chat.end]
     newline, ids = encode_plain(tokenizer, "\n"), list[int]()
-    for role, content in turns:
+    for role, content in turns if chat.has_system else _without_system(turns):
         if role != "system" or content:
+            role = chat.assistant if role == "assistant" else role
             ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]
     if prefix is None:
         return ids
     # The prefix is encoded separately, because in training the policy's tokens follow the encoded
     # opening.
-    opening = [start, *encode_plain(tokenizer, "assistant\n")]
+    opening = [start, *encode_plain(tokenizer, f"{chat.assistant}\n")]
     return [*ids, *opening, *encode_plain(tokenizer, prefix)]
+
+
+def _without_system(turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Puts system messages before the text of the next turn, as the chat template of Gemma does."""
+    found, before = list[tuple[str, str]](), ""
+    for role, content in turns:
+        if role == "system":
+            before += f"{content}\n\n" if content else ""
+        else:
+            found.append((role, f"{before}{content.strip()}"))
+            before = ""
+    return [*found, ("user", before.strip())] if before else found

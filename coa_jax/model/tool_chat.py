@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 from coa_jax.errors import UserError
 from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, chat_template, render
 from coa_jax.model.tokenizer import (
-    IM_END,
-    IM_START,
-    check_byte_level,
-    control_id,
+    ChatTokens,
+    chat_tokens,
+    check_joins,
     conversation_ids,
     encode_plain,
     stock_prompt,
@@ -57,12 +56,13 @@ class Frames(NamedTuple):
     tail: str
 
 
-CHATML = Frames(
-    f"\n{IM_START}user\n<tool_response>\n",
-    "\n</tool_response>\n<tool_response>\n",
-    f"\n</tool_response>{IM_END}\n{IM_START}assistant\n",
-)
-"""The text around tool results, for a chat template that does not support tools."""
+def plain_frames(chat: ChatTokens) -> Frames:
+    """Returns the text around tool results, for a chat template that does not support tools."""
+    return Frames(
+        f"\n{chat.start}user\n<tool_response>\n",
+        "\n</tool_response>\n<tool_response>\n",
+        f"\n</tool_response>{chat.end}\n{chat.start}{chat.assistant}\n",
+    )
 
 
 def _marked(number: int) -> str:
@@ -144,8 +144,7 @@ def tool_conversation_ids(
         described = "\n".join(json.dumps(t, ensure_ascii=False) for t in json.loads(tools))
         text = f"{system}\n\n{INSTRUCTIONS.format(tools=described)}".lstrip()
         return conversation_ids(tokenizer, [("system", text), *results_as_user(rest)])
-    control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
-    check_byte_level(tokenizer)
+    chat_tokens(tokenizer), check_joins(tokenizer)
     frame = _frame(template, tokenizer, tuple(role for role, _ in turns), tools)
     contents = [content for _, content in turns]
     return _ids(tokenizer, frame, contents)
@@ -200,7 +199,7 @@ def result_frames(tokenizer: Any) -> Frames:
     """
     template = chat_template(tokenizer)
     if not template or not _knows_tools(template, tokenizer):
-        return CHATML
+        return plain_frames(chat_tokens(tokenizer))
     return _result_frames(template, tokenizer)
 
 
@@ -208,6 +207,7 @@ def result_frames(tokenizer: Any) -> Frames:
 def _result_frames(template: str, tokenizer: Any) -> Frames:
     function = {"name": "probe", "description": "", "parameters": {"type": "object"}}
     call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
+    end = chat_tokens(tokenizer).end
 
     def around(results: int) -> list[str]:
         """Renders a conversation with some results; returns the texts around the results."""
@@ -218,7 +218,7 @@ def _result_frames(template: str, tokenizer: Any) -> Frames:
         ]
         tools = [{"type": "function", "function": function}]
         text = _render(tokenizer, template, turns, tools)
-        behind = text.partition(_marked(0))[2].partition(IM_END)[2]
+        behind = text.partition(_marked(0))[2].partition(end)[2]
         return _MARK.split(behind)[::2]
 
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from coa_jax.engine.constraint import Constraint, make_constraint
 from coa_jax.errors import UserError
-from coa_jax.model.tokenizer import eos_ids
+from coa_jax.model.tokenizer import eos_ids, is_white_space
 from coa_jax.protocol import TAGS, get_protocol
 from coa_jax.protocol.grammar import compile_protocol
 from coa_jax.rollout.detokenize import token_table
@@ -55,5 +55,7 @@ def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
         vocab_size: number of logits of the model.
     """
     table = token_table(tokenizer)
-    control = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids, *eos_ids(tokenizer)}
+    added = tokenizer.added_tokens_decoder.items()
+    control = {index for index, token in added if not is_white_space(token.content)}
+    control |= {*tokenizer.all_special_ids, *eos_ids(tokenizer)}
     return [b"" if token in control else table[token] for token in range(vocab_size)]

@@ -1,28 +1,31 @@
-"""Converts token ids to text, one token at a time, for byte-level tokenizers."""
+"""Converts token ids to text, one token at a time."""
 
 from __future__ import annotations
 
 import codecs
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from coa_jax.model.tokenizer import check_byte_level
+from coa_jax.model.tokenizer import bytes_of_token, check_joins, has_byte_fallback
 
 
 class TokenTable:
-    """The bytes of every token id of a byte-level tokenizer, from which text is decoded."""
+    """The bytes of every token id of a tokenizer, from which text is decoded."""
 
     def __init__(self, tokenizer: Any):
         """Reads the vocabulary of a ``transformers`` tokenizer once.
 
         Raises:
-            UserError: the tokenizer is not byte-level.
+            UserError: the tokenizer is rejected by `model.tokenizer.check_joins`.
         """
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        check_byte_level(tokenizer)
+        check_joins(tokenizer)
+        fallback = has_byte_fallback(tokenizer)
+        spell: Callable[[str], bytes] = bytes_of_token if fallback else str.encode
         added = {
-            token_id: str(token.content).encode()
+            token_id: spell(str(token.content))
             for token_id, token in tokenizer.added_tokens_decoder.items()
         }
         # The printable characters of byte-level BPE stand for bytes.
@@ -35,6 +38,8 @@ class TokenTable:
                 self._bytes.append(added[token_id])
             elif token is None:
                 self._bytes.append(b"")
+            elif fallback:
+                self._bytes.append(bytes_of_token(token))
             else:
                 self._bytes.append(b"".join(stand_ins.get(c) or c.encode() for c in token))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
-from coa_jax.model.encode import REPLY, plain_frame
+from coa_jax.model.encode import plain_frame
 from coa_jax.model.tool_chat import Frames
 from coa_jax.protocol import BAD_CALL, Monitor, Parser, Protocol, Segment, make_parser
 from coa_jax.rollout.cut import kept_spans
@@ -64,6 +64,7 @@ class Episode:
         end_tokens: frozenset[int],
         strict: bool = False,
         frames: Frames | None = None,
+        reply: tuple[str, str] = ("", ""),
     ):
         """Starts the episode of a sample.
 
@@ -78,6 +79,7 @@ class Episode:
             strict: whether the episode ends as soon as it violates a rule of its protocol.
             frames: text around tool results that the chat template writes; None for a format in
                 which tool results are part of the assistant message.
+            reply: text around an environment's answer to a whole turn, see `encode.reply_frame`.
         """
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
@@ -91,7 +93,7 @@ class Episode:
         self.turn_tokens = 0
         self._turn_text = 0  # number of policy characters before the current turn
         self._parser = make_parser(protocol)
-        self._frames = frames
+        self._frames, self._reply = frames, reply
         self._asked: list[ToolRequest] = []  # calls of this turn without an observation
         self._stream = TextStream(table)
         self._end_tokens = end_tokens
@@ -167,7 +169,7 @@ class Episode:
     def frame(self) -> tuple[str, str]:
         """Text to put before and after the next observation, such as the tags of an observation."""
         if self.turn_over:
-            return REPLY
+            return self._reply
         if self._frames is None:
             return plain_frame(self.protocol)
         head, between, tail = self._frames

@@ -12,6 +12,7 @@ from coa_jax.model.encode import (
     encode_reply,
     frame_length,
     frames_of,
+    reply_frame,
     reply_length,
 )
 from coa_jax.model.tokenizer import conversation_ids
@@ -103,6 +104,7 @@ class TextEpisodes:
             end_tokens=self.end_tokens,
             strict=self.strict,
             frames=self.frames(request),
+            reply=reply_frame(self.tokenizer),
         )
 
     def frames(self, request: Request) -> Frames | None:

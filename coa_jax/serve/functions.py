@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from coa_jax.files import untrusted
 from coa_jax.model.tokenizer import (
-    IM_START,
+    chat_tokens,
     conversation_ids,
     encode_plain,
     end_of_turn_id,
@@ -147,7 +147,7 @@ def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[
         ids += encode_plain(tokenizer, text)
     if count == len(messages):
         return ids + frame_ids(tokenizer, frames.tail)
-    closing = frames.tail.partition(IM_START)[0]
+    closing = frames.tail.partition(chat_tokens(tokenizer).start)[0]
     rest = results_as_user(messages[count:])
     return ids + frame_ids(tokenizer, closing) + turn_ids(tokenizer, rest)
 

@@ -1,6 +1,7 @@
 """Decoding equals the full forward pass, and no bookkeeping of slots changes what is decoded."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -17,7 +18,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.compute import REFERENCE
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind
-from tests.random_params import random_params
+from tests.random_params import gemma3, random_params
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -27,7 +28,17 @@ SHAPES = EngineConfig(
     slots=4, max_length=96, chunk=8, extend_buckets=(8, 32), extend_block=8, page_size=32
 )
 GREEDY = SamplingParams(temperature=0.0)
+# The window ends within pages, and sequences leave whole pages behind.
+GEMMA = gemma3(MODEL, window=13)
 PROMPT = [5, 17, 3, 120, 44, 9, 9, 61, 2, 77, 31]
+
+
+@pytest.fixture(params=["qwen3", "gemma3"])
+def family(request, monkeypatch):
+    """Runs a test with the architecture above, and with one that has windows."""
+    if request.param == "gemma3":
+        monkeypatch.setitem(globals(), "MODEL", GEMMA)
+        monkeypatch.setitem(globals(), "PARAMS", random_params(GEMMA, 3))
 
 
 def make(**changes):
@@ -51,9 +62,9 @@ def run(engine, slots):
     return tokens, logps
 
 
-@jax.jit
-def full_logits(tokens):
-    decoder = bind(MODEL, PARAMS)
+@functools.partial(jax.jit, static_argnames="config")
+def full_logits(params, tokens, config):
+    decoder = bind(config, params)
     hidden, _ = decoder(tokens, jnp.arange(tokens.shape[1]), REFERENCE)
     return decoder.logits(hidden, REFERENCE)[0]
 
@@ -62,7 +73,7 @@ def reference_logits(ids):
     # Attention is causal, so padding at the end changes nothing before it.
     padded = np.zeros((1, SHAPES.max_length), np.int32)
     padded[0, : len(ids)] = ids
-    return full_logits(padded)[: len(ids)]
+    return full_logits(PARAMS, padded, config=MODEL)[: len(ids)]
 
 
 def reference_greedy(prompt, count):
@@ -84,7 +95,7 @@ def sampled(engine, slot, others=()):
     return tokens[slot], logps[slot]
 
 
-@pytest.mark.usefixtures("cpu_ops")
+@pytest.mark.usefixtures("cpu_ops", "family")
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -138,6 +149,7 @@ def test_bytes_for_keys_and_values_move_log_probabilities_only_a_little():
     assert 0 < gap.max() < 0.05
 
 
+@pytest.mark.usefixtures("family")
 def test_log_probabilities_are_those_of_the_full_forward_pass():
     engine = make()
     engine.extend([(0, 0, PROMPT)])
@@ -149,6 +161,7 @@ def test_log_probabilities_are_those_of_the_full_forward_pass():
     np.testing.assert_allclose(logps[0], full[at, np.asarray(tokens[0])], atol=1e-4)
 
 
+@pytest.mark.usefixtures("family")
 def test_tokens_set_back_leave_no_trace():
     engine = make(chunk=32)
     engine.extend([(1, 0, PROMPT)])
@@ -176,6 +189,7 @@ def test_a_fork_decodes_as_if_it_had_been_prefilled():
     assert tokens[0] == tokens[1] == tokens[3] == reference_greedy(PROMPT, 40 - len(PROMPT))
 
 
+@pytest.mark.usefixtures("family")
 def test_a_group_holds_the_whole_pages_of_its_prompt_once():
     engine = make(pages=12)
     long = (PROMPT * 6)[:65]  # two whole pages of 32 and a token, which decoding writes again
@@ -252,6 +266,7 @@ def test_sampling_beyond_its_ranges_is_refused(name, values):
             SamplingParams(**{name: value})
 
 
+@pytest.mark.usefixtures("family")
 def test_a_prompt_longer_than_the_largest_bucket_is_fed_in_pieces():
     long = (PROMPT * 7)[:75]
     engine = make()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from coa_jax.demo.bpe import train_bpe
 
@@ -128,6 +128,52 @@ def sentencepiece_like(control: Sequence[str] = ()) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+# That of google/gemma-3-1b-it, without its parts for images.
+GEMMA_TEMPLATE = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set first_user_prefix = "" -%}
+    {%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif -%}
+    {%- if (message['role'] == 'assistant') -%}
+        {%- set role = "model" -%}
+    {%- else -%}
+        {%- set role = message['role'] -%}
+    {%- endif -%}
+    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{'<start_of_turn>model\n'}}
+{%- endif -%}
+"""
+
+
+def gemma_like() -> Any:
+    """A tokenizer in the manner of Gemma 3: bytes as a fallback, and white space among the added
+    tokens, which are not marked as special."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    white = ["\n\n", "\n\n\n", "\u2581\u2581", "\u2581\u2581\u2581"]
+    letters = ["\n", "\u2581", *map(chr, range(33, 127)), "\u2581t", "th", "\u2581th", "ri"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {token: i for i, token in enumerate([*special, *bytes_, *white, *letters])}
+    merges = [("\u2581", "t"), ("t", "h"), ("\u2581t", "h"), ("r", "i"), ("\n", "\n")]
+    tokenizer = transformers.GemmaTokenizer(vocab=vocab, merges=merges)
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=True) for t in white])
+    tokenizer.add_special_tokens({"additional_special_tokens": special[-2:]})
+    tokenizer.chat_template = GEMMA_TEMPLATE
+    return tokenizer
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """A model directory, and the model that transformers reads from it."""
@@ -189,6 +235,7 @@ def make_reference(family: str, path: Path, dtype: str = "float32") -> Reference
     tensors = {}
     for tensor, shape in tensor_shapes(config).items():
         scale, shift = (0.2, 1.0) if len(shape) == 1 else (0.15, 0.0)
+        shift = 0.0 if name == "Gemma3Text" else shift  # which adds 1 itself
         tensors[tensor] = (rng.standard_normal(shape) * scale + shift).astype(jnp.dtype(dtype))
     safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     train_bpe(CORPUS, 384, tags=("<think>", "</think>")).save_pretrained(path)

@@ -113,8 +113,27 @@ def test_round_trip_through_transformers_is_bit_identical(tmp_path, family, stor
     for name, tensor in expected.items():
         assert actual[name].dtype == getattr(torch, stored)
         assert torch.equal(actual[name], tensor), name
-    assert loaded.config.rope_parameters == reference.torch_model.config.rope_parameters
+    for key in ("rope_parameters", "layer_types", "sliding_window", "query_pre_attn_scalar"):
+        assert getattr(loaded.config, key, 0) == getattr(reference.torch_model.config, key, 0), key
     assert loaded.generation_config.eos_token_id == [1, 2]
+
+
+def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, references):
+    text = references["gemma3"].torch_model
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(),
+        vision_config={**vision, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "in")
+    model = load_model(tmp_path / "in")
+    expected = torch_logits(text, TOKENS)
+    assert np.abs(model(TOKENS) - expected).max() < 1e-5 * np.abs(expected).max()
+    save_model(model, tmp_path / "out")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is type(text)
 
 
 def test_bfloat16_params_are_kept_and_saved_without_a_cast(tmp_path):

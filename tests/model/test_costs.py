@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from coa_jax.errors import UserError
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import LocalAttention, ModelConfig
 from coa_jax.model.costs import (
     decode_bytes,
     forward_flops,
@@ -29,6 +29,9 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
     "qwen3-4b": 4_022_468_096,
+    "gemma-3-1b": 999_885_952,
+    # 4,300,079,472 less the vision tower (416,866,032) and its projector (2,950,272).
+    "gemma-3-4b": 3_880_263_168,
 }
 
 
@@ -43,9 +46,7 @@ def test_matrices_of_products_are_those_that_transformers_multiplies_by(name):
     hf = config_to_hf(config, "float32")
     torch = pytest.importorskip("torch")
     with torch.device("meta"):
-        net = getattr(transformers, hf["architectures"][0])(
-            getattr(transformers, hf["architectures"][0].replace("ForCausalLM", "Config"))(**hf)
-        )
+        net = getattr(transformers, hf["architectures"][0])(transformers.AutoConfig.for_model(**hf))
     linear = {n: m.weight.numel() for n, m in net.named_modules() if isinstance(m, torch.nn.Linear)}
     assert product_params(config) == sum(linear.values())
     assert layer_params(config) == sum(linear.values()) - linear["lm_head"]
@@ -80,6 +81,20 @@ def test_a_lookup_is_no_product(tied):
 def test_training_costs_three_times_what_the_tokens_cost_that_it_feeds():
     # A causal sequence of 20 attends to 10 tokens on average.
     assert train_flops(CONFIG, [20], 20) == 3 * 20 * forward_flops(CONFIG, 10)
+
+
+def test_a_window_bounds_the_pairs_of_a_layer():
+    local = dataclasses.replace(CONFIG, local=LocalAttention(4, (True, False)))
+    pairs = [sum(min(i, 4) for i in range(1, 31)), 30 * 31 // 2]  # with the token itself
+    # A causal square is counted as half of t x t, and one in a window likewise without diagonals.
+    halves = [pairs[0] - 4 / 2, pairs[1] - 30 / 2]
+    one = 3 * 2 * 4 * 2 * 16  # passes, products, heads, FLOPs of a pair
+    found = train_flops(local, [30], 0) - 6 * 2 * LAYER * 30
+    assert found == one * sum(halves)
+    weights = product_params(CONFIG)
+    assert forward_flops(local, 10) == 2 * weights + 2 * 2 * 4 * 16 * (4 + 10)
+    assert decode_bytes(local, 5, 10, 2) == 2 * weights + 2 * (2 * 2 * 16 * (4 + 10) * 5)
+    assert forward_flops(local, 3) == forward_flops(CONFIG, 3)
 
 
 def test_flops_and_bytes_of_a_decoded_token_equal_a_hand_count():

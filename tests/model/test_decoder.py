@@ -35,7 +35,7 @@ def run(model, tokens, positions, compute=REFERENCE, **options):
     return np.asarray(apply(model.params, model.config, tokens, positions, compute, **options))
 
 
-@pytest.mark.parametrize("family", ["qwen3-head-dim", "llama3-rope"])
+@pytest.mark.parametrize("family", ["qwen3-head-dim", "llama3-rope", "gemma3"])
 def test_packed_segments_equal_separate_sequences(references, family, backend):
     model, compute = load_model(references[family].path), Compute(backend=backend)
     lengths = (5, 17, 1, 9)
@@ -64,10 +64,12 @@ def step(params, config, tokens, positions, cache, compute):
         ("qwen3-yarn", "outputs_first"),
         ("llama-untied", "outputs_first"),
         ("llama3-rope", "inputs_first"),
+        ("gemma3", "matrices"),
         pytest.param("qwen2", "outputs_first", marks=pytest.mark.slow),
         pytest.param("qwen3-yarn", "matrices", marks=pytest.mark.slow),
         pytest.param("llama-untied", "inputs_first", marks=pytest.mark.slow),
         pytest.param("llama3-rope", "outputs_first", marks=pytest.mark.slow),
+        pytest.param("gemma3", "outputs_first", marks=pytest.mark.slow),
     ],
 )
 def test_chunks_through_a_cache_equal_one_pass(references, family, backend, kernels):
@@ -95,8 +97,9 @@ def test_chunks_through_a_cache_equal_one_pass(references, family, backend, kern
     assert start.tolist() == [24, 24]
 
 
-def test_layers_one_by_one_are_those_of_the_stack(references):
-    model = load_model(references["qwen3-yarn"].path)
+@pytest.mark.parametrize("family", ["qwen3-yarn", "gemma3"])
+def test_layers_one_by_one_are_those_of_the_stack(references, family):
+    model = load_model(references[family].path)
     tokens, positions = RNG.integers(0, 384, (2, 24)), np.arange(24)
 
     @jax.jit
@@ -161,7 +164,7 @@ def test_bfloat16_products_are_close_to_float32(references, family, backend):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param("qwen2-untied", marks=pytest.mark.slow), "qwen3-head-dim"]
+    "family", [pytest.param("qwen2-untied", marks=pytest.mark.slow), "qwen3-head-dim", "gemma3"]
 )
 def test_bfloat16_gradients_point_the_way_of_float32_ones(references, family, backend):
     model = load_model(references[family].path)

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.model.config import Llama3Rope, ModelConfig, YarnRope, warn_of_positions
+from coa_jax.model.config import (
+    LinearRope,
+    Llama3Rope,
+    LocalAttention,
+    ModelConfig,
+    YarnRope,
+    warn_of_positions,
+)
 from coa_jax.model.hf_config import config_from_hf, config_to_hf, read_config
 
 # As Qwen2.5 0.5B is released: transformers 4 form, a window that no layer uses.
@@ -119,7 +126,6 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
         *(
             ({"rope_scaling": {key: kind, "factor": 4.0}}, f"rope type '{kind}' is not supported")
             for key, kind in [
-                ("type", "linear"),
                 ("rope_type", "dynamic"),
                 ("rope_type", "longrope"),
                 ("type", "mrope"),
@@ -145,7 +151,9 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "have no window without use_sl"),
+        ({"layer_types": ["chunked_attention"]}, "layer type 'chunked_attention' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
         ({"num_hidden_layers": 1.5}, "num_hidden_layers is 1.5; give a whole number"),
@@ -179,12 +187,94 @@ def test_what_the_forward_pass_does_not_compute_is_refused_by_name(change, messa
         config_from_hf({**LLAMA32, **change})
 
 
-def test_a_window_in_use_is_refused():
-    with pytest.raises(UserError, match="sliding window"):
-        config_from_hf({**QWEN25, "max_window_layers": 21})
+def test_a_window_is_read_if_layers_use_it():
+    config = config_from_hf({**QWEN25, "max_window_layers": 21})
+    assert config.local == LocalAttention(32768, (False,) * 21 + (True,) * 3)
+    assert config_from_hf(QWEN25).local is None
+    with pytest.raises(UserError, match="2 layers are local or not, num_layers is 24"):
+        config_from_hf({**QWEN25, "layer_types": ["sliding_attention"] * 2})
     with pytest.raises(UserError, match="max_window_layers is None; give a whole number"):
         config_from_hf({**QWEN25, "max_window_layers": None})
-    assert config_from_hf({**QWEN25, "max_window_layers": 21, "use_sliding_window": False})
+    off = config_from_hf({**QWEN25, "max_window_layers": 21, "use_sliding_window": False})
+    assert off.local is None
+
+
+# As google/gemma-3-1b-it and the text part of google/gemma-3-4b-it are released.
+GEMMA1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GEMMA4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+
+
+def test_released_gemma_configs_are_understood():
+    small, large = config_from_hf(GEMMA1B), config_from_hf(GEMMA4B)
+    for config in (small, large):
+        assert config.architecture == "gemma3" and config.tie_embeddings and config.head_dim == 256
+        full = [i for i, window in enumerate(config.windows) if window is None]
+        assert full == list(range(5, config.num_layers, 6))
+        assert (config.rope_theta, config.local.rope_theta) == (1e6, 1e4)
+    assert (small.rope_scaling, small.local.window, small.max_position) == (None, 512, 32768)
+    assert (large.rope_scaling, large.local.window) == (LinearRope(8.0), 1024)
+    assert (large.num_heads, large.num_kv_heads, large.vocab_size) == (8, 4, 262208)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ({"sliding_window": 0}, "sliding_window is 0; give a whole number from 1"),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+                }
+            },
+            "the rope of sliding_attention is scaled, which is not supported",
+        ),
+        ({"rope_parameters": {"sliding_attention": 3}}, "sliding_attention is 3"),
+    ],
+)
+def test_what_gemma_does_not_have_is_refused_by_name(change, message):
+    with pytest.raises(UserError, match=message):
+        config_from_hf({**GEMMA1B, **change})
+
+
+def test_a_multimodal_config_without_a_text_model_is_refused():
+    with pytest.raises(UserError, match="text_config is None"):
+        config_from_hf({**GEMMA4B, "text_config": None})
 
 
 def test_qwen3_attention_bias_is_refused():
@@ -204,7 +294,15 @@ def test_unreadable_config_is_named(tmp_path):
 
 @st.composite
 def configs(draw) -> ModelConfig:
-    architecture = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
+    architecture = draw(st.sampled_from(["llama", "qwen2", "qwen3", "gemma3"]))
+    gemma = architecture == "gemma3"
+    layers = draw(st.integers(1, 100))
+    local = None
+    if gemma or (architecture != "llama" and draw(st.booleans())):
+        kinds = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
+        theta = draw(st.floats(1.0, 1e7, exclude_min=True)) if gemma else None
+        local = LocalAttention(draw(st.integers(1, 10**5)), tuple(kinds), theta)
+        local = local if gemma or any(kinds) else None
     kv = draw(st.integers(1, 4))
     heads, head_dim = kv * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 64))
     yarn = st.builds(
@@ -218,22 +316,30 @@ def configs(draw) -> ModelConfig:
         mscale_all_dim=st.none() | st.floats(0.1, 2.0),
         truncate=st.booleans(),
     )
-    scaling = draw(st.sampled_from([None, Llama3Rope(8.0, 1.0, 4.0, 64)]) | yarn)
+    known = [None, LinearRope(2.5), Llama3Rope(8.0, 1.0, 4.0, 64)]
+    scaling = draw(st.sampled_from(known) | yarn)
+    scalar = draw(st.none() | st.integers(2, 500) | st.floats(0.5, 500.0))
     return ModelConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 10**6)),
         hidden_size=draw(st.integers(1, 10**4)),
         intermediate_size=draw(st.integers(1, 10**5)),
-        num_layers=draw(st.integers(1, 100)),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=head_dim,
         rope_theta=draw(st.floats(1.0, 1e7, exclude_min=True)),
         rope_scaling=scaling,
+        local=local,
+        norm_offset=1.0 if gemma else 0.0,
+        post_norms=gemma,
+        activation="gelu_tanh" if gemma else "silu",
+        scale_embeddings=gemma,
+        query_scalar=scalar if gemma and scalar != head_dim else None,
         rms_eps=draw(st.floats(1e-8, 1e-3)),
         tie_embeddings=draw(st.booleans()),
         qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "gemma3"),
         max_position=draw(st.integers(1, 10**6)),
     )
 
@@ -244,8 +350,8 @@ def test_config_round_trips_through_both_forms(config):
     assert config_from_hf(hf) == config
     old = {k: v for k, v in hf.items() if k != "rope_parameters"}
     assert config_from_hf(old) == config
-    cls = getattr(transformers, hf["architectures"][0].replace("ForCausalLM", "Config"))
-    if config.hidden_size % config.num_heads == 0:  # which transformers insists on for Llama
-        assert config_from_hf({**cls(**hf).to_dict(), "architectures": hf["architectures"]}) == (
-            config
-        )
+    whole = config.query_scalar is None or float(config.query_scalar).is_integer()
+    # transformers insists on both.
+    if config.hidden_size % config.num_heads == 0 and whole:
+        theirs = transformers.AutoConfig.for_model(**hf).to_dict()
+        assert config_from_hf({**theirs, "architectures": hf["architectures"]}) == config

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
@@ -39,6 +39,7 @@ from coa_jax.storage import origin_of, with_header
 from coa_jax.train.batch import Batch
 from coa_jax.train.losses import Net, SFTLoss
 from tests.hub_server import hub_server
+from tests.model.conftest import make_reference
 from tests.random_params import random_params
 
 torch = pytest.importorskip("torch")
@@ -102,12 +103,18 @@ def merged(model):
     return model.replace(config=without_adapters(model.config), params=params)
 
 
-def test_values_gradients_and_merge_are_those_of_peft(base, tmp_path, backend):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_values_gradients_and_merge_are_those_of_peft(base, family, tmp_path, backend):
     peft = pytest.importorskip("peft")
+    if family != "llama":
+        base = tmp_path / "base"
+        make_reference(family, base)
     model, compute = grown(load_model(base), LORA), Compute(backend=backend)
     save_trained(model, str(base), tmp_path / "model", "float32", *SFT)
     reference = peft.PeftModel.from_pretrained(
-        LlamaForCausalLM.from_pretrained(base), tmp_path / "model-adapters", is_trainable=True
+        AutoModelForCausalLM.from_pretrained(base),
+        tmp_path / "model-adapters",
+        is_trainable=True,
     )
     expected = reference(torch.tensor(TOKENS, dtype=torch.long)).logits
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)

@@ -14,13 +14,14 @@ from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import REMAT, ModelConfig
 from coa_jax.model.params import bind
 from coa_jax.model.remat import POLICIES, rematerialize
-from tests.random_params import random_params
+from tests.random_params import gemma3, random_params
 from tests.train.tiny_runs import sft_config
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
 PARAMS = random_params(MODEL)
+GEMMA = gemma3(MODEL, window=20)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 64)).astype(np.int32)
 
 
@@ -35,20 +36,30 @@ def gradient_program(compute, params=PARAMS, model=MODEL):
 
 
 @functools.cache
-def compiled(remat, dtype):
+def compiled(remat, dtype, model=MODEL):
     # Else XLA leaves out roundings to bfloat16, and which ones depends on what it fuses.
     options = {"xla_allow_excess_precision": False}
-    gradient = jax.jit(jax.grad(lambda params: loss(params, local_compute(dtype, remat=remat))))
-    return gradient.lower(PARAMS).compile(compiler_options=options)
+    compute = local_compute(dtype, remat=remat)
+    gradient = jax.jit(jax.grad(lambda params: loss(params, compute, model)))
+    return gradient.lower(random_params(model)).compile(compiler_options=options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("remat", [name for name in POLICIES if name != "none"])
-def test_a_policy_changes_no_gradient(remat, dtype):
+@pytest.mark.parametrize(
+    ("remat", "model"),
+    [
+        *((name, MODEL) for name in POLICIES if name != "none"),
+        ("dots", GEMMA),
+        pytest.param("full", GEMMA, marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_changes_no_gradient(remat, model, dtype):
     def check(left, right):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * np.abs(right).max())
 
-    jax.tree.map(check, compiled(remat, dtype)(PARAMS), compiled("none", dtype)(PARAMS))
+    found, expected = (compiled(name, dtype, model) for name in (remat, "none"))
+    params = random_params(model)
+    jax.tree.map(check, found(params), expected(params))
 
 
 def test_settings_name_every_policy():

@@ -14,7 +14,8 @@ from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
-    check_byte_level,
+    check_joins,
+    conversation_ids,
     decode_ids,
     encode_plain,
     end_of_turn_id,
@@ -22,8 +23,9 @@ from coa_jax.model.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
+from coa_jax.model.tool_chat import result_frames, tool_conversation_ids
 from tests.chats import chat_ids
-from tests.model.conftest import CORPUS, sentencepiece_like
+from tests.model.conftest import CORPUS, gemma_like, sentencepiece_like
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STOCK = "You are a helpful assistant."
@@ -104,12 +106,17 @@ def own():
     return train_bpe(CORPUS, 340, tags=("<think>", "</think>"))
 
 
-TOKENIZERS = {f.__name__: f() for f in (qwen_like, smollm_like, whole_word, own)}
+TOKENIZERS = {f.__name__: f() for f in (qwen_like, smollm_like, whole_word, own, gemma_like)}
 PIECES = [
     *CHATML,
     "<tool_call>",
     "</think>",
     "river",
+    "<end_of_turn>",
+    "<0x41>",
+    "\n\n",
+    "   ",
+    "\u2581",
     "<|im_",
     "end|>",
     "\u0301",
@@ -129,10 +136,10 @@ TEXTS = st.one_of(
 def test_plain_text_never_becomes_an_added_token_and_decodes_exactly(name, text):
     tokenizer = TOKENIZERS[name]
     ids = encode_plain(tokenizer, text)
-    assert not set(ids) & set(tokenizer.get_added_vocab().values())
-    assert decode_ids(tokenizer, ids) == (
-        text.replace("\x04", "\ufffd") if name == "smollm_like" else text
-    )
+    # Runs of white space may be added tokens, which control nothing.
+    assert not set(ids) & {i for t, i in tokenizer.get_added_vocab().items() if t.strip("\n\u2581")}
+    unspelt = {"smollm_like": "\x04", "gemma_like": "\u2581"}.get(name, "\ufffd")
+    assert decode_ids(tokenizer, ids) == text.replace(unspelt, "\ufffd")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -156,7 +163,7 @@ def test_lone_surrogates_become_replacement_characters():
     assert decode_ids(tokenizer, encode_plain(tokenizer, "\ud83d\ude00")) == "\U0001f600"
 
 
-@pytest.mark.parametrize("name", ["qwen_like", "own"])
+@pytest.mark.parametrize("name", ["qwen_like", "own", "gemma_like"])
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_chat_ids_equal_the_models_own_template(name, system):
     tokenizer = TOKENIZERS[name]
@@ -166,6 +173,34 @@ def test_chat_ids_equal_the_models_own_template(name, system):
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert chat_ids(tokenizer, "Question: 12 rivers?\n", system) == expected
     assert (STOCK in decode_ids(tokenizer, expected)) == (name == "qwen_like" and system is None)
+
+
+def test_a_conversation_of_gemma_has_the_ids_of_its_template():
+    tokenizer = TOKENIZERS["gemma_like"]
+    turns = [("system", "Be brief."), ("user", " Which  river?\n"), ("assistant", "The Ume.")]
+    turns.append(("user", "Why?"))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert conversation_ids(tokenizer, turns) == expected
+    assert eos_ids(tokenizer) == [end_of_turn_id(tokenizer), tokenizer.eos_token_id]
+    tokenizer = gemma_like()
+    tokenizer.chat_template = None  # as a base model
+    assert conversation_ids(tokenizer, turns) == expected
+
+
+def test_gemma_sees_tools_and_their_results_as_text():
+    tokenizer = TOKENIZERS["gemma_like"]
+    turns = [
+        ("user", "12 rivers?"),
+        ("assistant", "<tool_call>"),
+        ("tool", "Ume"),
+        ("tool", "Pite"),
+    ]
+    text = decode_ids(tokenizer, tool_conversation_ids(tokenizer, turns, '[{"name": "search"}]'))
+    assert text.startswith("<bos><start_of_turn>user\nYou can call tools.")
+    assert '<tools>\n{"name": "search"}\n</tools>' in text
+    head, between, tail = result_frames(tokenizer)
+    assert text.endswith(f"<tool_call><end_of_turn>{head}Ume{between}Pite{tail}")
 
 
 def with_template(template, **options):
@@ -261,7 +296,7 @@ def test_load_restores_what_was_saved(name, tmp_path):
         lambda tokenizer: chat_ids(tokenizer, "text"),
         end_of_turn_id,
         eos_ids,
-        check_byte_level,
+        check_joins,
         lambda tokenizer: tokenizer("text"),
         lambda tokenizer: tokenizer.eos_token_id,
     ],

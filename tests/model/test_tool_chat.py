@@ -10,8 +10,8 @@ from tokenizers import AddedToken
 from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.encode import encode_observation, frames_of, policy_ids
-from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
-from coa_jax.model.tool_chat import CHATML, frame_ids, result_frames, tool_conversation_ids
+from coa_jax.model.tokenizer import CHATML, decode_ids, encode_plain, end_of_turn_id
+from coa_jax.model.tool_chat import frame_ids, plain_frames, result_frames, tool_conversation_ids
 from coa_jax.protocol import EpisodeStep, get_protocol
 from coa_jax.protocol.arguments import schemas
 
@@ -116,7 +116,7 @@ def test_no_content_becomes_a_control_token(qwen):
 
 def test_a_template_without_tools_gets_ours():
     tokenizer = train_bpe(["one"], 300)
-    assert result_frames(tokenizer) == CHATML
+    assert result_frames(tokenizer) == plain_frames(CHATML)
     ids = tool_conversation_ids(tokenizer, [("system", "Be kind."), ("user", "?")], '[{"a": 1}]')
     text = decode_ids(tokenizer, ids)
     assert text.startswith("<|im_start|>system\nBe kind.\n\nYou can call tools.")

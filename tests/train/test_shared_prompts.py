@@ -19,7 +19,7 @@ from coa_jax.train.losses import Net, PolicyLoss, ValueLoss
 from coa_jax.train.objectives import weigh
 from coa_jax.train.step import gradient_sums
 from coa_jax.train.value import init_critic
-from tests.random_params import random_params
+from tests.random_params import gemma3, random_params
 from tests.train.tiny_runs import rl_config
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
@@ -94,14 +94,16 @@ MEMBERS = [*group(17, (9, 5, 12, 3), 0), *group(6, (11, 4), 1), *group(1, (7, 2)
 
 
 @functools.cache
-def sums(loss, params_of=lambda: PARAMS, whole=0, rows=1, normalise="token", compute=COMPUTE):
+def sums(
+    loss, params_of=lambda: PARAMS, whole=0, rows=1, normalise="token", compute=COMPUTE, model=MODEL
+):
     """Gradients and statistics over all of an update, and how many tokens were computed."""
     packed = pack(MEMBERS, ROW, whole)
     batches = weigh(split_rows(packed, rows), normalise)
     total = None
 
     def of_params(params, batch, _):
-        return loss(params, batch, Net({}, MODEL, compute))
+        return loss(params, batch, Net({}, model, compute))
 
     for batch in batches:
         if isinstance(loss, ValueLoss):
@@ -136,6 +138,12 @@ def policy(name="dapo"):
 
 def test_losses_and_gradients_are_those_of_prompts_that_are_not_shared():
     check_equal(sums(policy(), whole=WHOLE), sums(policy()))
+
+
+def test_windows_count_positions_of_the_sequence_and_not_places_of_the_row():
+    model = gemma3(MODEL, window=8)
+    of = functools.partial(sums, policy(), lambda: random_params(model, 1), model=model)
+    check_equal(of(whole=WHOLE), of())
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from tests.devices import on_devices
-from tests.random_params import random_params
+from tests.random_params import gemma3, random_params
 
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
@@ -98,10 +98,17 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    "cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+    ("config", "cases"),
+    [
+        (CONFIG, SOME),
+        pytest.param(CONFIG, ALL, marks=pytest.mark.slow),
+        (gemma3(CONFIG, window=6), ["sft,2,2,2,compiler"]),
+        pytest.param(gemma3(CONFIG, window=6), ALL, marks=pytest.mark.slow),
+    ],
+    ids=["some", "all", "gemma3-some", "gemma3-all"],
 )
-def test_losses_and_updates_on_a_mesh_equal_those_of_one_device(cases, tmp_path):
-    params = random_params(CONFIG)
-    save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
+def test_losses_and_updates_on_a_mesh_equal_those_of_one_device(config, cases, tmp_path):
+    params = random_params(config)
+    save_model(Model(config, params, train_bpe(["the river"], 300)), tmp_path)
     printed = on_devices(8, "-c", PROGRAM, str(tmp_path), *cases)
     assert printed == [case.replace(",", " ") for case in cases]

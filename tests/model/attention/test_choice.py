@@ -35,6 +35,10 @@ CASE = Case("tpu", "bfloat16", num_kv_heads=8, num_groups=4, head_dim=128, page_
         ("paged", {"platform": "tpu"}, "ragged_paged"),
         ("paged", {"platform": "tpu", "head_dim": 64}, "xla"),
         ("paged", {"platform": "tpu", "num_kv_heads": 3}, "xla"),
+        ("causal", {"platform": "tpu", "windowed": True}, "xla"),
+        ("causal", {"platform": "cuda", "capability": 9.0, "windowed": True}, "xla"),
+        ("paged", {"platform": "tpu", "windowed": True}, "ragged_paged"),
+        ("paged", {"platform": "cuda", "capability": 9.0, "windowed": True}, "xla"),
     ],
 )
 def test_auto_takes_the_best_that_can_run(kind, changes, expected):
@@ -58,6 +62,7 @@ def test_the_choice_is_printed_once_with_what_was_passed_over(capsys):
         ("cudnn", {"platform": "cpu"}, "needs cuda"),
         ("splash", {"dtype": "float32"}, "multiplies in bfloat16, dtype is float32"),
         ("cudnn", {"platform": "cuda", "capability": 7.0}, "capability 8.0"),
+        ("splash", {"windowed": True}, "it has no sliding windows"),
     ],
 )
 def test_an_explicit_choice_that_cannot_run_is_refused(wanted, changes, reason):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from coa_jax.model import cache
 from coa_jax.model.attention.causal import causal_attention
-from coa_jax.model.attention.choice import Case, implementations, platform_of, unmet
+from coa_jax.model.attention.choice import _WINDOWED, Case, implementations, platform_of, unmet
 from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
 
@@ -152,8 +152,11 @@ def filled(name, dtype, rng, batch, pages_each):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("new", [1, 5, 50], ids=["decode", "extend", "extend-two-blocks"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_paged_attention_equals_numpy(name, new, dtype):
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [*((name, None) for name in KERNELS), *((name, 21) for name in KERNELS if name in _WINDOWED)],
+)
+def test_paged_attention_equals_numpy(name, window, new, dtype):
     rng = np.random.default_rng(1)
     compute = configured("paged", name, dtype, **SHAPE)
     batch, pages_each = 4, 11
@@ -163,11 +166,13 @@ def test_paged_attention_equals_numpy(name, new, dtype):
     start = np.array([0, 4 * size - new, end - new, end])
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(batch, new, 2, 3, SHAPE["head_dim"])).astype(np.float32)
-    run = functools.partial(cache.attend_to, compute=compute)
+    run = functools.partial(cache.attend_to, compute=compute, window=window)
     if name != "ragged_paged" or not compute.interpret:  # its stand-in is a Python loop
         run = jax.jit(run)
     out = np.asarray(run(pages, q, jnp.asarray(table), jnp.asarray(positions)))
     mask = np.arange(end) <= positions[..., None]
+    if window is not None:
+        mask &= np.arange(end) > positions[..., None] - window
     expected = numpy_attention(q, k, v, mask)
     np.testing.assert_allclose(out[:3], expected[:3], rtol=0, atol=TOLERANCE[dtype])
     assert np.isfinite(out[3]).all()
