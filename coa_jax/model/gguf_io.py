@@ -151,6 +151,10 @@ class GgufFile:
 
     def _read_config(self) -> ModelConfig:
         name = self.metadata("general.architecture")
+        if str(name).startswith("gemma"):
+            raise UserError(
+                f"{self.where}: Gemma is not supported in GGUF: use the safetensors model"
+            )
 
         def get(key: str, default: Any = None) -> Any:
             return self.metadata(f"{name}.{key}", default)

@@ -90,8 +90,8 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
         UserError: a key is missing, is malformed, or has a value that is not supported.
     """
     if _MULTIMODAL in check(hf.get("architectures") or [], list, f"{where}: architectures"):
-        text: dict[str, Any] = check(hf.get("text_config"), dict, f"{where}: text_config")
-        hf = {**text, "architectures": [HF_CLASSES["gemma3"]]}
+        text: Any = hf.get("text_config")
+        hf = {**check(text, dict, f"{where}: text_config"), "architectures": [HF_CLASSES["gemma3"]]}
     architecture = _architecture(hf, where)
     gemma = architecture == "gemma3"
     if gemma:

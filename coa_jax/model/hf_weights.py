@@ -67,7 +67,9 @@ class TextTensors:
             for name in source.shapes
             if "language_model." in name or name == HEAD
         }
-        self.shapes = {name: source.shapes[stored] for name, stored in self._stored.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: source.shapes[stored] for name, stored in self._stored.items()
+        }
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or only the rows ``rows`` of its first axis."""

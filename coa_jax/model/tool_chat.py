@@ -144,7 +144,8 @@ def tool_conversation_ids(
         described = "\n".join(json.dumps(t, ensure_ascii=False) for t in json.loads(tools))
         text = f"{system}\n\n{INSTRUCTIONS.format(tools=described)}".lstrip()
         return conversation_ids(tokenizer, [("system", text), *results_as_user(rest)])
-    chat_tokens(tokenizer), check_joins(tokenizer)
+    chat_tokens(tokenizer)
+    check_joins(tokenizer)
     frame = _frame(template, tokenizer, tuple(role for role, _ in turns), tools)
     contents = [content for _, content in turns]
     return _ids(tokenizer, frame, contents)
