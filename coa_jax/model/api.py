@@ -41,6 +41,9 @@ from coa_jax.storage import (
 )
 from coa_jax.storage import join as join_path
 
+_IMAGE = "<image_soft_token>"
+"""Token of Gemma's tokenizers for which Gemma 3 1B has no embedding. No text contains the token."""
+
 
 def download_once(path: str | Path, *, is_base: bool = False) -> None:
     """Lets process 0 download the files of a model of the Hub that every process needs.
@@ -258,7 +261,8 @@ def _open(
             if any("language_model." in name for name in source.shapes):
                 source = TextTensors(source)
     if not isinstance(model.tokenizer, MissingTokenizer):
-        largest = max(model.tokenizer.get_vocab().values())
+        vocabulary = model.tokenizer.get_vocab()
+        largest = max((i for token, i in vocabulary.items() if token != _IMAGE), default=0)
         if largest >= model.config.vocab_size:
             raise UserError(
                 f"{folder}: the tokenizer has ids up to {largest}, the model only "

@@ -232,10 +232,6 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need pairs")
-        if len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"{len(self.windows)} layers are local or not, num_layers is {self.num_layers}"
-            )
 
     @property
     def num_groups(self) -> int:

@@ -17,6 +17,7 @@ from coa_jax.config.fields import Between, Count, Natural, Positive, Size, check
 from coa_jax.errors import UserError
 from coa_jax.files import durable
 from coa_jax.model.config import (
+    Activation,
     Architecture,
     LinearRope,
     Llama3Rope,
@@ -54,7 +55,12 @@ _GEMMA3: Mapping[str, Any] = {
     "sliding_window_pattern": 6,
 }
 _ORIGINAL = "original_max_position_embeddings"
-_GELU = ("gelu_pytorch_tanh",)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ACTIVATIONS: dict[Activation, tuple[str, str]] = {
+    "silu": ("hidden_act", "silu"),
+    "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh"),
+}
+"""Key and value of each activation in a ``config.json``."""
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 """Options of YaRN, which have the same names in `YarnRope`."""
 _Heads = Annotated[int, Between(1, 2**16)]
@@ -146,6 +152,7 @@ def config_to_hf(
         pad_id: id of the padding token; None if there is no such token.
     """
     c, rope = config, _rope_to_hf(config.rope_scaling)
+    activation, function = _ACTIVATIONS[c.activation]
     gemma = c.architecture == "gemma3"
     hf = {
         "architectures": [HF_CLASSES[c.architecture]],
@@ -159,7 +166,7 @@ def config_to_hf(
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        "hidden_activation" if gemma else "hidden_act": "gelu_pytorch_tanh" if gemma else "silu",
+        activation: function,
         "max_position_embeddings": c.max_position,
         "rms_norm_eps": c.rms_eps,
         "tie_word_embeddings": c.tie_embeddings,
@@ -183,7 +190,8 @@ def config_to_hf(
         hf |= {"sliding_window": c.local.window, "layer_types": kinds}
         if not gemma:
             hf["max_window_layers"] = c.local.layers.index(True)
-    if gemma and c.local is not None:
+    if gemma:
+        assert c.local is not None
         base = c.local.rope_theta
         hf["rope_local_base_freq"] = base
         hf["query_pre_attn_scalar"] = _whole(float(c.query_scalar or c.head_dim))
@@ -192,9 +200,6 @@ def config_to_hf(
             _SLIDING: {"rope_type": "default", "rope_theta": base},
         }
     return hf
-
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _gemma3(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -230,11 +235,11 @@ def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where: str) -> None:
-    gemma = architecture == "gemma3"
-    key, known = ("hidden_activation", _GELU) if gemma else ("hidden_act", ("silu", "swish"))
-    if (activation := hf.get(key, known[0])) not in known:
+    key, function = _ACTIVATIONS["gelu_tanh" if architecture == "gemma3" else "silu"]
+    given = hf.get(key, function)
+    if given != function and (function, given) != ("silu", "swish"):
         raise UserError(
-            f"{where}: {key} {reprlib.repr(activation)} is not supported: only {known[0]} is"
+            f"{where}: {key} {reprlib.repr(given)} is not supported: only {function} is"
         )
     # In Llama and Qwen3, attention_bias also adds a bias to the output projection. Qwen2 ignores
     # the key: its q, k and v always have a bias.
@@ -269,6 +274,8 @@ def _local(hf: Mapping[str, Any], architecture: Architecture, where: str) -> Loc
         first = hf.get("max_window_layers", 28)
         first = check(_whole(first), Natural, f"{where}: max_window_layers")
         kinds = [_SLIDING if i >= first else _FULL for i in range(layers)]
+    if len(kinds) != layers:
+        raise UserError(f"{where}: layer_types has {len(kinds)} entries for {layers} layers")
     local = tuple(kind == _SLIDING for kind in kinds)
     if architecture == "gemma3":
         base = _value(hf, "rope_local_base_freq", _Theta, where)

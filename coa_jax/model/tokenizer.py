@@ -281,8 +281,10 @@ def _plain(tokenizer: Any) -> _Plain:
 
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
         model = spec["model"]
-        kept = [token for token in spec["added_tokens"] if is_white_space(token["content"])]
-        added = {token["content"] for token in spec["added_tokens"] if token not in kept}
+        kept = [
+            t for t in spec["added_tokens"] if is_white_space(t["content"]) and not t["special"]
+        ]
+        added = {t["content"] for t in spec["added_tokens"] if t not in kept}
         spec |= {"added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
         unspelt: dict[int, str] | None = {} if _is_byte_level(spec) else None
         fallback = unspelt is None and _has_byte_fallback(spec)
@@ -353,7 +355,7 @@ def bytes_of_token(token: str) -> bytes:
 
 
 def check_joins(tokenizer: Any) -> None:
-    """Rejects a tokenizer with which joined encodings of texts are no encoding of the joined text.
+    """Rejects a tokenizer with which the joined encodings of texts decode to another joined text.
 
     Byte-level BPE is accepted, and so is BPE with bytes as a fallback, as Gemma has. Other
     SentencePiece-style tokenizers, and byte-level BPE with ``add_prefix_space``, add a space before

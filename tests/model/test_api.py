@@ -118,6 +118,20 @@ def test_round_trip_through_transformers_is_bit_identical(tmp_path, family, stor
     assert loaded.generation_config.eos_token_id == [1, 2]
 
 
+def test_a_gemma_without_an_embedding_for_images_is_loaded(tmp_path):
+    make_reference("gemma3", tmp_path)
+    tokenizer = load_model(tmp_path).tokenizer
+    assert len(tokenizer) == 384
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    assert max(encode_plain(model.tokenizer, "<image_soft_token>")) < 384
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<other>"]})
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="ids up to 385, the model only 384 embeddings"):
+        load_model(tmp_path)
+
+
 def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, references):
     text = references["gemma3"].torch_model
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}

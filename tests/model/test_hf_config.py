@@ -191,7 +191,7 @@ def test_a_window_is_read_if_layers_use_it():
     config = config_from_hf({**QWEN25, "max_window_layers": 21})
     assert config.local == LocalAttention(32768, (False,) * 21 + (True,) * 3)
     assert config_from_hf(QWEN25).local is None
-    with pytest.raises(UserError, match="2 layers are local or not, num_layers is 24"):
+    with pytest.raises(UserError, match="layer_types has 2 entries for 24 layers"):
         config_from_hf({**QWEN25, "layer_types": ["sliding_attention"] * 2})
     with pytest.raises(UserError, match="max_window_layers is None; give a whole number"):
         config_from_hf({**QWEN25, "max_window_layers": None})
