@@ -136,7 +136,6 @@ def test_yarn_in_a_gguf_file_is_that_of_the_model_it_was_made_of(references, tmp
 @pytest.mark.parametrize(
     ("scaling", "why"),
     [
-        ({"type": gguf.RopeScalingType.LINEAR, "factor": 4.0}, "rope type 'linear' is not"),
         ({"type": gguf.RopeScalingType.LONGROPE, "factor": 4.0}, "rope type 'longrope' is not"),
         ({**YARN, "yarn_attn_factor": 1.0}, "llama.rope.scaling.yarn_attn_factor is not supported"),
         ({**YARN, "yarn_log_mul": 0.1}, "llama.rope.scaling.yarn_log_multiplier is not supported"),
@@ -146,6 +145,17 @@ def test_yarn_in_a_gguf_file_is_that_of_the_model_it_was_made_of(references, tmp
 def test_other_rotary_scaling_in_a_gguf_file_is_refused_by_name(references, tmp_path, scaling, why):
     write_gguf(references["llama-tied"], tmp_path / "m.gguf", scaling=scaling)
     with pytest.raises(UserError, match=f"m.gguf: {why}"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_gguf_file_of_gemma_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
+    writer.add_block_count(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=r"m\.gguf: Gemma is not supported in GGUF: use the safe"):
         load_model(tmp_path / "m.gguf")
 
 

@@ -113,7 +113,7 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
     if case.platform != platform:
         return f"it needs {platform}"
     if case.windowed and implementation not in _WINDOWED:
-        return "it has no sliding windows, which layers of this model have"
+        return "it has no sliding windows, as layers of this model need"
     if _find_spec(module) is None:
         return f"this JAX ({version('jax')}) has no {module}"
     if case.dtype not in ("bfloat16", "float16"):
