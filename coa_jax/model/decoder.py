@@ -290,8 +290,8 @@ class Decoder(nnx.Module):
         attend = causal_attention(compute, tokens.shape, segment_ids, unfolded, where)
         if layers is not None:
             for layer, window in zip(layers, windows, strict=True):
-                its = functools.partial(attend, window=window)
-                x, _ = layer(x, local_rope if window else rope, compute, its)
+                windowed = functools.partial(attend, window=window)
+                x, _ = layer(x, local_rope if window else rope, compute, windowed)
             return self.final_norm(x, compute), None
 
         def body(x: jax.Array, scanned: tuple[Layer, Any]) -> tuple[jax.Array, None]:
