@@ -121,7 +121,7 @@ def test_round_trip_through_transformers_is_bit_identical(tmp_path, family, stor
 def test_a_gemma_without_an_embedding_for_images_is_loaded(tmp_path):
     make_reference("gemma3", tmp_path)
     tokenizer = load_model(tmp_path).tokenizer
-    assert len(tokenizer) == 384
+    tokenizer.add_tokens([f"<unused{i}>" for i in range(384 - len(tokenizer))])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
     tokenizer.save_pretrained(tmp_path)
     model = load_model(tmp_path)
