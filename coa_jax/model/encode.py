@@ -170,8 +170,8 @@ def user_turn_ids(tokenizer: Any, text: str) -> list[int]:
 
     The end of the assistant's turn before it is not included.
     """
-    head, tail = _reply_frame(tokenizer)
-    return [*head[1:], *encode_plain(tokenizer, text), *tail]
+    head, tail = (frame_ids(tokenizer, part) for part in reply_frame(tokenizer))
+    return [*head, *encode_plain(tokenizer, text), *tail]
 
 
 def reply_length(tokenizer: Any) -> int:

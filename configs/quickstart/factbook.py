@@ -12,8 +12,8 @@ distilled questions, to which all 768 tasks of its RL belonged.
 RL trains on questions of which SFT has no trajectory: with seed 0, 901 of its 5,700 tasks remain.
 
 The variant ``factbook.py:control`` also continues SFT for as long as RL took, and evaluates each
-policy greedily too. It takes about twice as long. The variant ``factbook.py:few`` does the same with
-few trajectories, from which SFT learns until they can teach no more (docs/experiments.md).
+policy greedily too. It takes about twice as long. The variant ``factbook.py:few`` does the same
+with few trajectories, from which SFT learns until they can teach no more (docs/experiments.md).
 """
 
 from __future__ import annotations
