@@ -6,7 +6,7 @@ It is trained from scratch in seconds, once per test session.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -126,11 +126,11 @@ def policy() -> Model:
     if not folder:
         return learn(records())
     path = Path(folder) / "model"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            save_model(learn(records()), Path(own) / "model")
-            # Two processes train the same parameters; the second finds the folder of the first.
-            with contextlib.suppress(OSError):
+    with open(Path(folder) / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                save_model(learn(records()), Path(own) / "model")
                 (Path(own) / "model").rename(path)
     model = load_model(path)
     return Model(model.config, model.params, model.tokenizer)
