@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -258,11 +258,17 @@ def third_party(tree: ast.AST) -> Iterator[tuple[str, bool]]:
                 yield name, node in at_import
 
 
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Returns the distributions of each importable name; to read all of them takes seconds."""
+    return importlib.metadata.packages_distributions()
+
+
 def test_every_import_of_the_package_is_declared():
     core, everything, _ = declared()
     assert "jax" in core
     assert "gguf" in everything - core
-    providers = importlib.metadata.packages_distributions()
+    providers = distributions()
     missing = set()
     for path in PACKAGE.rglob("*.py"):
         inside = path.relative_to(PACKAGE).parts[0] in WITH_EXTRA
@@ -310,7 +316,7 @@ def imported(root: Path) -> set[str]:
 
 
 def test_every_declared_package_is_imported():
-    providers = importlib.metadata.packages_distributions()
+    providers = distributions()
     names = imported(PACKAGE) | imported(REPOSITORY / "docs") | imported(REPOSITORY / "notebooks")
     packages = {normal(p) for name in names for p in (name, *providers.get(name, []))}
     assert declared()[1] - packages == USED_BY_OTHERS.keys()
@@ -350,7 +356,7 @@ def test_packages_with_private_names_have_a_highest_version():
 
 def test_every_import_of_the_tests_is_declared():
     declared_for_tests = declared()[2]
-    providers = importlib.metadata.packages_distributions()
+    providers = distributions()
     own = {path.stem for path in (REPOSITORY / "tests").rglob("*")}
     own |= {"setuptools", "tests", "examples"}
     missing = set()

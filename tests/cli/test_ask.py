@@ -22,23 +22,20 @@ from ml_collections import ConfigDict
 
 from coa_jax.cli.ask import define_flags, limits_of, questions, tools_of
 from coa_jax.data.trajectory import Author, trajectory_violations, write_records
-from coa_jax.demo.untrained import ScratchConfig, write_policy
-from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
-from coa_jax.protocol import Prompt, get_protocol, parse
+from coa_jax.model.api import save_model
+from coa_jax.protocol import get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
 from coa_jax.rollout.agent import Agent, protocol_of
 from coa_jax.rollout.request import Arrival, RolloutConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
-from coa_jax.tasks import load_tasks
-from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.sft import train
-from tests import forked
-from tests.distillation.logs import distill_tasks
+from tests import forked, tiny_policy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROTOCOL = get_protocol("generalist")
@@ -58,22 +55,15 @@ class Learnt:
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory) -> Learnt:
     root = tmp_path_factory.mktemp("learnt")
-    tools = {tool.name: tool for tool in make_tools(ToolsConfig(("wiki_search",), top_k=1))}
-    tasks = load_tasks("factbook:hops=1,arithmetic=0", "train", 40, 0)
-    records, _ = distill_tasks(tasks, tools, DistillConfig(mistake_rate=0.0))
-    record = min(records, key=lambda r: len(r.text))
+    save_model(tiny_policy.policy(), root / "base")
+    record = next(r for r in tiny_policy.records() if "<code>" in r.text)
     write_records(root / "one.jsonl", [record])
-    size = ScratchConfig(
-        vocab_size=400, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=32, induction=False,
-    )  # fmt: skip
-    write_policy(size, records, Prompt("brief"), root / "base")
     values = {
         "model": str(root / "base"), "data": str(root / "one.jsonl"), "validation": "",
         "prompt_style": "brief", "rename_share": 0.0, "seed": 0, "rows": 1, "batch_size": 1,
-        "row_length": 400, "dtype": "float32", "remat": "none", "validate_every": 1000,
-        "checkpoint_every": 1000,
-        "optimizer": {"learning_rate": 3e-3, "total_steps": 150, "warmup_steps": 5},
+        "row_length": tiny_policy.ROW_LENGTH, "dtype": "float32", "remat": "none",
+        "validate_every": 1000, "checkpoint_every": 1000,
+        "optimizer": {"learning_rate": 1e-5, "total_steps": 1, "warmup_steps": 0},
     }  # fmt: skip
     with RunDir(root / "run") as run:
         train(build_config(SFTConfig, values), run, root / "model")
@@ -119,7 +109,7 @@ def test_the_chain_is_shown_as_it_was_learnt(learnt):
             body = segment.body.strip().splitlines()
             assert f"{segment.role}" in shown
             assert all(line in shown for line in body)
-    assert "  observation  wiki_search  0." in shown
+    assert "  observation  code  0." in shown
     assert f"answer\n┃ {learnt.answer}\n" in shown
     assert f"{trajectory.num_policy_tokens} tokens, 1 tool call (0." in shown
     assert "stop: answer" in shown
@@ -127,17 +117,18 @@ def test_the_chain_is_shown_as_it_was_learnt(learnt):
 
 
 def test_the_directory_of_a_run_is_asked_as_its_model_was_trained(learnt, tmp_path):
-    tools = ToolsConfig(("wiki_search",), top_k=1)
     trained = dataclasses.replace(BUDGET, prompt_style="model")
-    agent = Agent(learnt.path.parent, tools, rollout=trained)
+    agent = Agent(learnt.path.parent, ToolsConfig(("code",)), rollout=trained)
     assert agent.ask(learnt.question).text == learnt.text
     # The agent uses the protocol of the training, although another protocol has a tag for the tool.
     shutil.copytree(learnt.path, tmp_path / "model")
     card = json.loads((tmp_path / "model" / "agent.json").read_text())
     (tmp_path / "model" / "agent.json").write_text(json.dumps({**card, "protocol": "mhqa"}))
+    tools = ToolsConfig(("wiki_search",), top_k=1)
     assert Agent(tmp_path, tools, rollout=trained).protocol.name == "mhqa"
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_text_and_several_answers(learnt):
     words = command(f"--model={learnt.path}", "--max_tokens=400")[1:]
     typed = f"{learnt.question}\n\n  {learnt.question}\n"
@@ -148,6 +139,7 @@ def test_a_pipe_gets_plain_text_and_several_answers(learnt):
     assert done.stdout.count(f"answer\n┃ {learnt.answer}\n") == 2
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_colours_and_ctrl_c_is_130(learnt):
     controller, terminal = pty.openpty()
     process = subprocess.Popen(

@@ -20,8 +20,6 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind
 from tests.random_params import gemma3, random_params
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = random_params(MODEL, 3)
 SHAPES = EngineConfig(
@@ -95,25 +93,6 @@ def sampled(engine, slot, others=()):
     return tokens[slot], logps[slot]
 
 
-@pytest.mark.usefixtures("cpu_ops", "family")
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        {"chunk": 1, "slots": 7},
-        pytest.param({"chunk": 32, "slots": 2}, marks=pytest.mark.slow),
-        pytest.param({"chunk": 3, "slots": 16}, marks=pytest.mark.slow),
-        pytest.param({"slots": 16, "decode_programs": 5}, marks=pytest.mark.slow),
-        pytest.param({"pages": 9}, marks=pytest.mark.slow),
-        {"slots": 33, "pages": 90, "extend_buckets": (16, 48, 200)},
-    ],
-)
-def test_a_sample_has_the_same_bits_under_all_shapes_and_beside_others(shapes):
-    expected = sampled(make(), 2)
-    slots = shapes.get("slots", SHAPES.slots)
-    assert sampled(make(**shapes), slots - 1) == expected
-    assert sampled(make(**shapes), 0, others=range(1, min(slots, 3))) == expected
-
-
 def test_a_single_slot_samples_what_several_do():
     tokens, logps = sampled(make(slots=1), 0)
     expected, expected_logps = sampled(make(), 2)
@@ -136,6 +115,7 @@ def test_programs_decode_equal_parts_of_the_slots_in_whole_eights():
     assert EngineConfig(slots=7).row_sizes == (7,)
 
 
+@pytest.mark.slow
 def test_bytes_for_keys_and_values_move_log_probabilities_only_a_little():
     tokens, logps = sampled(make(), 0)
     engine = make(cache_dtype="int8")
@@ -187,32 +167,6 @@ def test_a_fork_decodes_as_if_it_had_been_prefilled():
         begin(engine, slot, PROMPT, 40)
     tokens, _ = run(engine, [0, 1, 3])
     assert tokens[0] == tokens[1] == tokens[3] == reference_greedy(PROMPT, 40 - len(PROMPT))
-
-
-@pytest.mark.usefixtures("family")
-def test_a_group_holds_the_whole_pages_of_its_prompt_once():
-    engine = make(pages=12)
-    long = (PROMPT * 6)[:65]  # two whole pages of 32 and a token, which decoding writes again
-    assert engine.reserve(0, 96)
-    engine.extend([(0, 0, long)])
-    for slot in (1, 2, 3):
-        assert engine.reserve(slot, 96, 0, len(long))
-    assert len(engine.pages._free) == 12 - 3 - 3
-    engine.fork(0, [1, 2, 3], len(long))
-    for slot in range(4):
-        begin(engine, slot, long, 90, SamplingParams(), (0, 0, slot))
-    together, _ = run(engine, range(4))
-    engine.release(0)
-    assert len(engine.pages._free) == 12 - 2 - 3
-    # The others still read what slot 0 has let go.
-    for slot in range(1, 4):
-        engine.release(slot)
-    assert len(engine.pages._free) == 12
-    for slot in range(4):
-        alone = make()
-        alone.extend([(0, 0, long)])
-        begin(alone, 0, long, 90, SamplingParams(), (0, 0, slot))
-        assert run(alone, [0])[0][0] == together[slot]
 
 
 def test_no_room_is_said_before_anything_is_written():
@@ -336,8 +290,56 @@ def test_decoding_compiles_once_for_all_chunk_sizes_and_lengths():
     assert programs.decode_chunk._cache_size() == 1
 
 
+# --- compiled with all optimizations, until the end of the file ---------------------------------
+
+
+@pytest.mark.usefixtures("optimized", "family")
+def test_a_group_holds_the_whole_pages_of_its_prompt_once():
+    engine = make(pages=12)
+    long = (PROMPT * 6)[:65]  # two whole pages of 32 and a token, which decoding writes again
+    assert engine.reserve(0, 96)
+    engine.extend([(0, 0, long)])
+    for slot in (1, 2, 3):
+        assert engine.reserve(slot, 96, 0, len(long))
+    assert len(engine.pages._free) == 12 - 3 - 3
+    engine.fork(0, [1, 2, 3], len(long))
+    for slot in range(4):
+        begin(engine, slot, long, 90, SamplingParams(), (0, 0, slot))
+    together, _ = run(engine, range(4))
+    engine.release(0)
+    assert len(engine.pages._free) == 12 - 2 - 3
+    # The others still read what slot 0 has let go.
+    for slot in range(1, 4):
+        engine.release(slot)
+    assert len(engine.pages._free) == 12
+    for slot in range(4):
+        alone = make()
+        alone.extend([(0, 0, long)])
+        begin(alone, 0, long, 90, SamplingParams(), (0, 0, slot))
+        assert run(alone, [0])[0][0] == together[slot]
+
+
+@pytest.mark.usefixtures("optimized", "cpu_ops", "family")
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param({"chunk": 1, "slots": 7}, marks=pytest.mark.slow),
+        pytest.param({"chunk": 32, "slots": 2}, marks=pytest.mark.slow),
+        pytest.param({"chunk": 3, "slots": 16}, marks=pytest.mark.slow),
+        pytest.param({"slots": 16, "decode_programs": 5}, marks=pytest.mark.slow),
+        pytest.param({"pages": 9}, marks=pytest.mark.slow),
+        {"chunk": 1, "slots": 33, "pages": 90, "extend_buckets": (16, 48, 200)},
+    ],
+)
+def test_a_sample_has_the_same_bits_under_all_shapes_and_beside_others(shapes):
+    expected = sampled(make(), 2)
+    slots = shapes.get("slots", SHAPES.slots)
+    assert sampled(make(**shapes), slots - 1) == expected
+    assert sampled(make(**shapes), 0, others=range(1, min(slots, 3))) == expected
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes on a CPU")
-@pytest.mark.usefixtures("cpu_ops")
+@pytest.mark.usefixtures("optimized", "cpu_ops")
 def test_no_step_copies_weights():
     engine = make(slots=2, decode_programs=1)
     program = engine.lower_decode().compile().as_text() or ""

@@ -110,7 +110,7 @@ def broken_rules(trajectory) -> set[str]:
 
 @functools.cache
 def sampled():
-    return sample(requests(8, temperature=1.3))
+    return sample(requests(4, temperature=1.3))
 
 
 def check_valid(trajectories):

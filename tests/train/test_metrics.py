@@ -22,6 +22,7 @@ from coa_jax.train.batch import Batch, Example, pack
 from coa_jax.train.experience import _distilled, _explained_variance
 from coa_jax.train.metrics import sequence_lengths, train_speed
 from coa_jax.train.objectives import policy_objective, value_objective
+from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.preference import dpo_objective
 from coa_jax.train.update import quotients
 from tests import tiny_policy
@@ -51,8 +52,9 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         own = metrics.peak_memory
         patch.setattr("coa_jax.train.loop.peak_memory", lambda: {**own(), **known})
         config = sft_config(
-            folder / "base", folder / "data.jsonl", validate_every=1, profile_steps=(2, 3)
-        )
+            folder / "base", folder / "data.jsonl", validate_every=2, profile_steps=(2, 3),
+            optimizer=OptimizerConfig(1e-2, total_steps=4),
+        )  # fmt: skip
         run_sft(folder / "sft", config)
         held_out = HeldOutConfig(split="train", samples=2, temperature=0.7, num_tasks=2)
         more = {**pooled(folder / "tasks.jsonl"), "evaluate_every": 2, "held_out": held_out}
