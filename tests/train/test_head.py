@@ -58,9 +58,19 @@ def constraint_table():
     return jnp.asarray(allowed), rules, bits.reshape(3, VOCAB)[rules].astype(bool)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("constrained", [False, True])
-@pytest.mark.parametrize("live", [3, 1])
+@pytest.mark.parametrize(
+    ("live", "constrained", "tied"),
+    [
+        (3, False, True),
+        (1, True, True),
+        (3, True, False),
+        (1, False, False),
+        pytest.param(3, True, True, marks=pytest.mark.slow),
+        pytest.param(1, False, True, marks=pytest.mark.slow),
+        pytest.param(3, False, False, marks=pytest.mark.slow),
+        pytest.param(1, True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_values_and_gradients_are_those_of_float64(tied, constrained, live):
     head = Head(local_compute(), tied, temperature=0.7, entropy=True)
     allowed, rules, may = constraint_table() if constrained else (None, None, None)
@@ -253,7 +263,9 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     jax.tree.map(close, ours_gradient, gradient)
 
 
-@pytest.mark.parametrize("chunk", [6, 23, 45])
+@pytest.mark.parametrize(
+    "chunk", [6, pytest.param(23, marks=pytest.mark.slow), pytest.param(45, marks=pytest.mark.slow)]
+)
 def test_where_every_position_is_wanted_each_counts_once(monkeypatch, chunk):
     """Chunks that do not divide the positions are filled, with what must not count."""
     params = random_params(MODEL, 1)

@@ -64,8 +64,15 @@ def numpy_attention(q, k, v, mask, cotangent=None):
 # --- whole sequences -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one-segment"])
+@pytest.mark.parametrize(
+    ("packed", "dtype"),
+    [
+        (True, "float32"),
+        (False, "bfloat16"),
+        pytest.param(True, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(False, "float32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", implementations("causal"))
 def test_causal_attention_and_its_gradients_equal_numpy(name, packed, dtype):
     rng = np.random.default_rng(0)
@@ -150,8 +157,17 @@ def filled(name, dtype, rng, batch, pages_each):
     return pages, table, k, v
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("new", [1, 5, 50], ids=["decode", "extend", "extend-two-blocks"])
+@pytest.mark.parametrize(
+    ("new", "dtype"),  # decode, extend, and extend in two blocks
+    [
+        (1, "float32"),
+        (5, "bfloat16"),
+        (50, "float32"),
+        pytest.param(1, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(5, "float32", marks=pytest.mark.slow),
+        pytest.param(50, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "window"),
     [*((name, None) for name in KERNELS), *((name, 21) for name in KERNELS if name in _WINDOWED)],
