@@ -201,6 +201,7 @@ def test_rows_with_function_calls_are_learned(tmp_path):
         coa_jax.train_sft(base, tmp_path / "other", **given)
 
 
+@pytest.mark.slow
 def test_a_run_takes_a_model_and_an_optax_object(tmp_path):
     base = tiny_policy.write_untrained(tmp_path / "base")
     write_records(tmp_path / "held_out.jsonl", tiny_policy.records())
@@ -233,6 +234,7 @@ class Thermometer:
         return Observation(f"12 degrees for {arguments}", True, "ok", 0.0)
 
 
+@pytest.mark.slow
 def test_a_policy_is_reinforced_with_rewards_tasks_and_tools_of_python(tmp_path, saved):
     """Also where an event loop runs."""
     optimizer = OptimizerConfig(learning_rate=1e-3, total_steps=2, final_ratio=1.0)
@@ -326,6 +328,7 @@ def test_an_evaluation_in_which_the_policy_wrote_nothing_has_no_result(tmp_path,
     assert not (tmp_path / "evaluate" / "policy" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_the_config_of_the_training_run_in_its_directory(tmp_path, saved):
     kept = sft_config(saved, tmp_path / "data.jsonl")
     with RunDir(tmp_path / "run") as run:
@@ -386,6 +389,7 @@ def mentions(completions, word, **kwargs):
     return [float(w in text) for text, w in zip(completions, word, strict=True)]
 
 
+@pytest.mark.slow
 def test_rows_functions_and_the_name_of_a_model_are_enough_for_a_run(saved, tmp_path):
     rows = [{"prompt": f"What is {n} doubled?", "answer": str(2 * n), "word": "a"} for n in (1, 2)]
     run = coa_jax.train_rl(

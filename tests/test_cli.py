@@ -356,6 +356,7 @@ def test_help_explains_the_settings_with_a_word_and_suggests_another_for_a_typo(
     assert "did you mean 'learning_rate'?" in refused(printed("--help", "lerning_rate"))
 
 
+@pytest.mark.slow
 def test_a_launched_process_joins_the_others_before_main(command):
     # JAX recognises a SLURM job; here one of a single process on this host.
     slurm = {

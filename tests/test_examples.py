@@ -70,6 +70,7 @@ def run(tmp_path_factory):
     return here
 
 
+@pytest.mark.slow
 def test_a_run_in_an_empty_folder_uses_every_extension(run):
     rows = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]

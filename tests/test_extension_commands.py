@@ -70,6 +70,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.slow
 def test_an_evaluation_uses_a_tool_a_source_and_a_reward_from_another_folder(elsewhere, tmp_path):
     with serving(says) as server:
         done = coa_jax(

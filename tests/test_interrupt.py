@@ -153,6 +153,7 @@ def stopped(name: str, folder: Path, *signals: int) -> tuple[int, str]:
     return process.returncode, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "code"),
     [
@@ -205,6 +206,7 @@ def nothing_sleeps() -> bool:
     return sleepers(psutil.Process()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["max_seconds", "max_tool_seconds"])
 def test_a_budget_of_time_ends_the_programs(budget):
     async def go():
@@ -219,6 +221,7 @@ def test_a_budget_of_time_ends_the_programs(budget):
     assert wait_for(nothing_sleeps, 5)
 
 
+@pytest.mark.slow
 def test_a_cancelled_rollout_ends_the_programs_that_run_and_starts_no_other():
     async def go():
         async def consume():

@@ -189,6 +189,7 @@ def test_the_second_run_installs_nothing(tree):
     assert "installing" not in again.stderr
 
 
+@pytest.mark.slow
 def test_more_extras_are_added_to_those_installed(tree):
     fake_venv(tree.root)
     for extras in (["gguf"], ["tasks"], ["gguf", "tasks"]):
@@ -199,6 +200,7 @@ def test_more_extras_are_added_to_those_installed(tree):
     ]
 
 
+@pytest.mark.slow
 def test_torch_comes_first_for_the_tests(tree):
     fake_venv(tree.root)
     assert tree("setup_env.sh", "test").returncode == 0
@@ -223,6 +225,7 @@ def test_an_installation_that_failed_is_taken_up_again(tree):
     assert len(pip_calls(tree.root)) == 2
 
 
+@pytest.mark.slow
 def test_an_installation_that_was_killed_is_taken_up_again(tree):
     fake_venv(tree.root, pip="kill -9 $PPID")
     assert tree("setup_env.sh").returncode != 0
@@ -231,6 +234,7 @@ def test_an_installation_that_was_killed_is_taken_up_again(tree):
     assert len(pip_calls(tree.root)) == 2
 
 
+@pytest.mark.slow
 def test_a_changed_setup_py_is_installed_again(tree):
     fake_venv(tree.root)
     tree("setup_env.sh")

@@ -47,6 +47,7 @@ def python(program, *arguments, **env):
     return run(sys.executable, "-c", program, *arguments, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: bash launch/setup_env.sh tpu",

@@ -70,6 +70,7 @@ def test_a_package_without_jax_is_not_warned_of(monkeypatch):
 # --- setup_env.sh --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_constraints_are_kept_by_later_runs(tree, tmp_path):
     fake_venv(tree.root)
     file = tree.root / "coa_jax" / "config" / "constraints" / "jax-0.12.txt"

@@ -71,6 +71,7 @@ def test_transformers_computes_our_logits_from_the_chosen_checkpoint(run, tmp_pa
     assert tokenizer.get_vocab() == start.tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
     """Two devices for a run of four, in a process of their own."""
     workdir, first, _ = run

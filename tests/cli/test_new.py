@@ -35,6 +35,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_tests_of_new_folders_pass_and_what_is_in_them_fits_its_kind(here, monkeypatch):
     assert set(KINDS) <= set(kinds())
     for kind in kinds():

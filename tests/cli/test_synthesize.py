@@ -150,6 +150,7 @@ def test_the_solver_is_who_the_endpoint_is_where_it_says_nothing_else():
         solver_of(model="n", max_money=5.0)
 
 
+@pytest.mark.slow
 def test_a_policy_that_was_trained_again_answers_anew(tmp_path, monkeypatch):
     asked = []
 
@@ -234,6 +235,7 @@ def author(asked):
     return {"tasks": []}
 
 
+@pytest.mark.slow
 def test_a_model_writes_questions_on_any_corpus_and_nothing_is_paid_for_twice(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in CORPUS))

@@ -109,7 +109,8 @@ with RunDir(sys.argv[1]) as run:
 """
 
 
-@each_format
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["array_record", "jsonl.gz"])
 def test_a_kill_in_the_middle_leaves_whole_steps(tmp_path, form):
     command = [sys.executable, "-c", WRITER, str(tmp_path), form]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})

@@ -27,6 +27,7 @@ def accuracy_on_repeats(params):
     return float((predicted == tokens[:, 1:])[:, 101:].mean())
 
 
+@pytest.mark.slow
 def test_it_copies_what_random_parameters_do_not():
     params = init_params(CONFIG, jax.random.key(0))
     assert accuracy_on_repeats(params) < 0.05

@@ -51,6 +51,7 @@ def test_records_carry_what_learning_needs(distilled, factbook_tasks):
         assert record.text.endswith(f"<answer>{record.answer}</answer>")
 
 
+@pytest.mark.slow
 def test_results_depend_neither_on_order_nor_on_concurrency(tools, factbook_tasks, distilled):
     shuffled = list(factbook_tasks)
     random.Random(1).shuffle(shuffled)
@@ -60,6 +61,7 @@ def test_results_depend_neither_on_order_nor_on_concurrency(tools, factbook_task
     assert report == distilled[1]
 
 
+@pytest.mark.slow
 def test_the_teacher_is_measured_without_filters(tools, factbook_tasks, config, distilled):
     runs = graded(factbook_tasks, tools, config)
     block = teacher_block(runs, count_tokens=lambda text: len(text.split()))

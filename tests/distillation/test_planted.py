@@ -329,6 +329,7 @@ def test_filters_tell_defects_in_any_wording_from_what_looks_like_them(planted, 
     assert list(report.dropped) == [f.name for f in filters] and filters[-1].name in PLANTED
 
 
+@pytest.mark.slow
 def test_the_same_seed_drops_the_same_runs(planted, filtered, config):
     assert failures(planted, config)[1] == filtered[1]
 

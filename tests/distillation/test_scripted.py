@@ -44,6 +44,7 @@ def test_without_mistakes_there_is_nothing_to_reflect_on(careful):
             assert run.log.count(Kind.VERDICT) == 1
 
 
+@pytest.mark.slow
 def test_with_a_mistake_at_every_decision_the_team_recovers(sloppy):
     assert accuracy(sloppy) > 0.9
     made = {slip for run in sloppy for slip in run.log.slips}
@@ -147,7 +148,7 @@ def test_a_search_that_finds_nothing_is_tried_in_other_words_and_given_up():
     assert run.log.answer == "unknown"
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0])
+@pytest.mark.parametrize("rate", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_arithmetic_of_the_code_protocol_is_computed_by_programs(tools, arithmetic_tasks, rate):
     runs = runs_of(arithmetic_tasks, tools, mistake_rate=rate)
     assert accuracy(runs) > 0.9
@@ -178,6 +179,7 @@ def web_tools():
     return {tool.name: tool for tool in make_tools(build_config(ToolsConfig, config))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_on_the_web_the_team_opens_the_page_behind_the_result_that_fits(web_tools, rate):
     tasks = load_tasks("factbook:protocol=web,templates=1", "train", 60, 0)
@@ -273,6 +275,7 @@ def test_a_question_of_another_kind_has_no_steps(question):
     assert steps_of(question) is None
 
 
+@pytest.mark.slow
 def test_at_the_level_paper_every_program_is_reviewed_and_every_right_run_obeys(
     tools, factbook_tasks
 ):

@@ -136,6 +136,7 @@ def test_searches_of_a_run_that_was_cut_short_are_kept(factbook_tasks, tools, du
     assert [run["caller_step"] for run in dump["managed_runs"]] == [1]
 
 
+@pytest.mark.slow
 def test_many_runs_stop_at_the_budget_and_go_on_without_doing_one_twice(tmp_path, tools, dumps):
     tasks = [task for task, _, _, _ in dumps]
     logs = {task.id: log for task, log, _, _ in dumps}

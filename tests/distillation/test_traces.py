@@ -152,6 +152,7 @@ def test_mistakes_of_the_user_are_explained(logs):
         convert_files(TraceFilesConfig(logs, "oagents", "esperanto"))
 
 
+@pytest.mark.slow
 def test_the_command_reads_logs(logs, tmp_path):
     words = [
         *("-m", "coa_jax.cli.distill", "--config=configs/distill/traces.py"),

@@ -87,6 +87,7 @@ def test_the_tables_equal_a_walk_over_the_bytes_of_every_token(pieces, missing):
         assert (np.delete(after, list(found)) == DEAD).all()
 
 
+@pytest.mark.slow
 def test_every_state_that_can_be_reached_has_an_allowed_token_or_ends_a_turn():
     # Without v no call of the visual inspector can be finished, without a newline no program.
     tokens = [c for c in CHARACTERS if c not in (b"v", b"\n")] + [b"<vi", b"\n\n\n\n\n"]

@@ -10,13 +10,16 @@ torch = pytest.importorskip("torch")
 from coa_jax.engine.config import EngineConfig, SamplingParams  # noqa: E402
 from coa_jax.engine.engine import Engine  # noqa: E402
 from coa_jax.model.api import load_model  # noqa: E402
-from tests.model.conftest import every_family, make_reference  # noqa: E402
+from tests.model.conftest import FAMILIES, make_reference  # noqa: E402
 
 PROMPTS = np.random.default_rng(1).integers(3, 384, size=(4, 12)).tolist()
 COUNT = 70  # beyond the positions of the pretraining, where scaled positions count
 
 
-@every_family
+@pytest.mark.parametrize(
+    "family",
+    [f if f == "llama3-rope" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
+)
 def test_greedy_tokens_equal_those_of_transformers(family, tmp_path):
     reference = make_reference(family, tmp_path)
     model = load_model(tmp_path)

@@ -106,6 +106,7 @@ def test_engines_of_every_layout_sample_what_one_device_samples(cases):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_on_a_cpu_have_their_outputs_first(tied):

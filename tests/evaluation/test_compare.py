@@ -54,6 +54,7 @@ def test_it_agrees_with_scipys_permutation_test():
     assert permutation_test(differences)[0] == pytest.approx(theirs.pvalue, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_distribution_that_is_too_large_is_drawn_from(monkeypatch):
     differences = [Fraction(n, 5) for n in (3, -1, 2, 2, 0, -4, 5, 1, 1, 3)]
     exact, _ = permutation_test(differences)

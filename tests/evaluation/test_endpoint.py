@@ -41,6 +41,7 @@ def ask(url, folder, config=CONFIG, tasks=TASKS[:1], **options):
     return outcome, read_trajectories(folder / "traces.jsonl")
 
 
+@pytest.mark.slow
 def test_our_own_server_gives_what_decoding_here_gives(tmp_path):
     local = run(tmp_path / "local", ONE)
     with live.server() as address:
@@ -61,6 +62,7 @@ def test_our_own_server_gives_what_decoding_here_gives(tmp_path):
     assert costs["tokens_per_sample"] == pytest.approx(ours["tokens_per_sample"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 22])
 def test_a_context_of_our_own_server_is_filled_as_decoding_here_fills_it(tmp_path, turn):
     """The server and the rollout have the same budget, which no prompt leaves all of."""

@@ -66,11 +66,13 @@ def check(folder, name):
         assert after[key].metadata["seconds"] == earlier.metadata["seconds"]
 
 
+@pytest.mark.slow
 def test_samples_differ_and_so_the_files_could(folder):
     found = {t.text for t in read_trajectories(folder / "whole" / "traces.jsonl")}
     assert len(found) > MANY.samples
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_to_the_same_file(folder):
     assert kill_once(folder, "once", 3, 0.0)
     check(folder, "once")

@@ -48,6 +48,7 @@ def test_a_vote_counts_answers_that_are_the_same_when_normalised(answers):
         assert number == first
 
 
+@pytest.mark.slow
 def test_numbers_and_formulas_are_compared_by_value():
     pytest.importorskip("math_verify")
     assert voted(["3", "1,000", "1000"]) == 1

@@ -100,5 +100,6 @@ def test_what_does_not_divide_is_left_to_the_compiler():
     run("at_once", *cases)
 
 
+@pytest.mark.slow
 def test_the_compiler_places_the_collectives_of_any_sizes(backend):
     run("at_once", *DIVIDED[:2], "1,4,2,6,7,5,50,1", strategy="compiler", backend=backend)

@@ -74,6 +74,7 @@ def test_each_policy_keeps_less_than_the_one_before():
     assert sorted(kept, reverse=True) == kept and len(set(kept)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_with_weights_are_kept_in_every_dtype(dtype, backend):
     def products(remat):

@@ -119,6 +119,7 @@ def roles_of(record):
     return re.findall(r"<(\w+)>(.*?)</\1>", "".join(texts(record, "policy")), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_every_arm_starts_from_the_pretrained_policy(tmp_path):
     scratch = Ablation(config(), tmp_path / "scratch")
     scratch.data(3)

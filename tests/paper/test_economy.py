@@ -62,6 +62,7 @@ def config_of(changes):
     return load_config("configs/economy/factbook.py", changes)
 
 
+@pytest.mark.slow
 def test_the_team_solves_the_tasks_of_the_trajectories_and_its_runs_are_kept(given, tmp_path):
     changes, traces = given
     told = measure(config_of(changes), tmp_path / "run")
@@ -77,6 +78,7 @@ def test_the_team_solves_the_tasks_of_the_trajectories_and_its_runs_are_kept(giv
     assert (tmp_path / "run" / "team.jsonl").read_bytes() == runs
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_all_tasks_is_named_as_such(given, tmp_path):
     changes, _ = given
     some = load_tasks(TASKS["source"], TASKS["split"], TASKS["num_tasks"], TASKS["seed"])

@@ -47,6 +47,7 @@ def small_config(**changes):
     return config
 
 
+@pytest.mark.slow
 def test_the_pipeline_writes_its_blocks_and_goes_on_where_it_was(tmp_path, capsys):
     summary = run_pipeline(small_config(), tmp_path)
     for stage in ("teacher", "base", "sft", "rl"):

@@ -83,6 +83,7 @@ def fetched(hub: Hub, copy: Path, **env: str) -> list[int]:
     return [size for name, size in hub.served if name.endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_all_processes_together_fetch_a_model_of_the_hub_once(hub, tmp_path):
     folder = tmp_path / "model"
     total = saved(folder)

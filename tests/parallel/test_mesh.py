@@ -258,6 +258,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_sharded_forward_on_eight_devices_equals_one_device(params, tmp_path):
     from coa_jax.demo.bpe import train_bpe
     from coa_jax.model.api import Model, save_model

@@ -147,6 +147,7 @@ def test_processes_gather_in_order_and_a_killed_one_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "what"),
     [
@@ -200,6 +201,7 @@ def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
     assert [f"process {n} ended with exit code 1" in done.stderr for n in (0, 1)] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_process_whose_output_nobody_reads_ends_the_others_at_once(tmp_path):
     done = run(tmp_path, "unread 0", grace=20)
     assert done.returncode == 141

@@ -119,6 +119,7 @@ def run(tmp_path: Path, source: Path, host: str = "host", shrinks: str = "") -> 
     return [said(done.stdout, number) for number in range(2)]
 
 
+@pytest.mark.slow
 def test_files_of_process_0_are_copied_once_and_a_lost_one_again(tmp_path, source):
     expected = {name: hashlib.sha256((source / name).read_bytes()).hexdigest() for name in SIZES}
     (tmp_path / "host1" / "name").mkdir()
@@ -136,6 +137,7 @@ def test_files_of_process_0_are_copied_once_and_a_lost_one_again(tmp_path, sourc
     assert {path.name for path in tmp_path.glob("host*/name/.*")} == set()
 
 
+@pytest.mark.slow
 def test_processes_that_see_the_files_of_process_0_use_them(tmp_path, source):
     link = tmp_path / "both1"
     (tmp_path / "both0").mkdir()

@@ -8,6 +8,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -111,6 +112,7 @@ def save_and_gather(folder: str) -> None:
     print("restored", restored.extra, bool(rounds), "outside:", *outside, flush=True)
 
 
+@pytest.mark.slow
 def test_saving_and_gathering_launch_no_program_out_of_turn_beside_engines(tmp_path):
     done = launch_function(save_and_gather, tmp_path / "c", devices=2)
     assert done.returncode == 0, done.stderr[-2000:]

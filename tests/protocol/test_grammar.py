@@ -94,7 +94,10 @@ def check_walk(name, symbols):
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "code:paper" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+)
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.integers(0, 1 << 30), max_size=300))
 def test_no_walk_breaks_a_rule_and_every_walk_can_end_with_an_answer(name, choices):

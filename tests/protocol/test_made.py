@@ -114,6 +114,7 @@ def test_a_damaged_file_is_named(text, tmp_path):
         find_protocols(tmp_path / "train.jsonl")
 
 
+@pytest.mark.slow
 def test_commands_without_the_tools_read_show_and_export_the_data(made, tmp_path):
     record = DistilledRecord("r1", "Throw two dice.", "gambling", ("7",), PARTS, "7")
     data = tmp_path / "run" / "train.jsonl"
@@ -133,6 +134,7 @@ def test_commands_without_the_tools_read_show_and_export_the_data(made, tmp_path
     assert run("-c", read, str(data.parent / "traces.jsonl")) == "gambling 7\n"
 
 
+@pytest.mark.slow
 def test_a_policy_from_nothing_knows_the_tags_and_passes_them_on(made, tmp_path):
     data = tmp_path / "run" / "train.jsonl"
     with RunDir(data.parent):

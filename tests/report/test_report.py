@@ -170,6 +170,7 @@ def test_verdicts(reward, verdict):
     assert verdict_of(episode("Chad", "rl", True, reward=reward)) == verdict
 
 
+@pytest.mark.slow
 def test_large_runs_show_a_sample_with_the_same_tasks_at_every_stage(tmp_path):
     run = write_run(tmp_path / "large", tasks=90)
     sample = sample_traces(run / "traces.jsonl", per_stage=5)
@@ -293,6 +294,7 @@ def test_the_page_runs_without_errors_and_shows_every_trace(page_path, tmp_path)
     assert shown.title == "quick & <b>start"  # which the hostile tool text tries to change
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize(
     ("fragment", "count"),

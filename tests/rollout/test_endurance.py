@@ -146,6 +146,7 @@ def ran(batches: int, size: int, code_every: int) -> tuple[list[Census], list[st
     return asyncio.run(all_batches()), outcomes
 
 
+@pytest.mark.slow
 def test_rollouts_leave_no_task_file_thread_process_or_slot():
     before = len(below())  # workers that other tests keep
     counted, outcomes = ran(batches=3, size=20, code_every=10)

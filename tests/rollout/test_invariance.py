@@ -91,7 +91,7 @@ def test_the_reference_is_worth_comparing_with():
 
 
 @pytest.mark.usefixtures("cpu_ops")
-@pytest.mark.parametrize("slots", [4, 16])
+@pytest.mark.parametrize("slots", [4, pytest.param(16, marks=pytest.mark.slow)])
 @settings(max_examples=8)
 @given(
     order=st.permutations(PAIRS),
@@ -108,7 +108,9 @@ def test_tokens_and_log_probabilities_are_those_of_a_sample_alone(
     assert [pair for pair in PAIRS if found[pair] != reference()[pair]] == []
 
 
-@pytest.mark.parametrize("shapes", [{"slots": 1}, {"slots": 2, "pages": 5}])
+@pytest.mark.parametrize(
+    "shapes", [pytest.param({"slots": 1}, marks=pytest.mark.slow), {"slots": 2, "pages": 5}]
+)
 def test_a_prompt_is_prefilled_once_though_its_samples_do_not_fit_at_a_time(shapes, monkeypatch):
     prompts = []
     extend = Engine.extend

@@ -12,6 +12,7 @@ from coa_jax.errors import UserError
 from coa_jax.run.run_dir import RunDir
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_same_offline_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

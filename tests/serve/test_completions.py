@@ -155,6 +155,7 @@ def test_a_completion_without_a_stop_ends_with_the_budget_or_the_turn(client):
     assert short.choices[0].model_extra["stop_reason"] is None
 
 
+@pytest.mark.slow
 def test_neither_the_budgets_nor_the_constraint_of_agents_hold_for_a_completion(client, written):
     model = tiny_policy.policy()
     budget = dataclasses.replace(BUDGET, max_turn_tokens=5, max_seconds=1e-3, constrain=True)

@@ -80,6 +80,7 @@ def run(seconds: float) -> tuple[list[Client], list[int]]:
     return clients, memory
 
 
+@pytest.mark.slow
 def test_sixty_four_streams_at_a_time_all_come_to_their_ends():
     clients, _ = run(2.0)
     assert min(client.finished for client in clients) >= 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from coa_jax.cli import check
 from coa_jax.storage.places import opened
 
@@ -17,6 +19,7 @@ print(hits.count("/jax/compilation_cache/cache_hits"))
 """
 
 
+@pytest.mark.slow
 def test_jax_reads_the_programs_that_an_earlier_process_stored_in_a_bucket(bucket, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", f"{bucket}/compiled")
     found = []

@@ -102,6 +102,7 @@ def model_of(*places: str) -> tuple[str, str]:
     return "-c", "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_of_the_hub_is_a_model(hub, tmp_path):
     samples.write_model(tmp_path / "model")
     samples.write_gguf(tmp_path / "model.gguf", tmp_path / "model")

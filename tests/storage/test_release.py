@@ -12,6 +12,7 @@ from coa_jax.paper.release import release_to
 from tests.released import unreleased
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_released_to_a_bucket(bucket, tmp_path):
     run = tmp_path / "run"
     unreleased(run)

@@ -35,7 +35,10 @@ OWN = f"coa_jax-{os.getuid()}"
 """The folder in the temporary folder to which a run may write."""
 
 
-@pytest.fixture(scope="module", params=SCHEMES)
+@pytest.fixture(
+    scope="module",
+    params=[s if s == "gs" else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES],
+)
 def store(request, clouds) -> str:
     """An empty folder of each store."""
     return f"{request.param}://{BUCKET}/{secrets.token_hex(4)}"
@@ -109,6 +112,7 @@ def test_a_run_whose_places_are_all_urls(root_of, kind, tmp_path, monkeypatch):
     check_readers(root, kind, f"{kind}-plain", tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_a_model_in_a_bucket_is_evaluated_as_its_local_copy_is(bucket, tmp_path):
     tiny_policy.write_rl_inputs(tmp_path)
     storage.upload(tmp_path / "model", f"{bucket}/model")

@@ -79,6 +79,7 @@ def this_machine(tmp_path, monkeypatch):
         yield tmp_path
 
 
+@pytest.mark.slow
 def test_entries_that_were_uploaded_before_machines_are_killed_are_there(bucket, tmp_path):
     url, fs = f"{bucket}/calls", opened(bucket)[0]
     writers = {name: machine(url, tmp_path / name, name, 10**6, 0.2) for name in ("a", "b")}
@@ -97,6 +98,7 @@ def test_entries_that_were_uploaded_before_machines_are_killed_are_there(bucket,
         assert texts(url, name, number) == [f"{name} {index}" for index in range(number)]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_uploads_its_last_entries_and_leaves_no_local_file(bucket, tmp_path):
     url = f"{bucket}/calls"
     writer = machine(url, tmp_path / "a", "a")
@@ -175,6 +177,7 @@ run_main(main, positional=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("leave", 0), ("fail", 2)])
 def test_a_command_uploads_the_cache_before_it_ends_also_after_an_error(gs, tmp_path, end, code):
     done = subprocess.run(

@@ -257,7 +257,8 @@ def test_an_answer_in_an_observation_is_never_graded(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "protocol"), [("aime24", "code"), ("livecodebench_v4_20", "code")]
+    ("name", "protocol"),
+    [("aime24", "code"), pytest.param("livecodebench_v4_20", "code", marks=pytest.mark.slow)],
 )
 def test_right_answers_to_the_rows_of_the_release_lose_nothing(name, protocol):
     path = DATA / f"{name}.parquet"

@@ -88,6 +88,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_data_set_comes_from_the_hub_and_stays_when_that_is_gone(tmp_path):
     pytest.importorskip("datasets")
     settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}

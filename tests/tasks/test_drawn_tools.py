@@ -68,6 +68,7 @@ def test_training_has_no_kind_of_tool_of_the_other_splits():
     assert not kinds["train"] & kinds["test"]
 
 
+@pytest.mark.slow
 def test_no_question_of_another_source_is_taken_for_one_about_a_drawn_tool():
     for source in ("factbook", "factbook_people", "arithmetic"):
         assert not any(understand(task.question) for task in load_tasks(source, "train", 200))

@@ -32,7 +32,9 @@ def test_splits_are_big_enough_and_have_all_hops():
         assert set(by_hops) == {1, 2, 3, 4} and min(by_hops.values()) >= 100
 
 
-@pytest.mark.parametrize("split", ["train", "validation", "test"])
+@pytest.mark.parametrize(
+    "split", [pytest.param("train", marks=pytest.mark.slow), "validation", "test"]
+)
 def test_every_entity_on_the_way_belongs_to_the_split(split):
     for task in load_tasks("factbook:templates=1", split):
         assert {split_of(entity) for entity in task.metadata["entities"]} == {split}
@@ -61,7 +63,7 @@ def test_no_answer_of_another_split_is_in_a_training_question(every):
     assert not answers & phrases
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.slow), "test"])
 def test_samples_are_fixed_and_balanced(split):
     tasks = load_tasks("factbook", split, 400, 3)
     assert tasks == load_tasks("factbook", split, 400, 3)
@@ -78,6 +80,7 @@ def test_samples_are_fixed_and_balanced(split):
     assert 0.1 < arithmetic / 400 < 0.4
 
 
+@pytest.mark.slow
 def test_answers_follow_from_retrieved_passages():
     index = WikiIndex.build(tuple(passages()))
     tasks = load_tasks("factbook", "test", 70, 1) + load_tasks("factbook", "train", 70, 1)

@@ -112,6 +112,7 @@ def _literals(template):
     return [part.strip(" ?.") for part in re.split(r"\{\w+\}", template) if part.strip(" ?.")]
 
 
+@pytest.mark.slow
 def test_the_team_solves_the_questions_with_distractors_in_what_it_finds(test_tasks):
     tasks = test_tasks[:80]
     tools = {tool.name: tool for tool in make_tools(ToolsConfig(top_k=3))}
@@ -143,6 +144,7 @@ def _assert_solved(tasks):
     assert sum(solved) >= 0.95 * len(tasks)
 
 
+@pytest.mark.slow
 def test_questions_that_name_a_country_by_its_adjective_or_capital_are_solved_in_two_steps():
     assert len(load_tasks(f"{SOURCE}:topics=nationality", "train", 200)) == 200
     options = "topics=nationality/chain,wording=any"

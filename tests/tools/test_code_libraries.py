@@ -177,6 +177,7 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["bubblewrap", "landlock"])
 def test_scientific_packages_of_this_interpreter_work_in_the_sandbox(backend):
     place = sysconfig.get_path("purelib")

@@ -44,7 +44,7 @@ def expected(folder, model, texts, longest, pooling="mean"):
 @pytest.mark.parametrize(
     ("kind", "changes", "longest"),
     [
-        ("bert", {}, 40),
+        pytest.param("bert", {}, 40, marks=pytest.mark.slow),
         pytest.param("bert", {"hidden_act": "gelu_new"}, 40, marks=pytest.mark.slow),
         ("bert", {"hidden_act": "relu", "layer_norm_eps": 1e-3}, 40),
         ("xlm-roberta", {}, 38),  # its positions begin at 2
@@ -61,6 +61,7 @@ def test_vectors_are_those_of_transformers(tmp_path, kind, changes, longest):
         np.testing.assert_allclose(found, wanted, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_the_first_state_is_taken_and_texts_are_cut_where_the_model_says_so(tmp_path):
     folder = tmp_path / "m"
     model = tiny_encoder.write(folder)

@@ -129,6 +129,7 @@ def test_a_server_that_never_begins_is_ended(tmp_path, closed_first):
         asyncio.run(tool.close())
 
 
+@pytest.mark.slow
 def test_a_closed_session_closes_its_event_loop_and_can_begin_anew():
     tool = McpTool("tide", McpConfig(COMMAND, timeout_s=30.0))
     assert ask(tool, '{"port": "Brest"}').ok

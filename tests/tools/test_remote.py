@@ -198,6 +198,7 @@ def test_the_command_refuses_what_would_be_open_to_others(tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_serves_a_corpus(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"title": "Aland", "text": "Its capital is Mariehamn."}\n')
     command = [sys.executable, "-m", "coa_jax.serve.tool_server", "--port", "0", "--no_code"]

@@ -155,6 +155,7 @@ def test_rejection_sampling_makes_right_trajectories_likelier(folder):
     assert load_file(folder / "rft" / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_records_are_learned_beside_trajectories_or_alone(folder, tmp_path, capsys):
     path = tmp_path / "records.json"
     prompt = "Follow the mhqa protocol.\n\nQuestion: Why?"

@@ -77,6 +77,7 @@ def save_before_an_update(path: str) -> None:
     print("saved", flush=True)
 
 
+@pytest.mark.slow
 def test_a_state_without_updates_is_saved_by_processes_with_one_device_each(tmp_path):
     done = launch_function(save_before_an_update, tmp_path / "c")
     assert done.returncode == 0, done.stderr[-2000:]

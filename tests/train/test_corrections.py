@@ -205,6 +205,7 @@ losses = st.sampled_from(sorted(LOSSES))
 seeds = st.integers(0, 1000)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(losses, levels, seeds)
 def test_a_cap_that_no_ratio_reaches_is_none(loss, level, seed):

@@ -66,6 +66,7 @@ def test_rl_leaves_out_the_questions_of_sft_and_says_so(folder, capsys):
     assert remaining(further)[1].left_out == ["task-0"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_replayed_without_the_records(folder):
     config = config_of(folder)
     run_rl(folder / "whole", config)
@@ -176,6 +177,7 @@ def test_a_fact_is_known_by_its_kind_entities_and_answers(tmp_path):
     assert (found.same_question, found.same_fact) == (1, 1)
 
 
+@pytest.mark.slow
 def test_questions_of_another_generator_about_a_distilled_fact_are_found(tmp_path):
     known = next(
         task

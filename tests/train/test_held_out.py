@@ -85,6 +85,7 @@ def test_a_run_has_the_same_parameters_and_trajectories_with_and_without_evaluat
     assert all("time/evaluation" not in row for row in rows(plain, "rl"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypatch):
     class Killed(Exception):
         pass
@@ -139,7 +140,8 @@ def evaluations(run, phase):
     ]
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3])  # 3 is the last
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3])  # 3 is the last
 def test_a_resumed_run_completes_an_evaluation_that_sigterm_ended(
     folder, evaluated, monkeypatch, step
 ):
@@ -172,6 +174,7 @@ def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
     assert repeat(config, run).identical
 
 
+@pytest.mark.slow
 def test_sft_is_measured_too_and_keeps_the_best_checkpoint(folder, monkeypatch):
     write_records(folder / "data.jsonl", tiny_policy.records())
     values = {

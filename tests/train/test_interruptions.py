@@ -60,13 +60,13 @@ def go_on_to_the_same_bits(kind: str, folder: Path, name: str) -> None:
         assert_same_run(folder / f"{kind}-whole", folder / name, PHASE[kind], STEPS[kind])
 
 
-@kinds("sft", "dpo")
+@kinds("sft")
 def test_a_killed_run_ends_with_the_same_bits(kind, folder):
     assert kill_once(kind, folder, f"{kind}-killed", random.Random(7))
     go_on_to_the_same_bits(kind, folder, f"{kind}-killed")
 
 
-@kinds("rft", "rl")
+@kinds("rl")
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(kind, folder):
     name = f"{kind}-stopped"
     code, errors = stop_after_a_step(kind, folder, name)

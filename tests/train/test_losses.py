@@ -195,6 +195,7 @@ def test_an_update_does_not_depend_on_micro_batches():
     assert programs[0] == programs[1] == programs[2]  # any number of them, one compilation
 
 
+@pytest.mark.slow
 def test_rematerialisation_and_chunks_of_the_vocabulary_change_nothing():
     batch = pack(examples(), 32)
     plain = loss_and_gradient(PARAMS, batch, SFT)
@@ -325,6 +326,7 @@ def update_of(optimizer):
     return updates
 
 
+@pytest.mark.slow
 def test_a_path_names_an_optimiser_with_the_schedule_of_the_settings():
     config = OptimizerConfig(
         0.1, 10, warmup_steps=2, weight_decay=0.0, path="optax:lion", options={"b1": 0.3}

@@ -48,6 +48,7 @@ def log_probabilities(config, params, tokens):
     return np.asarray(jax.nn.log_softmax(hidden[0, :-1] @ weight.T, axis=-1), np.float64)
 
 
+@pytest.mark.slow
 def test_movement_is_that_of_the_whole_distributions(state):
     rng = np.random.default_rng(3)
     merged, base = merge_adapters(MODEL, state.model), without_adapters(MODEL)

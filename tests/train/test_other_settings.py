@@ -133,6 +133,7 @@ def test_a_repeated_step_takes_the_change_that_came_after_it(tmp_path):
     assert [row["step"] for row in read_config_changes(tmp_path)] == [4]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_made_longer_is_replayed_with_the_settings_of_each_step(folder, tmp_path):
     def config(steps):
         optimizer = OptimizerConfig(1e-3, total_steps=steps)  # the rate falls towards the end

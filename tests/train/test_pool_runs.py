@@ -52,6 +52,7 @@ def saved(run):
     return {id: tuple(known) for id, known in extra["pool"].items()}
 
 
+@pytest.mark.slow
 def test_a_run_with_a_pool_is_a_function_of_its_seed(folder):
     config = train(folder, "whole")
     with stopped_after(2):

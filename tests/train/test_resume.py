@@ -84,6 +84,7 @@ def test_a_run_that_goes_on_reads_no_base_weights_and_holds_its_state_once(folde
     assert 0.99 * state < found[0] < 1.15 * state
 
 
+@pytest.mark.slow
 def test_a_run_with_another_optimiser_goes_on_as_if_it_had_not_stopped(folder):
     lion = {"path": "optax:lion", "options": {"b2": 0.9}, "final_ratio": 1.0}
 

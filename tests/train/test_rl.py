@@ -108,6 +108,7 @@ def assert_same_run(one, other):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_trajectories_stay_on_disk_until_the_last_checkpoint_is_complete(folder, monkeypatch):
     events = []
 

@@ -132,7 +132,7 @@ def test_seeds_that_cannot_order_the_data_are_refused_at_once(folder, seed):
         sft_config(folder / "base", folder / "data.jsonl", seed=seed)
 
 
-@pytest.mark.parametrize("missing", [1, 0])
+@pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_examples_may_not_outgrow_the_positions_of_the_model_unsaid(
     folder, tmp_path, caplog, missing
 ):

@@ -160,6 +160,7 @@ def test_values_are_those_of_prompts_that_are_not_shared():
     check_equal(sums(loss, critic, whole=WHOLE), sums(loss, critic))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
     ["splash", *(pytest.param(k, marks=pytest.mark.slow) for k in ("cudnn", "pallas_gpu"))],

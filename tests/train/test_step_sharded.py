@@ -87,7 +87,7 @@ for kind, *sizes, collectives in [case.split(",") for case in sys.argv[2:]]:
 """
 
 
-SOME = ["rl,2,2,2,compiler", "rl,2,2,2,manual"]
+SOME = ["rl,2,2,2,manual"]
 SHAPES = ["8,1,1", "1,8,1", "1,1,8", "2,4,1", "4,2,1", "2,2,2", "4,1,2", "1,4,2", "1,2,4"]
 ALL = [
     f"{kind},{shape},{collectives}"

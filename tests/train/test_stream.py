@@ -47,7 +47,11 @@ def train(folder, name, seed=0, **changes):
     ("name", "changes"),
     [
         ("keep", {}),
-        ("recompute", {"in_flight_weights": "recompute", "admission": "task_order"}),
+        pytest.param(
+            "recompute",
+            {"in_flight_weights": "recompute", "admission": "task_order"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("left-out", LEAVE_OUT, marks=pytest.mark.slow),
     ],
 )
@@ -72,6 +76,7 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
     assert found.steps == 8 and found.trajectories > 8 and found.identical, str(found)
 
 
+@pytest.mark.slow
 def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
     config = train(folder, "other", optimizer=OptimizerConfig(1e-3, total_steps=2))
     log = folder / "other" / "steps.jsonl"
@@ -90,6 +95,7 @@ def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
         rl.repeat(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
     changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=2)}
     train(folder, "sync1", 1, **changes)

@@ -100,6 +100,7 @@ def test_a_student_moves_to_its_teacher():
     assert np.mean(history[-3:]) == pytest.approx(after, rel=0.5, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_teachers_advantages_are_added_to_those_of_rewards():
     of, student = teacher(), init_params(MODEL, jax.random.key(2))
     trajectories, _ = sampled(student, 4, 0)
@@ -321,6 +322,7 @@ def test_every_example_gets_its_own_scores_and_learns_from_them():
     assert stats["opd/reverse_kl"] == pytest.approx(-np.mean(gain), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_server_of_this_package_scores_as_a_local_teacher_does(tmp_path: Path):
     pytest.importorskip("starlette", reason="the server is an extra")
     from tests.serve.live import server

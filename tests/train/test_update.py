@@ -115,6 +115,7 @@ def run(settings, steps=1):
     return state, critic, history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("rloo", 2 / 3), pytest.param("dr_grpo", 0.5, marks=pytest.mark.slow)],
@@ -152,7 +153,11 @@ def test_an_algorithm_makes_what_was_right_likelier(name):
 
 @pytest.mark.parametrize(
     ("name", "mini_batch"),
-    [("dapo", 0), ("gspo", 1), ("ppo", 0), ("own", 0)]
+    [
+        pytest.param("dapo", 0, marks=pytest.mark.slow),
+        pytest.param("ppo", 0, marks=pytest.mark.slow),
+        ("own", 0),
+    ]
     + [pytest.param(name, 1, marks=pytest.mark.slow) for name in REWARDED],
 )
 def test_identical_samples_are_computed_once_and_learned_as_often_as_they_occur(
@@ -196,6 +201,7 @@ def squared_ratio(ratio, advantages):
     return -advantages * ratio * ratio
 
 
+@pytest.mark.slow
 def test_later_updates_of_a_step_are_off_policy_by_the_trainers_own_measure():
     """With log-probabilities of the trainer the sampler's mismatch is measured, not clipped."""
     shifted = [
@@ -291,6 +297,7 @@ def test_mini_batches_have_a_fixed_size_and_a_short_step_makes_fewer_updates(mon
     assert config("dr_grpo", groups=7).updates_per_step == 1
 
 
+@pytest.mark.slow
 def test_later_epochs_take_the_groups_in_an_order_of_the_seed_and_the_step(monkeypatch):
     knobs = {"old_logp": "trainer", "tis_cap": 2.0}
     settings = config(

@@ -61,6 +61,7 @@ def test_cached_steps_compile_with_ragged_paged_attention_and_copy_no_page(topol
         assert program["temporary_bytes"] < pool / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_programs_of_the_engine_compile_and_copy_neither_cache_nor_weights(topology):
     programs = compiled("engine", topology)

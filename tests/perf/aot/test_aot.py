@@ -72,6 +72,7 @@ def check(result, rows, length):
     return programs
 
 
+@pytest.mark.slow
 def test_a_configuration_is_estimated_for_gpus():
     code, result, err = aot("--config=configs/sft/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL)
     assert code == 0, err
@@ -189,6 +190,7 @@ def test_what_does_not_fit_is_refused_with_the_figure_and_the_setting():
     assert result["advice"] in err
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_a_configuration_compiles_for_a_tpu_slice():
     code, result, err = aot(

@@ -23,6 +23,7 @@ needs_tpu_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_memory_of_a_tpu_program_is_the_number_by_which_the_compiler_refuses_programs():
     def needed(steps):

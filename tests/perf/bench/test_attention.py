@@ -13,6 +13,7 @@ from coa_jax.perf.bench.attention import Work, measure
 WORK = Work("causal", 2, 64, 2, 1, 2, 2, 16, 16, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "passes"), [("causal", 3.5), ("paged", None)])
 def test_the_reference_is_measured_and_kernels_of_other_platforms_are_skipped(kind, passes):
     found = measure(dataclasses.replace(WORK, kind=kind))["implementations"]

@@ -21,6 +21,7 @@ from tests import tiny_policy
 from tests.perf.bench.small_workload import subject
 
 
+@pytest.mark.slow
 def test_decoding_samples_what_was_asked_for():
     engine = Engine(subject().params, subject().config, EngineConfig(3, 30, 4, (32,)))
     prompts = np.arange(60).reshape(3, 20)
@@ -83,6 +84,7 @@ def test_constrained_decoding_is_measured_beside_the_free_one():
         decode.measure(subject(), (2,), decode.Work(**options), "generalist")
 
 
+@pytest.mark.slow
 def test_decoding_is_reported_for_each_batch_size_beside_its_floor():
     options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 2}
     result = decode.measure(subject(), (1, 3), decode.Work(**options))
@@ -96,6 +98,7 @@ def test_decoding_is_reported_for_each_batch_size_beside_its_floor():
         assert entry["end_to_end_tokens_per_s"]["median"] < entry["decode_tokens_per_s"]["max"]
 
 
+@pytest.mark.slow
 def test_a_training_step_is_measured_without_its_compilation():
     # The step donates its parameters.
     own = dataclasses.replace(subject(), params=jax.tree.map(jax.numpy.copy, subject().params))
@@ -125,6 +128,7 @@ def test_batch_sizes_are_whole_numbers_from_one(values):
         decode.batch_sizes(values)
 
 
+@pytest.mark.slow
 def test_a_profile_says_which_parts_of_a_step_take_how_much():
     options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 1}
     (entry,) = decode.measure(subject(), (3,), decode.Work(profile=True, **options))["batches"]

@@ -22,6 +22,7 @@ def own():
     return dataclasses.replace(subject(), params=jax.tree.map(jax.numpy.copy, subject().params))
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_in_parts_and_without_its_compilation(tmp_path):
     work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 1, 0, 1)))
     shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")

@@ -79,7 +79,14 @@ def test_the_samples_of_a_group_differ(ran):
     assert ran[0].tokens[12:16].tolist() != ran[1].tokens[12:16].tolist()
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 4), (2, 16), (8, 1)])
+@pytest.mark.parametrize(
+    ("slots", "chunk"),
+    [
+        (1, 4),
+        pytest.param(2, 16, marks=pytest.mark.slow),
+        pytest.param(8, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_do_not_depend_on_slots_and_chunks(several, ran, slots, chunk):
     again = run_workload([engine(several, slots, chunk)], several)
     assert [t.tokens.tolist() for t in again] == [t.tokens.tolist() for t in ran]
@@ -148,6 +155,7 @@ def test_nothing_is_compiled_after_the_warm_up(several):
     assert speed["max"] == pytest.approx(several.generated_tokens / wall["min"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_bucket_beyond_the_slot_needs_no_warm_up_of_its_own(tmp_path):
     work = workload(tmp_path, rollout(0, (2,)), prompt_length=60)
     shapes = engine_shapes(

@@ -36,6 +36,7 @@ def test_only_the_longest_call_is_made_quick(work):
     assert [script.lengths for script in quick.scripts] == [s.lengths for s in work.scripts]
 
 
+@pytest.mark.slow
 def test_others_do_not_wait_for_the_slow_tool(work):
     result = stalls.measure(subject(), work, shapes(work), repeats=1)
     assert result["slow_tool_s"] == 3.0
@@ -49,6 +50,7 @@ def test_others_do_not_wait_for_the_slow_tool(work):
     )
 
 
+@pytest.mark.slow
 def test_a_loop_that_waits_is_found(work, monkeypatch):
     async def blocking(self, arguments, context):
         time.sleep(float(arguments))

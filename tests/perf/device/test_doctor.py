@@ -117,6 +117,7 @@ def small(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_sampler_whose_logps_lack_the_temperature_is_named(monkeypatch):
     right = programs.sample
@@ -132,6 +133,7 @@ def test_a_sampler_whose_logps_lack_the_temperature_is_named(monkeypatch):
     assert check.text.endswith("suspected: the sampler's log-probabilities lack the temperature")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_wrong_position_of_decoding_is_named(monkeypatch):
     right = decoder.rope_tables

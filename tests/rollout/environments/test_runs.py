@@ -65,6 +65,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_steps_of_rl_learn_from_rewards_of_turns(folder):
     rows = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
@@ -94,6 +95,7 @@ def test_the_run_is_repeated_without_the_environment(folder):
     assert "parameters identical after every step" in said
 
 
+@pytest.mark.slow
 def test_an_evaluation_acts_in_the_environment(folder):
     coa_jax(folder, "evaluate", "--config=evaluate_config.py", "--workdir=measured")
     traces = read_trajectories(folder / "measured" / "traces.jsonl")

@@ -72,7 +72,7 @@ def test_steps_learn_what_a_program_was_told(finished, folder):
     assert {t.reward.value for t in kept} == {1 / (1 + len(t.answer)) for t in kept}
 
 
-@pytest.mark.parametrize("name", ["whole", "stream"])
+@pytest.mark.parametrize("name", ["whole", pytest.param("stream", marks=pytest.mark.slow)])
 def test_a_replay_repeats_every_token_without_the_program(finished, folder, name):
     changes = {} if name == "whole" else STREAM
     if changes:

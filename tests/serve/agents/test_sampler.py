@@ -38,6 +38,7 @@ def assert_as_sampled(trajectory: Trajectory) -> None:
     assert not trajectory.logp[1:][~written].any()
 
 
+@pytest.mark.slow
 def test_over_ten_turns_no_text_is_encoded_twice_and_nothing_sampled_ever_is(monkeypatch):
     on, wanted, encoded = sampler("conversation"), [one()], []
     plain_ids = tokenizer_module._ids

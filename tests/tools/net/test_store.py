@@ -53,6 +53,7 @@ for i in range(40):
 """
 
 
+@pytest.mark.slow
 def test_many_processes_write_at_a_time(tmp_path):
     path = tmp_path / "a.sqlite"
     commands = [[sys.executable, "-c", WRITER, str(path), str(worker)] for worker in range(5)]
