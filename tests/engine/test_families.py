@@ -16,10 +16,8 @@ PROMPTS = np.random.default_rng(1).integers(3, 384, size=(4, 12)).tolist()
 COUNT = 70  # beyond the positions of the pretraining, where scaled positions count
 
 
-@pytest.mark.parametrize(
-    "family",
-    [f if f == "llama3-rope" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(family, tmp_path):
     reference = make_reference(family, tmp_path)
     model = load_model(tmp_path)

@@ -87,7 +87,7 @@ def test_the_bits_depend_neither_on_the_others_nor_on_where_pages_lie():
 
 
 @pytest.mark.usefixtures("cpu_ops")
-@pytest.mark.parametrize("rows", [16, 24])
+@pytest.mark.parametrize("rows", [16, pytest.param(24, marks=pytest.mark.slow)])
 def test_rows_in_groups_are_those_of_one_group(rows):
     lengths = np.random.default_rng(5).integers(1, SIZE * PAGES + 1, rows)
     k, v = normal(0, rows, SIZE * PAGES, N, K), normal(1, rows, SIZE * PAGES, N, K)
