@@ -234,7 +234,6 @@ class Thermometer:
         return Observation(f"12 degrees for {arguments}", True, "ok", 0.0)
 
 
-@pytest.mark.slow
 def test_a_policy_is_reinforced_with_rewards_tasks_and_tools_of_python(tmp_path, saved):
     """Also where an event loop runs."""
     optimizer = OptimizerConfig(learning_rate=1e-3, total_steps=2, final_ratio=1.0)

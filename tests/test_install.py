@@ -243,7 +243,6 @@ def environment(wheel, tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
 def test_the_wheel_has_the_command_and_the_configs(environment, declared, tmp_path):
     code = (
         "import coa_jax.config.installed as i, json, sys\n"

@@ -206,7 +206,6 @@ def nothing_sleeps() -> bool:
     return sleepers(psutil.Process()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["max_seconds", "max_tool_seconds"])
 def test_a_budget_of_time_ends_the_programs(budget):
     async def go():

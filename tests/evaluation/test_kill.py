@@ -72,7 +72,6 @@ def test_samples_differ_and_so_the_files_could(folder):
     assert len(found) > MANY.samples
 
 
-@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_to_the_same_file(folder):
     assert kill_once(folder, "once", 3, 0.0)
     check(folder, "once")

@@ -43,7 +43,6 @@ run_main(main)
 """
 
 
-@pytest.mark.slow
 def test_two_processes_spend_no_more_than_one_budget_over_their_restarts(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     for most, shares in ((7, ["4", "3"]), (12, ["3", "2"])):
