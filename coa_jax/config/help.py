@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.config.fields import declared, has_default, parts, present
+from coa_jax.config.fields import declared, parts, present
 from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError
 
@@ -82,8 +82,7 @@ def settings_of(cls: Any, config: Mapping[str, Any], prefix: str = "") -> Iterat
         if value is dataclasses.MISSING:
             make: Any = field.default_factory
             value = field.default if make is dataclasses.MISSING else make()
-        required = not has_default(field) and value in (dataclasses.MISSING, "")
-        text = "required" if required else repr(value)
+        text = "required" if value is dataclasses.MISSING else repr(value)
         yield Setting(prefix + field.name, text, texts.get(field.name, "").replace("`", ""))
 
 

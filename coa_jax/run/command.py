@@ -433,7 +433,10 @@ def _help(argv: list[str]) -> str:
     """
     _, config = _loaded([argument for argument in argv if not _HELP.fullmatch(argument)])
     assert _config_flag.settings is not None
-    settings = list(settings_of(_config_flag.settings, config.to_dict()))
+    values = config.to_dict()
+    if _config_flag.with_defaults is not None:  # the user must give what has no default
+        values = {key: value for key, value in values.items() if value != ""}
+    settings = list(settings_of(_config_flag.settings, values))
     width = shutil.get_terminal_size((110, 24)).columns
     after = [*itertools.dropwhile(lambda argument: not _HELP.fullmatch(argument), argv), ""][1]
     if after and not after.startswith("-"):
