@@ -130,6 +130,21 @@ def complete_config(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     return ConfigDict(_overridable(dataclasses.asdict(build_config(cls, values))))
 
 
+def default_values(cls: type[Any]) -> dict[str, Any]:
+    """Returns the defaults of a dataclass as in a config; fields without a default are left out.
+
+    The dataclass itself is not created: checks of a whole config may import JAX.
+    """
+    values = {}
+    for field in dataclasses.fields(cls):
+        make: Any = field.default_factory
+        value = field.default if make is dataclasses.MISSING else make()
+        if value is not dataclasses.MISSING:
+            is_group = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            values[field.name] = dataclasses.asdict(value) if is_group else value
+    return cast(dict[str, Any], _overridable(values))
+
+
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of ``one``, overridden by ``other``; nested groups are merged."""
     result = dict(one)

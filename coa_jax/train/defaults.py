@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from coa_jax.model.config import ModelConfig, cpu_dtype
 from coa_jax.parallel import processes
-from coa_jax.run.settings import changes_of, complete_config, merged, plain
+from coa_jax.run.settings import changes_of, default_values, merged, plain
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.config import SFTConfig, TrainingConfig
 from coa_jax.train.rl_config import RLConfig
@@ -69,10 +69,8 @@ def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigD
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
     kind, source = (SFTConfig, "data") if stage == "sft" else (RLConfig, "tasks")
-    base = complete_config(kind, {"model": "-", source: "-", **_TOGETHER}).to_dict()
-    base |= {"model": "", source: ""}
-    if stage == "rl":
-        base["tools"] = complete_config(ToolsConfig, {}).to_dict()
+    base = {"model": "", source: "", "tools": default_values(ToolsConfig)}
+    base = merged({**base, **default_values(kind)}, _TOGETHER)
     return ConfigDict(merged(base, values))
 
 

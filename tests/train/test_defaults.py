@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -69,3 +71,13 @@ def test_fine_tuning_makes_three_passes_over_rows_of_the_longest_example():
     assert (chosen.row_length, chosen.optimizer.total_steps) == (768, 38)
     adapters = completed(of_run, model("smollm2-135m", 8), longest=700, examples=100, machine=CPU)
     assert adapters.optimizer.learning_rate > chosen.optimizer.learning_rate > 0
+
+
+def test_a_config_is_completed_without_jax():
+    """So that a wrong setting is answered before JAX is loaded."""
+    code = (
+        "import sys; from coa_jax.train.defaults import with_defaults\n"
+        "with_defaults('rl', {}), with_defaults('sft', {}); print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
