@@ -208,9 +208,15 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
 
 
 def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
-    """Returns whether a conversation has functions that are no tools of a protocol."""
-    names = names_of(turns) | {tool["function"]["name"] for tool in tools_of(value)}
-    return not names <= set(any_protocol().tools)
+    """Returns whether a conversation has functions that are no tools of a protocol.
+
+    In a conversation with the tags of a protocol, the column ``tools`` is ignored.
+    """
+    protocol, called = any_protocol(), names_of(turns)
+    tags = [f"</{role}>" for role in (*protocol.tools, protocol.answer)]
+    if not any(tag in turn.text for turn in turns if turn.role in _POLICY for tag in tags):
+        called |= {tool["function"]["name"] for tool in tools_of(value)}
+    return not called <= set(protocol.tools)
 
 
 def _of_function_calls(

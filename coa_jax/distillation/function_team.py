@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,6 +54,7 @@ async def solve_all(
     """
     jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
     runs = {(row["id"], row["question"]): row for row in jsonl.read_objects(path)}
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(concurrency))
     free, made = asyncio.Semaphore(concurrency), 0
 
     async def solve(task: Task) -> dict[str, Any]:
@@ -78,10 +80,9 @@ async def solve_all(
 
 async def _attempt(team: Team, task: Task) -> dict[str, Any]:
     try:
-        if inspect.iscoroutinefunction(team):
-            messages = await team(task.question)
-        else:
-            messages = await asyncio.to_thread(team, task.question)
+        messages = await asyncio.to_thread(team, task.question)
+        if inspect.isawaitable(messages):  # the team is asynchronous
+            messages = await messages
     except Exception as error:  # one task that fails does not end the run
         return {"error": f"{type(error).__name__}: {error}"}
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):

@@ -43,15 +43,16 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
     mask = [0.0] * len(tokens)
     protocol, end = get_protocol(record.protocol), end_of_turn_id(tokenizer)
     turns = protocol.format is not None and protocol.format.turns
-    authors = [None, *(author for author, _ in record.parts), None]
+    neighbours = [("", ""), *record.parts, ("", "")]
     for index, (author, text) in enumerate(record.parts):
-        before, after = authors[index], authors[index + 2]
+        before, after = neighbours[index], neighbours[index + 2]
         if author == "policy":
             ids = policy_ids(tokenizer, protocol, text)
-            if turns and after == "environment":
+            if turns and after[0] == "environment":
                 ids.append(end)  # in these formats the end of the turn makes the tool call
         else:
-            ids = environment_ids(tokenizer, protocol, text, before == author, after == author)
+            follows, continues = (turns and _is_result(protocol, *each) for each in (before, after))
+            ids = environment_ids(tokenizer, protocol, text, follows, continues)
         tokens += ids
         mask += [float(author == "policy")] * len(ids)
     tokens.append(end)
@@ -77,7 +78,7 @@ def environment_ids(
         The token ids.
     """
     head, tail = plain_frame(protocol)
-    if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):
+    if not _is_result(protocol, "environment", text):
         if protocol.format is not None and protocol.format.turns and not protocol.roles:
             return user_turn_ids(tokenizer, text)
         return encode_plain(tokenizer, text)
@@ -86,6 +87,13 @@ def environment_ids(
     frame = ("" if follows else first, between if continues else last)
     before, behind = frame_tokens(tokenizer, protocol, frame)
     return [*before, *body, *behind]
+
+
+def _is_result(protocol: Protocol, author: str, text: str) -> bool:
+    """Returns whether a part is an observation with the text around it."""
+    head, tail = plain_frame(protocol)
+    framed = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
+    return author == "environment" and framed
 
 
 def trajectory_example(

@@ -117,6 +117,26 @@ def test_calls_without_schemas_and_in_turns_of_their_own_are_learned(qwen):  # n
     assert example(qwen, {"conversations": chat}).tokens.tolist() == made.tokens.tolist()
 
 
+def test_a_chain_of_agents_stays_one_beside_any_column_of_tools():
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "<think>a</think><crawl_page>x.org</crawl_page>"},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "<think>b</think><answer>3</answer>"},
+    ]
+    for tools in (TOOLS, ["crawl_page"], "none"):
+        record = made_of({"messages": turns, "tools": tools}, "x").record
+        assert (record.protocol, record.answer, record.metadata) == ("web", "3", {})
+
+
+def test_text_beside_an_observation_in_tags_keeps_its_tokens(qwen):  # noqa: F811
+    seen = "\n<observation>\n1\n</observation>\n\n"
+    parts = [["policy", "<code>1</code>"], ["environment", seen], ["environment", "later"]]
+    row = {"id": "x", "question": "?", "protocol": "code", "gold": [], "answer": "", "parts": parts}
+    tokens = example(qwen, row).tokens
+    assert qwen.decode(tokens).endswith(f"<code>1</code>{seen}later<|im_end|>")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
