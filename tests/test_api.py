@@ -369,7 +369,7 @@ def test_the_example_of_a_baseline_compares_a_policy_with_itself_without_tools(t
     lines = [json.dumps({"question": t.question, "answer": t.gold[0]}) for t in TASKS]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
     values = dataclasses.asdict(dataclasses.replace(CONFIG, tasks=str(tmp_path / "tasks.jsonl")))
-    config = ConfigDict({**values, "tools": {"top_k": 1}})
+    config = ConfigDict({**values, "tools": {"wiki_search": {"top_k": 1}}})
     chain, alone = compare(config, str(saved), str(tmp_path / "run"))
     assert chain.figures["costs"]["calls_per_sample"] > 0
     assert alone.figures["costs"]["calls_per_sample"] == 0

@@ -257,7 +257,7 @@ def test_a_command_that_opens_nothing_takes_buckets_without_asking_them():
 def test_addresses_of_services_are_no_files():
     check_places(
         {
-            "--config.tools.wiki_url": "http://localhost:8000/retrieve",
+            "--config.tools.wiki_search.url": "http://localhost:8000/retrieve",
             "--config.graders.judge.chat.url": "https://judge.example/v1",
             "--config.tools.mcp.files.command": "server --root file:///data",
             "--config.tasks": "factbook:hops=1-2",

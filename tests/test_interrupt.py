@@ -107,7 +107,7 @@ def command(name: str, folder: Path) -> list[str]:
         "rollout.strict": False,
         "rollout.prompt_style": "brief",
         "tools.names": ("code",),
-        "tools.code_timeout_s": 300.0,
+        "tools.code.timeout_s": 300.0,
     }
     if name == "evaluate":
         config |= {"samples": 4}

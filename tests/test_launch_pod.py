@@ -43,7 +43,7 @@ def commands(shared):
           "group_size": 4, "max_sampled": 2.0, "temperature": 1.2, "algorithm.overlong_buffer": 0,
           "engine.max_length": 192, "rollout.max_tokens": 192, "rollout.max_turn_tokens": 0,
           "rollout.max_tool_calls": 3, "rollout.max_observation_tokens": 48,
-          "tools.corpus": shared / "corpus.jsonl", "optimizer.learning_rate": 1e-3,
+          "tools.wiki_search.corpus": shared / "corpus.jsonl", "optimizer.learning_rate": 1e-3,
           "optimizer.total_steps": 6, "checkpoint_every": 1}  # fmt: skip
     return {
         stage: (stage, f"--config=configs/{stage}/tiny.py", *MESH,

@@ -117,7 +117,10 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
         if names is not None:
             tools = with_names(tools, tuple(names))
         flag = "top_k"
-        return tools if top_k is None else dataclasses.replace(tools, top_k=top_k)
+        if top_k is None:
+            return tools
+        wiki_search = dataclasses.replace(tools.wiki_search, top_k=top_k)
+        return dataclasses.replace(tools, wiki_search=wiki_search)
     except UserError as error:
         raise UserError(f"--{flag}: {error}") from None
 

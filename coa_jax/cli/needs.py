@@ -25,6 +25,7 @@ from coa_jax.data.rows import files_need
 from coa_jax.errors import UserError
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.settings import build_config
+from coa_jax.tasks.judge import MAX_ANSWER_CHARS
 from coa_jax.tasks.mixture import parts_of, sources_need
 from coa_jax.tools.make import ToolsConfig
 
@@ -121,7 +122,7 @@ def worst_case(config: Any) -> str:
         return f"for each task {text}"
     money, priced = _money_of_tools(config.tools, samples * each)
     if verdicts:
-        price = judge.chat.money(judge.answer_chars)
+        price = judge.chat.money(MAX_ANSWER_CHARS)
         money += min(verdicts * price, judge.chat.max_money or math.inf)
         priced |= price > 0
     if not priced:

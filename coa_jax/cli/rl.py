@@ -19,6 +19,7 @@ import functools
 
 from absl import flags
 
+from coa_jax.config.renamed import renewed
 from coa_jax.files import durable
 from coa_jax.protocol import find_protocols
 from coa_jax.run.command import run_main
@@ -30,7 +31,7 @@ from coa_jax.train.defaults import with_defaults
 from coa_jax.train.rl_config import RLRun
 
 FIRST = (
-    *("model", "tasks", "num_tasks", "tools.names", "tools.corpus", "graders.answer"),
+    *("model", "tasks", "num_tasks", "tools.names", "tools.wiki_search.corpus", "graders.answer"),
     *("graders.rewards", "format_reward", "algorithm.name", "algorithm.kl_coef", "groups"),
     *("group_size", "temperature", "optimizer.learning_rate", "optimizer.total_steps"),
     *("optimizer.warmup_steps", "lora.rank", "rollout.format", "rollout.max_tokens"),
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     if values.replay:
         with visited(values.replay, (*NAMES_ONLY, "traces.jsonl", "spool")) as run_path:
             find_protocols(run_path)
-            config = durable.read_json_object(run_path / "config.json")
+            config = renewed(durable.read_json_object(run_path / "config.json"))
             found = repeat(build_config(RLRun, config), run_path)
         print(found)
         return 0 if found.identical else 1

@@ -104,11 +104,11 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
         The content of ``summary.json``.
     """
     command = build_config(Command, config)
-    tools = command.tools
+    corpus = command.tools.wiki_search.corpus
     with RunDir(workdir) as run:
-        passages = read_corpus(tools.corpus) if tools.corpus else None
-        index = load_index(tools.passage_chars, passages, cache_folder("wiki", tools.corpus))
-        source = Path(tools.corpus).name if tools.corpus else "factbook"
+        passages = read_corpus(corpus) if corpus else None
+        index = load_index(passages, cache_folder("wiki", corpus))
+        source = Path(corpus).name if corpus else "factbook"
         summary = asyncio.run(_work(config, command, index, source, workdir))
         run.write_config(config)
         run.summary(summary, anew=True)

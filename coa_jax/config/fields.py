@@ -160,6 +160,21 @@ class Items:
 
 Bound = Between | OneOf | Text | Items
 
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """Marks a group of which a config holds only the settings that differ from their defaults.
+
+    Such a group belongs to a feature that is off unless it is set, such as a judge, or replaces
+    settings of a preset.
+    """
+
+
+def is_sparse(annotation: Any) -> bool:
+    """Returns whether an annotation marks a group as `Sparse`."""
+    return any(isinstance(mark, Sparse) for mark in getattr(annotation, "__metadata__", ()))
+
+
 Share = Annotated[float, Between(0, 1)]
 Seed = Annotated[int, Between(0, MAX_INT)]
 Count = Annotated[int, Between(1, MAX_INT)]
@@ -274,7 +289,8 @@ def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
     ``Literal``.
     """
     plain = annotation_of(annotation)
-    bounds = () if plain is annotation else typing.get_args(annotation)[1:]
+    marks = () if plain is annotation else typing.get_args(annotation)[1:]
+    bounds = tuple(mark for mark in marks if not isinstance(mark, Sparse))
     origin = typing.get_origin(plain)
     if origin is Literal:
         return str, (OneOf(*typing.get_args(plain)), *bounds)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.config.fields import declared, parts, present
+from coa_jax.config.fields import declared, is_sparse, parts, present
 from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError
 
@@ -32,11 +32,13 @@ class Setting:
         key: dotted name, such as ``optimizer.learning_rate``.
         value: present value as text; "required" if it is not set and has no default.
         meaning: text of its entry in the docstring.
+        inside: whether it belongs to a group that is `Sparse`.
     """
 
     key: str
     value: str
     meaning: str
+    inside: bool = False
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
@@ -63,27 +65,40 @@ def _attributes(docstring: str) -> dict[str, str]:
     return texts
 
 
-def settings_of(cls: Any, config: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
+def settings_of(
+    cls: Any, config: Mapping[str, Any], prefix: str = "", default: Any = None, inside: bool = False
+) -> Iterator[Setting]:
     """Yields the settings of a dataclass, and of the dataclasses inside it.
+
+    A group that is `Sparse` is a setting, too.
 
     Args:
         cls: the dataclass.
         config: present values; fields that are missing have their defaults.
         prefix: key of the dataclass in the whole config, with a dot at the end.
+        default: object with the default values; None for the defaults of the class.
+        inside: whether the dataclass belongs to a group that is `Sparse`.
     """
     texts = meanings(cls)
     for field in dataclasses.fields(cls):
-        kind, _ = parts(present(declared(cls)[field.name]))
-        value = config.get(field.name, dataclasses.MISSING)
-        if dataclasses.is_dataclass(kind):
-            inner = value if isinstance(value, Mapping) else {}
-            yield from settings_of(kind, inner, f"{prefix}{field.name}.")
+        annotation = declared(cls)[field.name]
+        kind, _ = parts(present(annotation))
+        make: Any = field.default_factory
+        usual = field.default if make is dataclasses.MISSING else make()
+        usual = usual if default is None else getattr(default, field.name)
+        value = config.get(field.name, usual)
+        key, meaning = prefix + field.name, texts.get(field.name, "").replace("`", "")
+        if not dataclasses.is_dataclass(kind):
+            text = "required" if value is dataclasses.MISSING else repr(value)
+            yield Setting(key, text, meaning, inside)
             continue
-        if value is dataclasses.MISSING:
-            make: Any = field.default_factory
-            value = field.default if make is dataclasses.MISSING else make()
-        text = "required" if value is dataclasses.MISSING else repr(value)
-        yield Setting(prefix + field.name, text, texts.get(field.name, "").replace("`", ""))
+        given = value if isinstance(value, Mapping) else {}
+        if is_sparse(annotation) and not inside:
+            names = ", ".join(field.name for field in dataclasses.fields(kind))
+            yield Setting(key, repr(dict(given)), f"{meaning} Settings: {names}.")
+        base = None if usual is dataclasses.MISSING else usual
+        within = inside or is_sparse(annotation)
+        yield from settings_of(kind, given, f"{key}.", base, within)
 
 
 def page(settings: Iterable[Setting], keys: Sequence[str], width: int) -> str:
@@ -110,7 +125,7 @@ def _cut(text: str, width: int) -> str:
 
 def outermost(settings: Sequence[Setting]) -> list[str]:
     """Returns the keys outside groups; with those of the outer groups if there are few."""
-    keys = [setting.key for setting in settings]
+    keys = [setting.key for setting in settings if not setting.inside]
     outer = [key for key in keys if "." not in key]
     inner = [key for key in keys if key.count(".") == 1]
     return outer if len(outer) >= _FEW else [*outer, *inner][:_MOST]
@@ -121,7 +136,8 @@ def search(settings: Iterable[Setting], word: str, width: int) -> str:
 
     Args:
         settings: the settings.
-        word: the word, in any case; "all" for all settings.
+        word: the word, in any case; "all" for all settings, without those of groups that hold only
+            what differs from a default.
         width: width of the text in characters.
 
     Raises:
@@ -131,7 +147,11 @@ def search(settings: Iterable[Setting], word: str, width: int) -> str:
     blocks = [
         f"  --config.{setting.key}={setting.value}\n{_indented(setting.meaning, width)}"
         for setting in settings
-        if word == "all" or word in setting.key.lower() or word in setting.meaning.lower()
+        if (
+            not setting.inside
+            if word == "all"
+            else word in f"{setting.key} {setting.meaning}".lower()
+        )
     ]
     if not blocks:
         hint = suggest(word, [part for setting in settings for part in setting.key.split(".")])

@@ -12,14 +12,18 @@ from typing import Any
 import ml_collections
 from ml_collections.config_flags import config_path
 
+from coa_jax.config.renamed import hint
 from coa_jax.errors import UserError, UserErrors
 
-_NEW_KEY = re.compile(
-    r"--?config\.((?:\w+\.)*?(?:tools\.mcp|own|budgets|rewards|mixture|\w*options))"
-    r"\.((?:\w+\.)*\w+)(?:=(.*))?",
-    re.DOTALL,
+_OPEN = re.compile(
+    r"(?:.*\.)?(?:tools\.mcp|own|budgets|rewards|mixture|\w*options|agent|algorithm|chat|encoder"
+    r"|endpoint|environment|request|stops|summarizer|teacher)"
 )
-"""Matches overrides in groups whose keys the user chooses, such as names of tools or rewards."""
+"""Matches the names of groups that hold only what is set.
+
+These are groups whose keys the user chooses, such as names of tools or rewards, and groups that are
+`fields.Sparse`.
+"""
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _WORD = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""", re.DOTALL)
 """Matches one item of a list with commas, and the comma; commas in quotes separate no items."""
@@ -95,28 +99,51 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
     unknown: list[UserError] = []
     given = iter(before)
     for argument in given:
-        key = _NEW_KEY.fullmatch(argument) or _OVERRIDE.fullmatch(argument)
-        is_new = key is not None and key.re is _NEW_KEY
+        override = _OVERRIDE.fullmatch(argument)
+        group = _open_group(config, override[1]) if override else ""
         try:
-            present = check_key(config, key[1]) if key is not None and not is_new else ()
+            present = check_key(config, override[1]) if override and not group else ()
         except UserError as error:
             unknown.append(error)
             continue
-        if key is None or not isinstance(present, tuple):
+        if override is None or not isinstance(present, tuple):
             rest.append(argument)
             continue
-        value = key[key.re.groups]
+        key, value = override.groups()
         value = next(given, None) if value is None else value
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
-        if is_new:
-            _join(values, config, key[1], key[2], _literal(value))
+        if group:
+            _join(values, config, group, key.removeprefix(f"{group}."), _literal(value))
         else:
-            values[key[1]] = values.get(key[1], ()) + _tuple_like(present, value, key[1])
+            values[key] = values.get(key, ()) + _tuple_like(present, value, key)
     if unknown:
         raise UserErrors(unknown)
     joined = [f"--config.{name}={value!r}" for name, value in values.items()]
     return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
+
+
+def _open_group(config: ml_collections.ConfigDict, key: str) -> str:
+    """Returns the innermost group of a setting that holds only what is set, and lacks the setting.
+
+    The result is "" if there is no such group, or if the config has the setting.
+    """
+    parts = key.split(".")
+    if _value_of(config, key) is not None or not all(parts):
+        return ""
+    for count in range(len(parts) - 1, 0, -1):
+        group = ".".join(parts[:count])
+        is_group = isinstance(_value_of(config, group), ml_collections.ConfigDict)
+        if is_group and _OPEN.fullmatch(group):
+            return group
+    return ""
+
+
+def _value_of(config: ml_collections.ConfigDict, key: str) -> Any:
+    """Returns the value of a setting; None if the config lacks it."""
+    with contextlib.suppress(UserError):
+        return check_key(config, key)
+    return None
 
 
 def _tuple_like(present: tuple[Any, ...], text: str, name: str) -> tuple[Any, ...]:
@@ -144,14 +171,13 @@ def join_new_values(
     groups: dict[str, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in overrides.items():
-        key = _NEW_KEY.fullmatch(f"--config.{name}")
-        if key is None:
+        if group := _open_group(config, name):
+            _join(groups, config, group, name.removeprefix(f"{group}."), value)
+        else:
             present = check_key(config, name)
             is_text = isinstance(present, tuple) and isinstance(value, str)
             rest[name] = _tuple_like(present, value, name) if is_text else value
-        else:
-            _join(groups, config, key[1], key[2], value)
-    return rest | {name: ml_collections.ConfigDict(values) for name, values in groups.items()}
+    return {name: ml_collections.ConfigDict(values) for name, values in groups.items()} | rest
 
 
 def _join(
@@ -187,8 +213,8 @@ def check_key(config: Any, key: str) -> Any:
     for part in parts:
         if isinstance(node, ml_collections.ConfigDict):
             if part not in node:
-                hint = suggest(str(part), [str(name) for name in node])
-                raise UserError(f"--config.{key}: {walked} has no key {part!r}{hint}")
+                advice = hint(f"{walked}.{part}") or suggest(str(part), map(str, node))
+                raise UserError(f"--config.{key}: {walked} has no key {part!r}{advice}")
         elif not (isinstance(node, tuple) and isinstance(part, int) and part < len(node)):
             kind = type(node).__name__
             raise UserError(f"--config.{key}: {walked} is a value of type {kind}, without keys")

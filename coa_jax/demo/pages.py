@@ -139,9 +139,9 @@ class Factbook:
             digest.update(Path(source).read_bytes())
         return digest.hexdigest()
 
-    def passages(self, limit: int) -> Iterator[Passage]:
+    def passages(self) -> Iterator[Passage]:
         """Yields all passages, see `passages`."""
-        return passages(limit)
+        return passages()
 
 
 def passages(limit: int = 300) -> Iterator[Passage]:

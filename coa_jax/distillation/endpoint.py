@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coa_jax.config.fields import SecondsOrNone, Temperature, Times, Variable
+from coa_jax.config.fields import Temperature, Times, Variable
 from coa_jax.distillation.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
@@ -56,7 +56,6 @@ class EndpointConfig(ChatConfig):
     key_env: Variable = "OPENAI_API_KEY"
     temperature: Temperature = 0.7
     attempts: Times = 7
-    backoff_s: SecondsOrNone = 0.5
 
     def __bool__(self) -> bool:
         return True  # settings that are given always count; `check` validates them

@@ -59,8 +59,7 @@ def endpoint_model(config: EndpointConfig) -> Any:
         api_base=config.url,
         api_key=os.environ.get(config.key_env) or "none",
         client_kwargs={"timeout": config.timeout_s, "max_retries": config.attempts - 1},
-        temperature=config.temperature,
-        **{config.max_tokens_name: config.max_tokens},
+        **config.options,
     )
 
 

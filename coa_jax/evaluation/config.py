@@ -14,6 +14,7 @@ from coa_jax.config.fields import (
     Place,
     Seed,
     Size,
+    Sparse,
     Split,
     Temperature,
     TopP,
@@ -46,10 +47,7 @@ class SamplesConfig(Bounded):
         num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
         samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
             if there are at least k samples per task.
-        seed: seed of the random choice of tasks, and of the samples.
         temperature: sampling temperature; 0 is greedy decoding.
-        top_p: probability mass of nucleus sampling; 1 samples from all tokens.
-        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
     """
 
     tasks: Place = ""
@@ -58,15 +56,17 @@ class SamplesConfig(Bounded):
     split: Split = "validation"
     num_tasks: Natural = 0
     samples: Size = 1
-    seed: Seed = 0
     temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    top_k: Natural = 0
 
     @property
     def sampling(self) -> SamplingParams:
-        """Sampling settings (temperature, top_p, top_k) in the form that the engine takes."""
-        return SamplingParams(self.temperature, self.top_p, self.top_k)
+        """Sampling settings in the form that the engine takes."""
+        return SamplingParams(self.temperature)
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed of the random choice of tasks, and of the samples."""
+        return 0
 
     def load(
         self, environment: EnvironmentConfig, protocol: str = "", sources: Sources | None = None
@@ -82,7 +82,7 @@ class SamplesConfig(Bounded):
             UserError: the tasks cannot be loaded, or the environment does not fit them.
         """
         number = self.num_tasks or None
-        parts = load_parts(sources or self, self.split, number, self.seed, protocol)
+        parts = load_parts(sources or self, self.split, number, self.sampling_seed, protocol)
         return graded_by_environment(
             environment, [task for part in parts.values() for task in part]
         )
@@ -93,24 +93,8 @@ class HeldOutConfig(SamplesConfig):
     """Settings of the evaluations during a training run, in addition to those of `SamplesConfig`.
 
     If ``tasks`` and ``mixture`` are empty, reinforcement learning evaluates on the sources that the
-    run trains on.
-
-    Attributes:
-        max_tokens: maximum number of tokens of a trajectory; 0 takes ``rollout.max_tokens``.
-        max_turn_tokens: maximum number of tokens that the policy writes in one turn; 0 takes
-            ``rollout.max_turn_tokens``.
-        max_tool_calls: maximum number of tool calls of a trajectory; 0 takes
-            ``rollout.max_tool_calls``.
-        slots: number of sequences that an evaluation decodes at the same time; 0 takes
-            ``engine.slots``. The setting matters only if ``max_staleness`` is above 0: then
-            training rollouts continue during the evaluation, which therefore has a KV cache of its
-            own.
+    run trains on. The limits of a trajectory are those of the run (``rollout``).
     """
-
-    max_tokens: Natural = 0
-    max_turn_tokens: Natural = 0
-    max_tool_calls: Natural = 0
-    slots: Natural = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,23 +105,15 @@ class HeldOutConfig(SamplesConfig):
         """Returns what the sources of the tasks need, see `config.preflight`."""
         return sources_need(self)
 
-    def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """Returns the limits of a trajectory in evaluations.
-
-        Args:
-            config: limits in training. A limit that this object sets (not 0) replaces the limit in
-                training.
-        """
-        names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
-        own = {name: value for name in names if (value := getattr(self, name))}
-        return dataclasses.replace(config, **own)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(SamplesConfig):
     """Settings of an evaluation on a benchmark, in addition to those of `SamplesConfig`.
 
     Attributes:
+        seed: seed of the random choice of tasks, and of the samples.
+        top_p: probability mass of nucleus sampling; 1 samples from all tokens.
+        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
         protocol: protocol of all tasks. Questions without a protocol get this protocol, and a task
             with another protocol is an error. "" uses the protocol of each task.
         engine: settings of the engine that decodes on this machine.
@@ -165,10 +141,17 @@ class EvaluateConfig(SamplesConfig):
 
     engine: EngineConfig
     rollout: RolloutConfig
-    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
+    seed: Seed = 0
+    top_p: TopP = 1.0
+    top_k: Natural = 0
+    agent: Annotated[AgentConfig, Sparse()] = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
-    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
-    endpoint: PolicyEndpoint = dataclasses.field(default_factory=PolicyEndpoint)
+    environment: Annotated[EnvironmentConfig, Sparse()] = dataclasses.field(
+        default_factory=EnvironmentConfig
+    )
+    endpoint: Annotated[PolicyEndpoint, Sparse()] = dataclasses.field(
+        default_factory=PolicyEndpoint
+    )
     best_of: PickConfig = dataclasses.field(default_factory=PickConfig)
     protocol: Place = ""
     blocked: tuple[Place, ...] = BLOCKED
@@ -176,6 +159,16 @@ class EvaluateConfig(SamplesConfig):
     attempts: Annotated[int, Between(1, 100)] = 1
     retry_faults: bool = False
     probe_s: Annotated[float, Between(0, 600)] = 10.0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling settings (temperature, top_p, top_k) in the form that the engine takes."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k)
+
+    @property
+    def sampling_seed(self) -> int:
+        """The setting ``seed``."""
+        return self.seed
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -79,7 +79,7 @@ class HeldOut:
         tasks: the tasks.
         folder: folder to which the trajectories are written.
         phase: name of the training stage, which becomes the prefix of file names.
-        rollout: budgets of the run's rollouts, some of which ``config`` may override.
+        rollout: budgets of the run's rollouts.
         graders: graders of the answers.
         prompt: prompt style in which the policy sees the tasks.
         tools: live tools.
@@ -143,8 +143,7 @@ class HeldOut:
         complete = True
         if any(incomplete for incomplete, _ in states):
             # All processes help to create the engines, even processes that have nothing to sample.
-            budgets = self.config.budgets(self.rollout)
-            sampler = make_sampler(model, engines(), self.tools, budgets)
+            sampler = make_sampler(model, engines(), self.tools, self.rollout)
             work = finish(sampler, lambda _: missing, self.tasks, self.graders, graded)
             complete = asyncio.run(self._run(work))
         parts = self._gather((list(graded.samples.values()), complete))
@@ -155,8 +154,8 @@ class HeldOut:
 
     def _settings(self) -> str:
         """Returns a hash of everything besides the parameters that the samples depend on."""
-        config = dataclasses.replace(self.config, num_tasks=0, samples=1, slots=0)
-        budgets = dataclasses.asdict(self.config.budgets(self.rollout))
+        config = dataclasses.replace(self.config, num_tasks=0, samples=1)
+        budgets = dataclasses.asdict(self.rollout)
         questions = [(task.id, task.question, task.gold) for task in self.tasks]
         return digest([dataclasses.asdict(config), budgets, questions, self.prompt.style])
 

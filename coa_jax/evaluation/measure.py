@@ -69,7 +69,7 @@ def missing_requests(
             return attempt == 0
         return sample.attempts == attempt and sample.must_rerun(attempts)
 
-    seed = config.seed
+    seed = config.sampling_seed
     if attempt:
         named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
         seed = int.from_bytes(named.digest()) >> 1

@@ -131,15 +131,18 @@ def load(config: EvaluateConfig) -> list[Task]:
     return tasks
 
 
+_OF_VERDICT = ("model", "temperature", "max_tokens", "request")
+"""Settings of a chat model on which its verdicts depend."""
+
+
 def _grading(config: EvaluateConfig) -> dict[str, Any]:
     """Returns the settings on which verdicts depend, without addresses and concurrency."""
     graders, pick = dataclasses.asdict(config.graders), dataclasses.asdict(config.best_of)
     for group in (graders["judge"], pick):
-        for name in ("attempts", "concurrency", "cache", "n"):
+        for name in ("concurrency", "cache", "n"):
             group.pop(name, None)
         chat = group["chat"]
-        group["chat"] = {name: chat[name] for name in ("model", "temperature", "max_tokens")}
-    graders.pop("programs")
+        group["chat"] = {name: chat[name] for name in _OF_VERDICT}
     return {**graders, "pick": pick, "last_suggestion": config.last_suggestion}
 
 

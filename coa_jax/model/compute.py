@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from coa_jax.config.fields import OneOf, check
 from coa_jax.model.attention.choice import Case, platform_of, resolve
 from coa_jax.model.config import ModelConfig
+from coa_jax.parallel.compiled import tell_of_compiling
 from coa_jax.parallel.mesh import sharding_for
 
 Collectives = Literal["none", "compiler", "manual"]
@@ -139,6 +140,7 @@ def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
         **choices: values of further fields of `Compute`, by name.
     """
     platform, _ = platform_of(jax.local_devices()[0])
+    tell_of_compiling()
     return Compute(jnp.dtype(dtype).name, backend=backend_for(platform), **choices)
 
 
@@ -169,4 +171,5 @@ def training_compute(
     case = Case(platform, name, *heads, capability=capability, windowed=windowed)
     implementation = resolve("causal", attention, case, "config.attention")
     placed = collectives_for(platform, collectives)
+    tell_of_compiling()
     return Compute(name, remat, implementation, backend_for(platform), mesh, placed)

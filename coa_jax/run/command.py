@@ -52,6 +52,7 @@ from coa_jax.config.overrides import (
     wrong_value,
 )
 from coa_jax.errors import Outage, UserError, causes_of
+from coa_jax.parallel.compiled import keep_programs
 from coa_jax.storage import closing_caches, with_urls
 from coa_jax.storage.flags import check_places
 
@@ -107,6 +108,7 @@ def run_main(
 
     def parse(argv: list[str]) -> list[str]:
         importable(Path())
+        keep_programs()
         rest = _parse_flags(argv, positional, opens_places)
         if not flags.FLAGS["verbosity"].present:
             # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
@@ -448,7 +450,8 @@ def _help(argv: list[str]) -> str:
         lines.append(f"  --{flag.name:16} {' '.join((flag.help or '').split())}{default}")
     lines += ["", "settings, written --config.KEY=VALUE, with their present values:"]
     lines += [page(settings, first, width), ""]
-    lines += [f"--help WORD explains the settings with that word; --help all, all {len(settings)}."]
+    number = sum(not setting.inside for setting in settings)
+    lines += [f"--help WORD explains the settings with that word; --help all, all {number}."]
     return "\n".join(lines)
 
 

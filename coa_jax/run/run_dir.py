@@ -25,6 +25,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax import storage
+from coa_jax.config.renamed import renewed
 from coa_jax.data import shards
 from coa_jax.errors import UserError
 from coa_jax.files import durable, jsonl
@@ -155,7 +156,8 @@ class RunDir:
         """
         path, changes = self.path / "config.json", list[Change]()
         if path.exists():
-            changes = changes_of(_complete(durable.read_json_object(path), config), plain(config))
+            before = renewed(durable.read_json_object(path))
+            changes = changes_of(_complete(before, config), plain(config))
         fixed = [change for change in changes if not matches(change[0], changeable)]
         if fixed:
             more = f" and {len(fixed) - 1} further settings" if fixed[1:] else ""

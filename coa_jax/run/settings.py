@@ -14,8 +14,17 @@ from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
 
-from coa_jax.config.fields import check, declared, frozen, has_default, present, shown
+from coa_jax.config.fields import (
+    check,
+    declared,
+    frozen,
+    has_default,
+    is_sparse,
+    present,
+    shown,
+)
 from coa_jax.config.overrides import read_tuple, suggest
+from coa_jax.config.renamed import hint
 from coa_jax.errors import UserError, UserErrors
 from coa_jax.storage import with_urls
 
@@ -29,7 +38,12 @@ _LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
 """Maps types that a command line may give as one string to (parser, description, example)."""
 
 
-def build_config(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
+def build_config(
+    cls: type[T],
+    values: Mapping[str, Any] | ConfigDict,
+    where: str = "config",
+    default: T | None = None,
+) -> T:
     """Builds a dataclass, and the dataclasses of its fields, from a config with the same keys.
 
     Args:
@@ -37,6 +51,8 @@ def build_config(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: st
         values: a ConfigDict or a mapping. The value of a field that is a tuple of strings or
             numbers may also be one string, with commas between the items.
         where: name of the config, used in error messages.
+        default: object with the values of the settings that are left out; None for the defaults of
+            the class.
 
     Raises:
         UserErrors: keys are unknown or missing, or values have a wrong type or are out of bounds.
@@ -51,11 +67,15 @@ def build_config(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: st
         if name not in known:
             plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
             key = f"{where}.{name if plain else shown(name)}"
-            errors.append(UserError(f"{key} is not a setting{suggest(str(name), known)}"))
+            advice = hint(key) or suggest(str(name), known)
+            errors.append(UserError(f"{key} is not a setting{advice}"))
     for name, field in known.items():
+        before = _default(field) if default is None else getattr(default, name)
         try:
             if name in values:
-                arguments[name] = _value(types[name], values[name], f"{where}.{name}")
+                arguments[name] = _value(types[name], values[name], f"{where}.{name}", before)
+            elif default is not None:
+                arguments[name] = before
             elif not has_default(field):
                 raise UserError(f"{where}.{name} is missing; give it in the config file")
         except UserError as error:
@@ -73,10 +93,17 @@ def build_config(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: st
     raise UserErrors(errors)
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a field; None if the field has no default."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _value(kind: Any, value: Any, where: str, default: Any) -> Any:
     """Converts the value of a setting to the type of its field."""
     if dataclasses.is_dataclass(kind):
-        return build_config(cast(Any, kind), value, where)
+        return build_config(cast(Any, kind), value, where, default)
     if kind in _LISTS:
         return _parts(value, kind, where)
     if isinstance(value, str) and typing.get_origin(kind) is tuple:
@@ -127,7 +154,27 @@ def complete_config(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     Raises:
         UserError: a key is unknown, or a field without a default value is missing.
     """
-    return ConfigDict(_overridable(dataclasses.asdict(build_config(cls, values))))
+    return ConfigDict(_overridable(_listed(build_config(cls, values))))
+
+
+def _listed(config: Any) -> dict[str, Any]:
+    """Returns the settings of a dataclass; of groups that are `Sparse`, those with own values."""
+    cls: Any = type(config)
+    values = {}
+    for field in dataclasses.fields(cls):
+        value = getattr(config, field.name)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            values[field.name] = value
+        elif is_sparse(declared(cls)[field.name]):
+            values[field.name] = _differing(value, _default(field))
+        else:
+            values[field.name] = _listed(value)
+    return values
+
+
+def _differing(config: Any, default: Any) -> dict[str, Any]:
+    values, defaults = dataclasses.asdict(config), dataclasses.asdict(default)
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def default_values(cls: type[Any]) -> dict[str, Any]:
@@ -136,12 +183,14 @@ def default_values(cls: type[Any]) -> dict[str, Any]:
     The dataclass itself is not created: checks of a whole config may import JAX.
     """
     values = {}
-    for field in dataclasses.fields(cls):
-        make: Any = field.default_factory
-        value = field.default if make is dataclasses.MISSING else make()
-        if value is not dataclasses.MISSING:
-            is_group = dataclasses.is_dataclass(value) and not isinstance(value, type)
-            values[field.name] = dataclasses.asdict(value) if is_group else value
+    for field in filter(has_default, dataclasses.fields(cls)):
+        value = _default(field)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            values[field.name] = value
+        else:
+            values[field.name] = (
+                {} if is_sparse(declared(cast(Any, cls))[field.name]) else _listed(value)
+            )
     return cast(dict[str, Any], _overridable(values))
 
 

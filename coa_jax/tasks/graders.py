@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
@@ -38,7 +39,7 @@ from coa_jax.config.extensions import (
     bind,
     refuse_result,
 )
-from coa_jax.config.fields import Between, Bounded, Name, Place, Seconds, Times, check
+from coa_jax.config.fields import Between, Bounded, Name, Place, check
 from coa_jax.config.preflight import Needs, Probe, code_needs, code_probes
 from coa_jax.data.trajectory import Reward, StopReason, Trajectory, format_valid
 from coa_jax.errors import UserError
@@ -101,9 +102,6 @@ class GradersConfig(Bounded):
         code: limits of programs that are graded.
         private_tests: folder with one file of tests per question, named by the question id; "" to
             use the tests in the question file.
-        programs: maximum number of programs that are graded concurrently.
-        maths_s: time limit for comparing two mathematical expressions, in seconds of processor
-            time. If the time is exceeded, the answer counts as wrong.
     """
 
     answer: Annotated[str, Named(REWARDS)] = "exact_match"
@@ -112,8 +110,6 @@ class GradersConfig(Bounded):
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     code: CodeLimits = dataclasses.field(default_factory=CodeLimits)
     private_tests: Place = ""
-    programs: Times = 4
-    maths_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,7 +215,7 @@ class Graders:
         config.check_judge()
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
-        self.programs = Turns(config.programs)
+        self.programs = Turns(max(4, (os.cpu_count() or 1) // 2))
         self._warned: set[str] = set()
         self._found = {config.answer: bind(REWARDS, config.answer, {}, "graders.answer")}
         self._rewards = [self._weighted(name, given) for name, given in config.rewards.items()]

@@ -17,11 +17,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Annotated, Any
 
 from absl import logging
 
-from coa_jax.config.fields import Bounded, Count, Place, SecondsOrNone, Times
+from coa_jax.config.fields import Bounded, Place, SecondsOrNone, Sparse, Times
 from coa_jax.protocol.bodies import without_fence, without_thought
 from coa_jax.tools.base import Observation
 from coa_jax.tools.concurrency import Turns
@@ -55,17 +55,19 @@ Write one JSON object and nothing else: {{"rationale": "one sentence", "judgemen
 {{"rationale": "one sentence", "judgement": "incorrect"}}."""
 
 
+MAX_ANSWER_CHARS = 2000
+"""Maximum length of an answer in characters; a longer answer is wrong without a request."""
+_REQUESTS = 3
+"""Maximum number of requests per answer. Another is sent if a reply has no valid verdict."""
+
+
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig(Bounded):
     """The settings of the judge, a language model that grades answers.
 
     Attributes:
         chat: chat endpoint of the model. If its url is empty, no judge is configured.
-        attempts: maximum number of requests per answer. A request is repeated if the judge's reply
-            contains no valid verdict.
         concurrency: maximum number of concurrent requests.
-        answer_chars: maximum length of an answer in characters. A longer answer counts as wrong
-            without a request.
         cache: path of an SQLite file that stores verdicts, or URL of a folder in a bucket; ""
             stores no verdicts.
         patience: maximum time in seconds for which a request is repeated, with growing pauses, if
@@ -73,12 +75,10 @@ class JudgeConfig(Bounded):
             masks the sample. RL waits for the judge meanwhile, so that fewer samples are masked.
     """
 
-    chat: ChatConfig = dataclasses.field(
+    chat: Annotated[ChatConfig, Sparse()] = dataclasses.field(
         default_factory=lambda: ChatConfig(max_tokens=512, timeout_s=60.0)
     )
-    attempts: Times = 3
     concurrency: Times = 8
-    answer_chars: Count = 2000
     cache: Place = ""
     patience: SecondsOrNone = 0.0
 
@@ -120,7 +120,7 @@ class Judge:
             UserError: the environment variable with the API key of the endpoint is not set.
         """
         answer = answer.strip()
-        if not answer or len(answer) > self._config.answer_chars:
+        if not answer or len(answer) > MAX_ANSWER_CHARS:
             return False
         data = {"question": question, "gold": list(gold), "answer": answer}
         return await self.decide(_SYSTEM, _PROMPT, data)
@@ -165,7 +165,7 @@ class Judge:
         """Returns (whether the answer is correct, rationale), or why there is no verdict."""
         # ASCII JSON contains no line ends and no invisible characters.
         shown = {name: json.dumps(value, ensure_ascii=True) for name, value in data.items()}
-        for _ in range(self._config.attempts):
+        for _ in range(_REQUESTS):
             asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
             messages = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
             try:

@@ -372,8 +372,8 @@ def warn_of_prompts(
     notes = {note for name in wording.protocols for note in get_protocol(name).notes.values()}
     if notes - {""} and prompt.is_template and LIBRARIES not in prompt.style:
         logging.warning(
-            "%s: the prompt does not name the packages of code_libraries; write %s at the place "
-            "for the sentence about the packages", setting, LIBRARIES,
+            "%s: the prompt does not name the packages of tools.code.libraries; write %s at the "
+            "place for the sentence about the packages", setting, LIBRARIES,
         )  # fmt: skip
     if prompt.style == "data" and wording.without:
         logging.warning(

@@ -24,6 +24,9 @@ from coa_jax.tasks.private_tests import load_private_tests
 if TYPE_CHECKING:
     from coa_jax.tasks.graders import Graders, GradersConfig
 
+_MATHS_S = 10.0
+"""Limit on the processor time for comparing two expressions; beyond it, the answer is wrong."""
+
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
     """Returns 1.0 if an answer equals an accepted answer after normalisation, else 0.0.
@@ -97,10 +100,9 @@ async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
         trajectory: the finished trajectory.
         graders: graders of the run, which hold the limits of comparisons.
     """
-    seconds = graders.config.maths_s
     try:
         for gold in task.gold:
-            if await asyncio.to_thread(same_expression, trajectory.answer, gold, seconds):
+            if await asyncio.to_thread(same_expression, trajectory.answer, gold, _MATHS_S):
                 return 1.0
     except MathsUnsureError:
         return None

@@ -173,13 +173,13 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
+def _key(passages: Sequence[Passage] | None) -> str:
     """Returns the file name of an index, which is a hash of its text, settings and code."""
     import bm25s
 
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
     if passages is None:
-        parts += [default_corpus().version, passage_chars]
+        parts += [default_corpus().version]
     else:
         parts += [(p.title, p.text) for p in passages]
     digest = hashlib.sha256(json.dumps(parts).encode())
@@ -189,7 +189,6 @@ def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
 
 
 def load_index(
-    passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
     folder: Path | None = None,
 ) -> WikiIndex:
@@ -198,21 +197,20 @@ def load_index(
     If the folder of the cache cannot be written, the index is built in every call.
 
     Args:
-        passage_chars: maximum length of a passage of the default corpus, in characters.
         passages: passages of the corpus; None for the default corpus.
         folder: folder of the cache; None for `durable.cache_folder`.
 
     Raises:
         UserError: the default corpus is not installed, or the corpus contains no words.
     """
-    folder = (folder or durable.cache_folder("wiki")) / _key(passage_chars, passages)
+    folder = (folder or durable.cache_folder("wiki")) / _key(passages)
     if folder.is_dir():
         try:
             return WikiIndex.load(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("rebuilding the search index in %s: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
-    corpus = tuple(default_corpus().passages(passage_chars) if passages is None else passages)
+    corpus = tuple(default_corpus().passages() if passages is None else passages)
     index = WikiIndex.build(corpus)
     try:
         durable.make_folder(folder, index.save)

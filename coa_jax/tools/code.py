@@ -11,6 +11,7 @@ import signal
 import time
 from typing import Any
 
+from coa_jax.config.fields import Address, Bounded, MiB, Seconds
 from coa_jax.config.preflight import Needs, declares
 from coa_jax.protocol import parse_code
 from coa_jax.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
@@ -24,7 +25,7 @@ from coa_jax.tools.base import (
     server_answers,
     time_for,
 )
-from coa_jax.tools.code_libraries import find_libraries, isolation_here, try_imports
+from coa_jax.tools.code_libraries import Library, find_libraries, isolation_here, try_imports
 from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
 from coa_jax.tools.concurrency import Turns
 from coa_jax.tools.net.chat import post_json, trusting
@@ -38,6 +39,34 @@ BAD_CALL = (
 _NO_OUTPUT = "(no output; print what you want to see)"
 _MARGIN_S = 0.5
 """Seconds before the deadline of a call that are reserved for killing the program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeConfig(Bounded):
+    """The settings of ``code``.
+
+    Attributes:
+        timeout_s: time limit of a program, in wall seconds. Each process of the program may use
+            five sevenths of it as processor time.
+        memory_mb: memory limit of a program, in MiB.
+        session: whether a program can use the variables of earlier programs in the same trajectory.
+            If False, each program runs by itself, as in the Chain-of-Agents paper.
+        libraries: packages that programs may import: names (``numpy``), requirements, or
+            directories with installed packages, see `coa_jax.tools.code_libraries`. Prompts name
+            these packages. With ``url``, list the packages that the server has installed.
+        url: URL of a server's endpoint ``/run_code``, which runs programs; "" runs them here.
+    """
+
+    timeout_s: Seconds = 7.0
+    memory_mb: MiB = 5120
+    session: bool = False
+    libraries: tuple[Library, ...] = ()
+    url: Address = ""
+
+    @property
+    def cpu_s(self) -> float:
+        """Limit on the processor time of each process of a program, in seconds."""
+        return self.timeout_s / 1.4
 
 
 class CodeTool:
@@ -351,38 +380,34 @@ def _remote_result(answer: Any) -> ProgramResult:
 
 def needs(config: Any) -> Needs:
     """Returns the server that runs programs and its key, if there is one."""
-    return Needs.of_server("code_url", config.code_url, config.remote_key_env)
+    return Needs.of_server("code.url", config.code.url, config.remote_key_env)
 
 
 async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `config.preflight`."""
-    if config.code_url:
+    code: CodeConfig = config.code
+    if code.url:
         key, program = config.remote_key_env, "```py\nprint(1)\n```"
-        remote = RemoteCode(config.code_url, seconds, key_env=key)
-        return await server_answers(remote, config.code_url, program, key, seconds)
-    here = isolation_here(unsafe=config.code_unsafe)
-    how = "WITHOUT isolation" if config.code_unsafe else f"isolated by {here.backend}"
+        remote = RemoteCode(code.url, seconds, key_env=key)
+        return await server_answers(remote, code.url, program, key, seconds)
+    here = isolation_here(unsafe=config.unsafe)
+    how = "WITHOUT isolation" if config.unsafe else f"isolated by {here.backend}"
     text = f"programs run here, {how}"
-    libraries = find_libraries(config.code_libraries, here.interpreter)
-    limits = Limits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
+    libraries = find_libraries(code.libraries, here.interpreter)
+    limits = Limits(code.timeout_s, code.cpu_s, code.memory_mb)
     tried = await try_imports(here, limits, libraries)
     return all(ok for ok, _ in tried), "; ".join([text, *(each for _, each in tried)])
 
 
 @declares(needs, probe)
 def make(config: Any) -> Tool:
-    """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
+    """Creates ``code``, which calls a server if ``url`` is set, else the local sandbox."""
+    code: CodeConfig = config.code
     limits: dict[str, Any] = {
-        "timeout_s": config.code_timeout_s,
-        "memory_mb": config.code_memory_mb,
-        "max_output_chars": config.code_output_chars,
-        "session": config.code_session,
+        "timeout_s": code.timeout_s,
+        "memory_mb": code.memory_mb,
+        "session": code.session,
     }
-    if config.code_url:
-        return RemoteCode(config.code_url, key_env=config.remote_key_env, **limits)
-    return CodeTool(
-        cpu_s=config.code_cpu_s,
-        unsafe=config.code_unsafe,
-        libraries=config.code_libraries,
-        **limits,
-    )
+    if code.url:
+        return RemoteCode(code.url, key_env=config.remote_key_env, **limits)
+    return CodeTool(cpu_s=code.cpu_s, unsafe=config.unsafe, libraries=code.libraries, **limits)

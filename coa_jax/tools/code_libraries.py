@@ -1,7 +1,7 @@
 """Installs Python packages that programs of the tool ``code`` can import.
 
 ``python -m coa_jax.tools.code_libraries numpy sympy`` installs packages and prints their directory.
-A run with ``--config.tools.code_libraries=numpy,sympy`` installs the packages when it first needs
+A run with ``--config.tools.code.libraries=numpy,sympy`` installs the packages when it first needs
 them. pip installs the packages into a separate directory, which programs can read but not change.
 On machines without a network, give a directory with installed packages instead of names.
 """
@@ -135,7 +135,7 @@ def find_libraries(entries: Sequence[str], interpreter: Interpreter | None = Non
             requirements[_normal(match[1])] = entry.strip()
         else:
             raise UserError(
-                f"tools.code_libraries: {entry!r} is neither a package (numpy, 'numpy>=2') nor the"
+                f"tools.code.libraries: {entry!r} is neither a package (numpy, 'numpy>=2') nor the"
                 " path of a directory with installed packages"
             )
     there = {_normal(package.name): package for package in _packages(directories)}
@@ -145,7 +145,7 @@ def find_libraries(entries: Sequence[str], interpreter: Interpreter | None = Non
         there |= {_normal(package.name): package for package in _packages(directories[-1:])}
     if empty := [text for name, text in requirements.items() if name not in there]:
         raise UserError(
-            f"tools.code_libraries: {empty[0]!r} contains no module that programs can import; name "
+            f"tools.code.libraries: {empty[0]!r} contains no module that programs can import; name "
             "the package that contains the module"
         )
     packages = [there[name] for name in requirements] if requirements else list(there.values())
@@ -183,10 +183,10 @@ async def try_imports(
 def _directory(entry: str) -> str:
     path = os.path.realpath(os.path.expanduser(entry))
     if not os.path.isdir(path):
-        raise UserError(f"tools.code_libraries: there is no directory {entry}")
+        raise UserError(f"tools.code.libraries: there is no directory {entry}")
     if not reachable(path):
         raise UserError(
-            f"tools.code_libraries: other users cannot read {path}, and programs run as another"
+            f"tools.code.libraries: other users cannot read {path}, and programs run as another"
             " user; move it, or run chmod o+rx on it and on the directories above it"
         )
     return path
@@ -218,7 +218,7 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
     if target.is_dir():
         return str(target)
     packages = " ".join(requirements)
-    logging.warning("code_libraries: pip installs %s for programs into %s", packages, target)
+    logging.warning("tools.code.libraries: pip installs %s for programs into %s", packages, target)
     start = time.monotonic()
 
     def fill(fresh: Path) -> None:
@@ -229,8 +229,8 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
     try:
         files.make_folder(target, fill)
     except OSError as error:
-        raise UserError(f"tools.code_libraries: {target} cannot be created: {error}") from error
-    logging.warning("code_libraries: installed after %.0f s", time.monotonic() - start)
+        raise UserError(f"tools.code.libraries: {target} cannot be created: {error}") from error
+    logging.warning("tools.code.libraries: installed after %.0f s", time.monotonic() - start)
     return str(target)
 
 
@@ -257,7 +257,7 @@ def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> Non
             lines = [line for line in error.stderr.splitlines() if line.startswith("ERROR")]
             said = " ".join(lines[-1:]) or error.stderr.strip()[-300:]
     raise UserError(
-        f"tools.code_libraries: pip cannot install {' '.join(requirements)} for {python}: {said}"
+        f"tools.code.libraries: pip cannot install {' '.join(requirements)} for {python}: {said}"
         " (without a network, name a directory with the packages)"
     )
 
@@ -278,7 +278,7 @@ def _cache() -> Path:
         if cache.stat().st_uid == os.geteuid():  # other users cannot add packages there
             return cache
     raise UserError(
-        f"tools.code_libraries: none of {', '.join(map(str, places))} can hold packages that"
+        f"tools.code.libraries: none of {', '.join(map(str, places))} can hold packages that"
         " programs can read; set XDG_CACHE_HOME to a directory that other users can enter"
     )
 

@@ -38,8 +38,8 @@ class Corpus(Protocol):
     @property
     def version(self) -> str: ...
 
-    def passages(self, limit: int) -> Iterator[Passage]:
-        """Yields the passages, each with at most ``limit`` characters."""
+    def passages(self) -> Iterator[Passage]:
+        """Yields the passages."""
 
 
 CORPORA = ExtensionKind("corpus", "coa_jax.corpora", {})
@@ -52,7 +52,7 @@ def default_corpus() -> Corpus:
     Raises:
         UserError: no installed package has the corpus ``factbook``.
     """
-    corpus: Corpus = find(CORPORA, "factbook", "tools.corpus")()
+    corpus: Corpus = find(CORPORA, "factbook", "tools.wiki_search.corpus")()
     return corpus
 
 

@@ -15,9 +15,9 @@ import logging
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from coa_jax.config.fields import Bounded, Bytes, Count, Place, Seconds, Times
+from coa_jax.config.fields import Bounded, Count, Place, Seconds, Sparse
 from coa_jax.config.installed import install_hint, missing
 from coa_jax.config.preflight import Needs, declares
 from coa_jax.protocol import parse_urls
@@ -47,6 +47,12 @@ _BAD_CALL = (
     " by |."
 )
 
+_MAX_PAGES = 5
+"""Maximum number of pages per call; the observation says how many pages were not opened."""
+_CONCURRENCY = 16
+"""Maximum number of pages that all calls of a process together read at the same time."""
+_PAGE_S, _ATTEMPTS, _MAX_BYTES = 30.0, 2, 8 << 20
+"""Limits of fetching a page: seconds of all attempts, attempts, bytes after decompression."""
 _CPU_S = 10.0
 """Limit on the processor time for parsing one page, in seconds."""
 
@@ -56,40 +62,29 @@ class CrawlConfig(Bounded):
     """The settings of ``crawl_page``.
 
     Attributes:
-        max_pages: maximum number of pages per call. Further pages are not opened, and the
-            observation says how many there are.
         page_chars: maximum number of characters of a page in an observation. The summariser reads
             up to eight times as many characters of the page.
         timeout_s: time limit of a call, including summaries, in seconds.
-        page_timeout_s: time limit for fetching one page with all attempts, in seconds.
-        max_bytes: maximum size of a page in bytes, after decompression.
-        attempts: maximum number of attempts per page.
         robots: whether to leave out pages that the robots.txt of their site forbids crawlers to
             read.
         allow_hosts: hosts and networks that may be opened although they are not public, see
             `AddressGuard.allow`.
         blocked: hosts and path prefixes whose pages are not opened, see `AddressGuard.block`.
-        concurrency: maximum number of pages that all calls together read concurrently.
         summarizer: model that writes the summaries. Without a model, the observation contains the
             beginning of the page's text.
     """
 
-    max_pages: Times = 5
     page_chars: Count = 6000
     timeout_s: Seconds = 120.0
-    page_timeout_s: Seconds = 30.0
-    max_bytes: Bytes = 8 << 20
-    attempts: Times = 2
     robots: bool = True
     allow_hosts: tuple[Place, ...] = ()
     blocked: tuple[Place, ...] = MIRRORS
-    concurrency: Times = 16
-    summarizer: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+    summarizer: Annotated[ChatConfig, Sparse()] = dataclasses.field(default_factory=ChatConfig)
 
     @property
     def call_money(self) -> float:
         """Highest cost of a call: a request about its aim, and a request about each page."""
-        return (self.max_pages + 1) * self.summarizer.money(8 * self.page_chars)
+        return (_MAX_PAGES + 1) * self.summarizer.money(8 * self.page_chars)
 
 
 class CrawlPage:
@@ -131,8 +126,8 @@ class CrawlPage:
         if config.summarizer:
             check_client()
         self._config, self._index = config, index
-        seconds = min(config.page_timeout_s, config.timeout_s)
-        self._limits = RequestLimits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
+        seconds = min(_PAGE_S, config.timeout_s)
+        self._limits = RequestLimits(seconds, attempts=_ATTEMPTS, max_bytes=_MAX_BYTES)
         self._guard = AddressGuard(config.allow_hosts, config.blocked)
         self._robots = Robots(self._limits, self._guard) if config.robots else None
         isolation = isolation_here(backend, unsafe)
@@ -142,10 +137,10 @@ class CrawlPage:
             page_text.PACKAGES,
             warm_up="import trafilatura, pypdf",
         )
-        self._turns = Turns(config.concurrency)
+        self._turns = Turns(_CONCURRENCY)
         self.deadline = config.timeout_s + 1.0
         self.tailored = bool(config.summarizer)
-        pages = (config.page_chars, config.max_pages, config.robots)
+        pages = (config.page_chars, _MAX_PAGES, config.robots)
         places = (config.allow_hosts, config.blocked)
         model = (config.summarizer.url, config.summarizer.model)
         self.settings = json.dumps([*pages, *places, *model])
@@ -166,7 +161,7 @@ class CrawlPage:
         if is_repeat(self.name, arguments, context):
             text = "These pages were already read. Use what they say or open others."
             return observe(start, text, "error", {"duplicate": True})
-        opened = urls[: self._config.max_pages]
+        opened = urls[:_MAX_PAGES]
         call = _Call(self, context, start + time_for(self._config.timeout_s, context))
         try:
             pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(opened, 1)))
@@ -340,4 +335,4 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 @declares(needs, probe)
 def make(config: Any, search: WikiSearch) -> Tool:
     """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
-    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.code_unsafe)
+    return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.unsafe)

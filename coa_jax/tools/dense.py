@@ -128,7 +128,6 @@ def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, flo
 def load_retriever(
     retrieval: Retrieval,
     encoder: EncoderConfig,
-    passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
     folder: Path | None = None,
 ) -> Index:
@@ -137,7 +136,7 @@ def load_retriever(
     Args:
         retrieval: kind of retrieval.
         encoder: model that computes the vectors for dense and hybrid retrieval.
-        passage_chars, passages, folder: see `coa_jax.tools.wiki_search.load_index`.
+        passages, folder: see `coa_jax.tools.wiki_search.load_index`.
 
     Raises:
         UserError: the encoder is missing or cannot be read, or
@@ -145,12 +144,12 @@ def load_retriever(
     """
     check_retrieval(retrieval, encoder)
     if retrieval == "bm25":
-        return load_index(passage_chars, passages, folder)
-    words = load_index(passage_chars, passages, folder) if retrieval == "hybrid" else None
+        return load_index(passages, folder)
+    words = load_index(passages, folder) if retrieval == "hybrid" else None
     if words is not None:
         corpus = words.passages
     else:
-        corpus = tuple(default_corpus().passages(passage_chars) if passages is None else passages)
+        corpus = tuple(default_corpus().passages() if passages is None else passages)
         if not corpus:
             raise UserError("wiki_search has no text to index; give it passages with words")
     from coa_jax.tools.encoder import TextEncoder  # here, because it loads JAX

@@ -18,21 +18,7 @@ from coa_jax.config.extensions import (
     is_path,
     refuse_result,
 )
-from coa_jax.config.fields import (
-    MAX_INT,
-    Address,
-    Between,
-    Bounded,
-    Count,
-    MiB,
-    OneOf,
-    Place,
-    Seconds,
-    Text,
-    Times,
-    Variable,
-    check,
-)
+from coa_jax.config.fields import Bounded, OneOf, Place, Text, Variable, check
 from coa_jax.config.preflight import Answer, Needs, Probe, code_needs, code_probes
 from coa_jax.errors import UserError
 from coa_jax.protocol import (
@@ -49,12 +35,11 @@ from coa_jax.run.settings import build_config
 from coa_jax.storage import cache_folder, version
 from coa_jax.tools.base import Tool
 from coa_jax.tools.budgeted import Budgeted
-from coa_jax.tools.code import CodeTool
-from coa_jax.tools.code_libraries import Library
+from coa_jax.tools.code import CodeConfig, CodeTool
 from coa_jax.tools.concurrency import run_blocking
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.crawl_page import CrawlConfig, CrawlPage
-from coa_jax.tools.dense import EncoderConfig, Retrieval, check_retrieval, load_retriever
+from coa_jax.tools.dense import check_retrieval, load_retriever
 from coa_jax.tools.function import FunctionTool, as_tool
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.budget import CallBudget
@@ -62,7 +47,7 @@ from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.recorded import Recorded, StoreConfig, open_store
 from coa_jax.tools.visual_inspector import VisualConfig
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
-from coa_jax.tools.wiki_search import WikiSearch
+from coa_jax.tools.wiki_search import WikiConfig, WikiSearch
 
 TOOLS = ExtensionKind(
     "tool",
@@ -95,27 +80,12 @@ class ToolsConfig(Bounded):
             the name of a tool in an installed package, or ``package.module:name``.
         protocol: name of a new protocol with exactly these tools. Tasks can then name this protocol
             (``questions.jsonl:protocol=NAME``). "" creates no protocol.
-        top_k: number of passages in an observation of ``wiki_search``.
-        corpus: JSONL file with the passages of ``wiki_search``; "" for the World Factbook.
-        retrieval: how ``wiki_search`` and the local ``web_search`` find passages: ``bm25`` (by
-            words), ``dense`` (by vectors of ``encoder``) or ``hybrid`` (both combined).
-        encoder: model that computes the vectors for dense and hybrid retrieval.
-        wiki_url: URL of a server's endpoint ``/retrieve``, which ``wiki_search`` calls; "" searches
-            the local index.
-        passage_chars: maximum length of a passage of the Factbook, in characters.
-        code_timeout_s: time limit of a program, in wall seconds.
-        code_cpu_s: limit on the processor time of each process of a program, in seconds.
-        code_memory_mb: memory limit of a program, in MiB.
-        code_output_chars: maximum number of characters of a program's output that the policy reads.
-        code_session: whether a program can use the variables of earlier programs in the same
-            trajectory. If False, each program runs by itself, as in the Chain-of-Agents paper.
-        code_libraries: packages that programs may import: names (``numpy``), requirements, or
-            directories with installed packages, see `coa_jax.tools.code_libraries`. Prompts name
-            these packages. With ``code_url``, list the packages that the server has installed.
-        code_url: URL of a server's endpoint ``/run_code``, which runs programs; "" runs them here.
-        remote_key_env: environment variable with the bearer token of ``wiki_url`` and ``code_url``.
-        code_unsafe: whether programs run, and web pages are parsed, without isolation. The
-            environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
+        wiki_search: settings of ``wiki_search``, and of the local index of ``web_search``.
+        code: settings of ``code``.
+        remote_key_env: environment variable with the bearer token of ``wiki_search.url`` and
+            ``code.url``.
+        unsafe: whether programs run, and web pages are parsed, without isolation. The environment
+            variable ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
         web_search: search service of ``web_search``.
         crawl_page: settings of ``crawl_page``.
         visual_inspector: settings of ``visual_inspector`` and its vision model.
@@ -129,21 +99,10 @@ class ToolsConfig(Bounded):
 
     names: tuple[Place, ...] = ("wiki_search", "code")
     protocol: Annotated[str, Text(100, r"([A-Za-z]\w*)?", "a name of letters and digits")] = ""
-    top_k: Times = 3
-    corpus: Place = ""
-    retrieval: Retrieval = "bm25"
-    encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
-    wiki_url: Address = ""
-    passage_chars: Annotated[int, Between(40, MAX_INT)] = 300
-    code_timeout_s: Seconds = 7.0
-    code_cpu_s: Seconds = 5.0
-    code_memory_mb: MiB = 5120
-    code_output_chars: Count = 1536
-    code_session: bool = False
-    code_libraries: tuple[Library, ...] = ()
-    code_url: Address = ""
+    wiki_search: WikiConfig = dataclasses.field(default_factory=WikiConfig)
+    code: CodeConfig = dataclasses.field(default_factory=CodeConfig)
     remote_key_env: Variable = ""
-    code_unsafe: bool = False
+    unsafe: bool = False
     web_search: WebSearchConfig = dataclasses.field(default_factory=WebSearchConfig)
     crawl_page: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
     visual_inspector: VisualConfig = dataclasses.field(default_factory=VisualConfig)
@@ -172,7 +131,7 @@ class ToolsConfig(Bounded):
         tool_name = Annotated[str, Named(TOOLS, *self.mcp, *self.own)]
         check(self.names, tuple[tool_name, ...], "names")
         check(self.store.tools, tuple[tool_name, ...], "store.tools")
-        for address in filter(None, (self.wiki_url, self.code_url)):
+        for address in filter(None, (self.wiki_search.url, self.code.url)):
             trusting(address)  # before any setting is written to a file
 
     @property
@@ -241,11 +200,12 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
                 f"config.tools.{group}.{tag} has no effect, because config.tools.names has only "
                 f"{', '.join(config.names) or 'no tools'}; add {tag} to config.tools.names"
             )
-    passages = read_corpus(config.corpus) if config.corpus else None
-    check_retrieval(config.retrieval, config.encoder)
-    folder = cache_folder("wiki", config.corpus)
-    load = functools.partial(load_retriever, config.retrieval, config.encoder, folder=folder)
-    search = WikiSearch(config.top_k, config.passage_chars, passages=passages, load=load)
+    wiki = config.wiki_search
+    passages = read_corpus(wiki.corpus) if wiki.corpus else None
+    check_retrieval(wiki.retrieval, wiki.encoder)
+    folder = cache_folder("wiki", wiki.corpus)
+    load = functools.partial(load_retriever, wiki.retrieval, wiki.encoder, folder=folder)
+    search = WikiSearch(wiki.top_k, passages=passages, load=load)
     tools = [_made(name, config, search) for name in config.names]
     if config.protocol:
         own = dict(described or {})
@@ -307,7 +267,11 @@ def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer | Awaitable
         for probe in code_probes(TOOLS, path, own.options, where, config=config).values():
             return probe(seconds)
     alone = dataclasses.replace(
-        with_names(config, (name,)), protocol="", budgets={}, corpus="", store=StoreConfig()
+        with_names(config, (name,)),
+        protocol="",
+        budgets={},
+        wiki_search=dataclasses.replace(config.wiki_search, corpus=""),
+        store=StoreConfig(),
     )
     (tool,) = make_tools(alone)
     ask: Probe | None = getattr(tool, "probe", None)
@@ -400,15 +364,16 @@ def _note(config: ToolsConfig, tools: list[Tool]) -> str:
     """Returns the sentence about the packages that programs can import, for prompts."""
     if notes := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
         return notes[0]
-    packages = ", ".join(config.code_libraries)
+    packages = ", ".join(config.code.libraries)
     return f"It can import the standard library and these packages: {packages}." if packages else ""
 
 
 def _index(config: ToolsConfig) -> str:
     """Returns a text that differs between local indexes with different content or retrieval."""
-    parts: list[object] = [config.retrieval, config.top_k, config.passage_chars]
-    parts += [dataclasses.asdict(config.encoder)] if config.retrieval != "bm25" else []
-    parts += [version(config.corpus)] if config.corpus else []
+    wiki = config.wiki_search
+    parts: list[object] = [wiki.retrieval, wiki.top_k, 300]  # the length of passages
+    parts += [dataclasses.asdict(wiki.encoder)] if wiki.retrieval != "bm25" else []
+    parts += [version(wiki.corpus)] if wiki.corpus else []
     return json.dumps(parts)
 
 

@@ -17,9 +17,9 @@ import os
 import stat
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from coa_jax.config.fields import Bounded, Bytes, Count, Place
+from coa_jax.config.fields import Bounded, Place, Sparse
 from coa_jax.config.preflight import Needs, declares
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
@@ -57,6 +57,12 @@ _IMAGES = {
 """First bytes of an image file -> media type. The first bytes of WebP are not consecutive."""
 
 
+_MAX_BYTES = 10 << 20
+"""Maximum size of an image file in bytes."""
+_MAX_CHARS = 6000
+"""Maximum number of characters of an observation."""
+
+
 @dataclasses.dataclass(frozen=True)
 class VisualConfig(Bounded):
     """The settings of ``visual_inspector``: the vision model, and the images that may be opened.
@@ -67,17 +73,13 @@ class VisualConfig(Bounded):
         folder: folder whose image files may be opened; "" allows no files.
         allow_hosts: hosts and networks that may be opened although they are not public, see
             `AddressGuard.allow`.
-        max_bytes: maximum size of an image file in bytes.
-        max_chars: maximum number of characters of an observation.
     """
 
-    chat: ChatConfig = dataclasses.field(
+    chat: Annotated[ChatConfig, Sparse()] = dataclasses.field(
         default_factory=lambda: ChatConfig(max_tokens=1000, timeout_s=60.0)
     )
     folder: Place = ""
     allow_hosts: tuple[Place, ...] = ()
-    max_bytes: Bytes = 10 << 20
-    max_chars: Count = 6000
 
 
 class VisualInspector:
@@ -103,13 +105,11 @@ class VisualInspector:
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")
         self._config, self._blame = config, Blame()
-        self._limits = RequestLimits(
-            total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes
-        )
+        self._limits = RequestLimits(total_s=min(30.0, config.chat.timeout_s), max_bytes=_MAX_BYTES)
         self.deadline = config.chat.timeout_s + 1.0
         model, places = config.chat, (str(self._folder), config.allow_hosts)
         request = (model.url, model.model, model.temperature, model.max_tokens)
-        self.settings = json.dumps([*request, config.max_chars, config.max_bytes, *places])
+        self.settings = json.dumps([*request, _MAX_CHARS, _MAX_BYTES, *places])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image that the policy named between the tags."""
@@ -141,7 +141,7 @@ class VisualInspector:
             text = f"The image could not be looked at: {error.message}. Go on without it."
             return seen(text, self._blame.outcome(error))
         self._blame.answered()
-        return seen(clip_text(text, self._config.max_chars), "ok")
+        return seen(clip_text(text, _MAX_CHARS), "ok")
 
     async def _image(self, path: str, seconds: float) -> bytes:
         if path.lower().startswith(("http://", "https://")):
@@ -170,8 +170,8 @@ class VisualInspector:
             os.close(descriptor)
             raise nowhere
         with os.fdopen(descriptor, "rb") as file:
-            content = file.read(self._config.max_bytes + 1)
-        if len(content) > self._config.max_bytes:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
             raise FetchError("too_large", "the file is too large")
         return content
 

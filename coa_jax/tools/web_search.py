@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coa_jax.config.extensions import ExtensionKind, Named, bind
-from coa_jax.config.fields import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
+from coa_jax.config.fields import Address, Between, Bounded, Count, Place, Seconds, Variable
 from coa_jax.config.preflight import Needs, code_needs, declares
 from coa_jax.tools.base import (
     Observation,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LONGEST_QUERY = 2000
+_ATTEMPTS = 3
 """Maximum length of a query in characters. In a URL, a character may take up to nine bytes."""
 
 LOCAL_HOST = "wiki.local"
@@ -122,7 +123,6 @@ class WebSearchConfig(Bounded):
         top_k: number of results in an observation, at most 20. The AFM release uses 10.
         snippet_chars: maximum length of a snippet in characters.
         timeout_s: time limit of a call with all its attempts, in seconds.
-        attempts: maximum number of attempts.
         blocked: hosts and path prefixes whose results are left out, see `AddressGuard.block`.
     """
 
@@ -133,7 +133,6 @@ class WebSearchConfig(Bounded):
     top_k: Annotated[int, Between(1, 20)] = 10
     snippet_chars: Count = 600
     timeout_s: Seconds = 30.0
-    attempts: Times = 3
     blocked: tuple[Place, ...] = MIRRORS
 
     def __post_init__(self) -> None:
@@ -288,7 +287,7 @@ class WebSearch:
         self._config, self._guard = config, AddressGuard(block=config.blocked)
         self._blame = Blame()
         seconds = config.timeout_s
-        self._limits = RequestLimits(seconds, read_s=seconds, attempts=config.attempts, redirects=0)
+        self._limits = RequestLimits(seconds, read_s=seconds, attempts=_ATTEMPTS, redirects=0)
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
         parts = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
@@ -357,7 +356,7 @@ def needs(config: Any) -> Needs:
     web = config.web_search
     provider = choose(web)
     if provider == "local":
-        return corpus_needs(config.corpus)
+        return corpus_needs(config.wiki_search.corpus)
     if provider not in ("serper", "searxng"):
         return code_needs(PROVIDERS, provider, web.options).under("web_search")
     key_env = web.key_env if provider == "serper" else ""

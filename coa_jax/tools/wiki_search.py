@@ -9,15 +9,18 @@ corpus comes first.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from coa_jax.config.fields import Address, Bounded, Place, Sparse, Times
 from coa_jax.config.preflight import Needs, declares
+from coa_jax.model.config import EncoderConfig
 from coa_jax.storage import local
 from coa_jax.tools.base import (
     Observation,
@@ -31,10 +34,31 @@ from coa_jax.tools.base import (
 )
 from coa_jax.tools.bm25 import Hit, Index, load_index
 from coa_jax.tools.corpus import Passage, corpus_needs, default_corpus, split_contents
-from coa_jax.tools.dense import check_retrieval
+from coa_jax.tools.dense import Retrieval, check_retrieval
 from coa_jax.tools.net.chat import post_json, trusting
 from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.http import RequestLimits
+
+
+@dataclasses.dataclass(frozen=True)
+class WikiConfig(Bounded):
+    """The settings of ``wiki_search``.
+
+    Attributes:
+        corpus: JSONL file with the passages; "" for the World Factbook.
+        top_k: number of passages in an observation.
+        retrieval: how passages are found: ``bm25`` (by words), ``dense`` (by vectors of
+            ``encoder``) or ``hybrid`` (both combined).
+        encoder: model that computes the vectors for dense and hybrid retrieval.
+        url: URL of a server's endpoint ``/retrieve``, which the tool calls; "" searches the local
+            index.
+    """
+
+    corpus: Place = ""
+    top_k: Times = 3
+    retrieval: Retrieval = "bm25"
+    encoder: Annotated[EncoderConfig, Sparse()] = dataclasses.field(default_factory=EncoderConfig)
+    url: Address = ""
 
 
 class WikiSearch:
@@ -51,7 +75,6 @@ class WikiSearch:
     def __init__(
         self,
         top_k: int = 3,
-        passage_chars: int = 300,
         passages: Sequence[Passage] | None = None,
         load: Callable[..., Index] = load_index,
     ):
@@ -59,13 +82,11 @@ class WikiSearch:
 
         Args:
             top_k: number of passages in an observation.
-            passage_chars: maximum length of a passage of the default corpus, in characters.
             passages: passages of the corpus; None for the default corpus.
-            load: function that loads or builds the index. Its arguments are ``passage_chars`` and
-                ``passages``.
+            load: function that loads or builds the index. Its argument is ``passages``.
         """
         self.top_k = top_k
-        self._load = functools.partial(load, passage_chars, passages)
+        self._load = functools.partial(load, passages)
         self._index: Index | None = None
         self._lock = threading.Lock()
 
@@ -188,34 +209,37 @@ def _hits(answer: Any) -> list[Hit]:
 
 def needs(config: Any) -> Needs:
     """Returns the search server and its key, or the package of the default corpus."""
-    if not config.wiki_url:
-        return corpus_needs(config.corpus)
-    return Needs.of_server("wiki_url", config.wiki_url, config.remote_key_env)
+    wiki = config.wiki_search
+    if not wiki.url:
+        return corpus_needs(wiki.corpus)
+    return Needs.of_server("wiki_search.url", wiki.url, config.remote_key_env)
 
 
 async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     """Checks whether the tool can be called, see `config.preflight`."""
-    if config.wiki_url:
+    wiki = config.wiki_search
+    if wiki.url:
         key = config.remote_key_env
-        remote = RemoteSearch(config.wiki_url, config.top_k, seconds, key)
-        return await server_answers(remote, config.wiki_url, "capital", key, seconds)
-    check_retrieval(config.retrieval, config.encoder)
-    how = f"local {config.retrieval} index"
-    if config.retrieval != "bm25":
+        remote = RemoteSearch(wiki.url, wiki.top_k, seconds, key)
+        return await server_answers(remote, wiki.url, "capital", key, seconds)
+    check_retrieval(wiki.retrieval, wiki.encoder)
+    how = f"local {wiki.retrieval} index"
+    if wiki.retrieval != "bm25":
         from coa_jax.tools.encoder import TextEncoder
 
-        TextEncoder(config.encoder)  # raises an error if its files cannot be used
-        how += f" with {config.encoder.path}"
-    if config.corpus:
-        there = Path(local(config.corpus)).expanduser().is_file()
-        return there, f"{how} of {config.corpus}{'' if there else ', which does not exist'}"
+        TextEncoder(wiki.encoder)  # raises an error if its files cannot be used
+        how += f" with {wiki.encoder.path}"
+    if wiki.corpus:
+        there = Path(local(wiki.corpus)).expanduser().is_file()
+        return there, f"{how} of {wiki.corpus}{'' if there else ', which does not exist'}"
     return bool(default_corpus().version), f"{how} of the corpus factbook"
 
 
 @declares(needs, probe)
 def make(config: Any, search: WikiSearch) -> Tool:
-    """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
-    if config.wiki_url:
-        return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
+    """Creates ``wiki_search``, which calls a server if ``url`` is set, or searches locally."""
+    wiki = config.wiki_search
+    if wiki.url:
+        return RemoteSearch(wiki.url, wiki.top_k, key_env=config.remote_key_env)
     search.warm_up()
     return search

@@ -149,10 +149,10 @@ def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
 def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
     """Counts the trajectories of a group that solved the task, and those that were graded.
 
-    A trajectory solved the task if its reward is at least ``config.pool.solved_at``.
+    A trajectory solved the task if its reward, before length penalties, is at least 1.
     """
     graded = [value for value in earned(group) if value is not None]
-    return sum(value >= config.pool.solved_at for value in graded), len(graded)
+    return sum(value >= 1.0 for value in graded), len(graded)
 
 
 def learned_lengths(groups: Sequence[Sequence[Trajectory]]) -> list[int]:

@@ -189,7 +189,7 @@ class Loop:
         self.clock = Clock(*self.parts)
         overdue = self.trained.checkpoints.overdue(config.checkpoint_seconds)
         self._stopping, due = self._stop.agreed(config.mesh.wait_seconds, overdue)
-        error = check_updates(self._row, config.optimizer)
+        error = check_updates(self._row)
         if due or self._stopping or error or self.due(config.checkpoint_every):
             with self.clock("checkpoint"):
                 self._save()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from coa_jax.config.extensions import BoundFunction, ExtensionKind, Named, bind, blaming
-from coa_jax.config.fields import Between, Bounded, Count, Natural, Positive, Share, shown
-from coa_jax.errors import UserError
+from coa_jax.config.fields import Between, Bounded, Natural, Positive, Share, shown
+from coa_jax.config.overrides import suggest
+from coa_jax.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
     import optax
@@ -28,6 +29,21 @@ selects the parameters to which weight decay applies.
 
 
 @dataclasses.dataclass(frozen=True)
+class AdamConfig(Bounded):
+    """Options of AdamW.
+
+    Attributes:
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: epsilon, which is added to the root of the second moment.
+    """
+
+    b1: Annotated[float, Between(0, 1, below=True)] = 0.9
+    b2: Annotated[float, Between(0, 1, below=True)] = 0.95
+    eps: Annotated[float, Between(1e-30, 1)] = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Bounded):
     """Settings of the optimiser, with linear warm-up, then cosine decay or a constant rate.
 
@@ -38,37 +54,39 @@ class OptimizerConfig(Bounded):
         warmup_steps: number of updates until the learning rate reaches its peak.
         final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
             learning rate constant after the warm-up.
-        b1: decay of AdamW's first moment.
-        b2: decay of AdamW's second moment.
-        eps: AdamW's epsilon, which is added to the root of the second moment.
         weight_decay: factor of the weight decay, which applies to all parameters except the scales
             of norms and the biases.
         clip_norm: upper bound to which the global gradient norm is clipped before the optimiser
             sees the gradient; a large number such as 1e9 turns clipping off.
-        max_skipped: number of consecutive skipped updates (see `train_step`) after which training
-            ends with an error.
         path: path of a function that takes the place of AdamW, such as ``optax:lion``, see
-            `OPTIMIZERS`; "" for AdamW. ``b1``, ``b2`` and ``eps`` are then unused.
-        options: keyword arguments of this function.
+            `OPTIMIZERS`; "" for AdamW with ``b2=0.95``.
+        options: keyword arguments of this function, or of AdamW: ``b1``, ``b2`` and ``eps``.
     """
 
     learning_rate: Annotated[float, Between(0, 10, also=(-1,))] = -1.0
     total_steps: Natural = 0
     warmup_steps: Natural = 0
     final_ratio: Share = 0.0
-    b1: Annotated[float, Between(0, 1, below=True)] = 0.9
-    b2: Annotated[float, Between(0, 1, below=True)] = 0.95
-    eps: Annotated[float, Between(1e-30, 1)] = 1e-8
     weight_decay: Annotated[float, Between(0, 10)] = 0.01
     clip_norm: Positive = 1.0
-    max_skipped: Count = 5
     path: Annotated[str, Named(OPTIMIZERS, "")] = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.options and not self.path:
-            raise UserError("options are set, and path is empty; options belong to a path")
+        _ = None if self.path else self.adam  # checks the options
+
+    @property
+    def adam(self) -> AdamConfig:
+        """Options of AdamW, which is the optimiser if ``path`` is ""."""
+        names = [field.name for field in dataclasses.fields(AdamConfig)]
+        for name in self.options:
+            if name not in names:
+                raise UserError(f"options.{name} is no option of AdamW{suggest(name, names)}")
+        try:
+            return AdamConfig(**self.options)
+        except UserErrors as error:
+            raise error.within("options") from None
 
 
 Optimizer: TypeAlias = "OptimizerConfig | optax.GradientTransformation"
@@ -132,7 +150,7 @@ def _made(config: OptimizerConfig, _given: Callable[..., Any] | None) -> Any:
             chosen = call(**offered, mask=decays, weight_decay_mask=decays)
         _check(chosen, f"{_WHERE}: {config.path} returned")
     else:
-        chosen = optax.adamw(**offered, b1=config.b1, b2=config.b2, eps=config.eps, mask=decays)
+        chosen = optax.adamw(**offered, **dataclasses.asdict(config.adam), mask=decays)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), chosen)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coa_jax.config.fields import Bounded, Natural, NotNegative, Place, Prose, Share, shown
+from coa_jax.config.fields import Bounded, Natural, Place, Prose, Share, shown
 from coa_jax.data.intervals import rates
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
@@ -30,31 +30,22 @@ _MOST_PASSED_OVER = 10_000
 class PoolConfig(Bounded):
     """Settings that select the tasks to sample; by default no task is skipped.
 
-    The solve rate of a task is the share of its graded trajectories in this run that solved the
-    task. A task rests, which means that it is not sampled for some steps, if its solve rate is too
-    low or too high.
+    The solve rate of a task is the share of the graded trajectories in its newest group that solved
+    the task, which means that their reward is at least 1. A task rests, which means that it is not
+    sampled for some steps, if its solve rate is too low or too high.
 
     Attributes:
         rest_steps: number of steps for which a task rests; 0 if no task ever rests.
-        rest_most: maximum number of steps of a rest. If the solve rate of a task is still too low
-            or too high after a rest, the next rest is twice as long as the last one, up to this
-            maximum. 0 makes every rest ``rest_steps`` long.
         rest_below: a task rests if its solve rate is at most this share.
         rest_above: a task rests if its solve rate is at least this share.
-        memory: factor by which the weights of a task's earlier groups in the solve rate are
-            multiplied whenever a new group of the task is graded. With 1, all groups have the same
-            weight; with 0, only the newest group counts.
-        solved_at: minimum reward, before length penalties, of a trajectory that counts as having
-            solved its task.
         curriculum: source of the difficulty of a task; easier tasks are sampled first. The
             difficulty is a number from 0 (easiest) to 1 (hardest). With the name of a field in the
             tasks' metadata, such as ``hops``, the difficulty grows linearly from the field's
             smallest to its largest number. With ``solve_rate``, the difficulty is 1 minus the solve
             rate; while a task has no solve rate yet, its pass rate (see ``pass_rates``) takes the
             place of the solve rate. "" samples all tasks from the start.
-        curriculum_steps: number of steps after which tasks of every difficulty are sampled.
-        curriculum_start: maximum difficulty, from 0 to 1, of the tasks that are sampled at the
-            start. The maximum grows linearly, and reaches 1 after ``curriculum_steps`` steps.
+        curriculum_steps: number of steps after which tasks of every difficulty are sampled. Until
+            then, the maximum difficulty grows linearly, from 0.
         pass_rates: path of the ``results.json`` of an evaluation of the base model on the same
             tasks. The pass rate of a task is the share of its graded samples that were right. ""
             reads the pass rates from the field ``pass_rate`` of the tasks' metadata.
@@ -66,14 +57,10 @@ class PoolConfig(Bounded):
     """
 
     rest_steps: Natural = 0
-    rest_most: Natural = 0
     rest_below: Share = 0.0
     rest_above: Share = 1.0
-    memory: Share = 0.0
-    solved_at: NotNegative = 1.0
     curriculum: Prose = ""
     curriculum_steps: Natural = 0
-    curriculum_start: Share = 0.0
     pass_rates: Place = ""
     min_pass_rate: Share = 0.0
     max_pass_rate: Share = 1.0
@@ -85,10 +72,9 @@ class PoolConfig(Bounded):
                 f"rest_below is {self.rest_below} and rest_above {self.rest_above}: every task "
                 "would rest; give a lower rest_below"
             )
-        if not self.rest_steps and (self.rest_most or self.rest_below > 0 or self.rest_above < 1):
+        if not self.rest_steps and (self.rest_below > 0 or self.rest_above < 1):
             raise UserError(
-                "rest_most, rest_below and rest_above have no effect while rest_steps is 0; give "
-                "rest_steps"
+                "rest_below and rest_above have no effect while rest_steps is 0; give rest_steps"
             )
         if bool(self.curriculum) != bool(self.curriculum_steps):
             raise UserError(
@@ -105,16 +91,14 @@ class Known(NamedTuple):
     """The counts and the rest that a pool keeps for a task.
 
     Attributes:
-        solved: number of trajectories that solved the task, weighted by `PoolConfig.memory`.
-        graded: number of graded trajectories, with the same weights.
+        solved: number of trajectories of the newest group that solved the task.
+        graded: number of graded trajectories of the newest group.
         until: last step of the rest of the task; 0 if the task has not rested yet.
-        times: number of rests since the solve rate was last within the bounds.
     """
 
-    solved: float = 0.0
-    graded: float = 0.0
+    solved: int = 0
+    graded: int = 0
     until: int = 0
-    times: int = 0
 
 
 class Pool:
@@ -145,7 +129,7 @@ class Pool:
             UserError: no task has the metadata field that ``curriculum`` names.
         """
         self._config, self._stream, self._tasks = config, stream, tasks
-        self.known = {id: Known(*entry) for id, entry in (known or {}).items()}
+        self.known = {id: Known(*entry[:3]) for id, entry in (known or {}).items()}
         self._hardness = _hardness(config.curriculum, tasks)
         self._all_rest: tuple[int, bool] = (-1, False)
 
@@ -166,16 +150,8 @@ class Pool:
             if not graded:
                 continue
             id = self._stream[index].id
-            before = self.known.get(id, Known())
-            now = Known(
-                config.memory * before.solved + solved, config.memory * before.graded + graded
-            )
-            if not config.rest_below < now.solved / now.graded < config.rest_above:
-                times = before.times + 1
-                length = config.rest_steps << min(times - 1, 30)  # bounds the size of the integer
-                length = min(length, max(config.rest_most, config.rest_steps))
-                now = now._replace(until=step + length, times=times)
-            self.known[id] = now
+            rests = not config.rest_below < solved / graded < config.rest_above
+            self.known[id] = Known(solved, graded, step + config.rest_steps if rests else 0)
 
     def next(self, first: int, step: int) -> int:
         """Returns the index of the next task to sample, at or after the index ``first``.
@@ -201,9 +177,7 @@ class Pool:
             return False
         if not config.curriculum:
             return True
-        share = min(step / config.curriculum_steps, 1.0)
-        bound = config.curriculum_start + (1.0 - config.curriculum_start) * share
-        return self._difficulty(task, known) <= bound
+        return self._difficulty(task, known) <= min(step / config.curriculum_steps, 1.0)
 
     def _difficulty(self, task: Task, known: Known | None) -> float:
         if self._config.curriculum != "solve_rate":

@@ -288,21 +288,18 @@ class Source:
         if self._stream is not None and not self._config.max_staleness:
             self._stream.publish(None, self._learner.step)
 
-    def engines(self, slots: int) -> Sequence[Engine]:
+    def engines(self) -> Sequence[Engine]:
         """Returns engines that have the published parameters and free slots.
 
-        If rollouts are in flight, the engines are new; otherwise they are those of the run.
-
-        Args:
-            slots: number of slots of a new engine, which shares the weights of the run's engines; 0
-                for the same number as in the run's engines.
+        If rollouts are in flight, the engines are new, and share the weights of the run's engines;
+        otherwise they are those of the run.
         """
         learner = self._learner
         if self._stream is None:
             learner.publish()
         if self._stream is None or not self._config.max_staleness:
             return learner.engines
-        engines = sharing(learner.engines, self._weights, slots)
+        engines = sharing(learner.engines, self._weights)
         for engine in engines if self._config.budgets.max_seconds else ():
             engine.warm_up()
         return engines
@@ -346,7 +343,7 @@ def run_steps(
         shown={"reward": "reward/mean"},
         held_out=held_out,
         evaluate_every=config.evaluate_every,
-        engines=functools.partial(source.engines, config.held_out.slots),
+        engines=source.engines,
         hurry=source.abandon,
         saved=source.saved,
     ) as loop:
@@ -367,7 +364,7 @@ def run_steps(
             figures |= source.count(sampled.composition)
             with clock("traces"):
                 parameters = digest(fingerprint(learner.state.model))
-            if check_updates(stats, config.optimizer) is None:
+            if check_updates(stats) is None:
                 figures |= _publish(learner, source, loop)
             processes.doing(f"rows of step {learner.step}")
             # Write the rows before the checkpoint: a resumed run removes rows after its checkpoint.

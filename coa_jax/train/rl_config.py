@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from coa_jax.config.fields import Between, Natural, OneOf, Place, Size, Times
+from coa_jax.config.fields import Between, Natural, OneOf, Place, Size, Sparse, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import HeldOutConfig
@@ -112,21 +112,23 @@ class RLConfig(TrainingConfig):
     group_size: Size = 8
     format_reward: bool = False
     temperature: Annotated[float, Between(0, 100, above=True)] = 1.0
-    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    algorithm: Annotated[Algorithm, Sparse()] = dataclasses.field(default_factory=Algorithm)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    agent: AgentConfig = dataclasses.field(default_factory=AgentConfig)
+    agent: Annotated[AgentConfig, Sparse()] = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
-    stops: StopRewards = dataclasses.field(default_factory=StopRewards)
+    stops: Annotated[StopRewards, Sparse()] = dataclasses.field(default_factory=StopRewards)
     task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     distilled: DistilledConfig = dataclasses.field(default_factory=DistilledConfig)
     pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
-    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
+    environment: Annotated[EnvironmentConfig, Sparse()] = dataclasses.field(
+        default_factory=EnvironmentConfig
+    )
     mini_batch: Natural = 0
     epochs: Times = 1
     attention_length: Natural = 0
-    teacher: TeacherConfig = dataclasses.field(default_factory=TeacherConfig)
+    teacher: Annotated[TeacherConfig, Sparse()] = dataclasses.field(default_factory=TeacherConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     max_sampled: Annotated[float, Between(1, 1000)] = 2.0
     groups_in_flight: Natural = 0

@@ -27,7 +27,10 @@ from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch, stack
 from coa_jax.train.losses import Loss, Net
 from coa_jax.train.objectives import Stats
-from coa_jax.train.optimizer import Optimizer, OptimizerConfig, make_optimizer, schedule_of
+from coa_jax.train.optimizer import Optimizer, make_optimizer, schedule_of
+
+MAX_SKIPPED = 5
+"""Number of consecutive skipped updates (see `train_step`) after which training ends."""
 
 
 class TrainState(NamedTuple):
@@ -296,13 +299,12 @@ def train_step(
     return state, {**values, "tokens": count}
 
 
-def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserError | None:
-    """Checks that not too many consecutive updates were skipped.
+def check_updates(stats: dict[str, float]) -> UserError | None:
+    """Checks that fewer than `MAX_SKIPPED` consecutive updates were skipped.
 
     Args:
         stats: statistics of the last step, see `train_step`; the names of a critic's statistics
             begin with ``critic/``.
-        optimizer: settings of the optimiser, of which only ``max_skipped`` is read.
 
     Returns:
         An error, which the caller must raise after saving the state; None if training can continue.
@@ -312,7 +314,7 @@ def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserEr
         ("of the critic ", "critic/", "critic/loss", "algorithm.critic_learning_rate"),
     ):
         skipped = int(stats.get(f"{prefix}skipped_in_a_row", 0))
-        if skipped >= optimizer.max_skipped:
+        if skipped >= MAX_SKIPPED:
             return UserError(
                 f"the last {skipped} updates {whose}had a loss or gradient that is not finite "
                 f"(loss {stats[loss]:g}, gradient norm {stats[f'{prefix}grad_norm']:g}) and were "

@@ -6,7 +6,8 @@ Variants: ``nq`` (default), ``triviaqa``, ``popqa``, ``hotpotqa``, ``2wiki``, ``
 ``bamboogle``. ``mhqa.py:nq,debug`` scales the config down, see configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/mhqa.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
-by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at ``--config.tools.wiki_url``.
+by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at
+``--config.tools.wiki_search.url``.
 Takes: unknown: nobody has run this size yet.
 Gives: exact match with its error, exact match by hops and kind of question, and costs.
 
@@ -65,9 +66,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
     config.tools = complete_config(
         ToolsConfig,
-        {"names": ("wiki_search",), "top_k": 3, "wiki_url": "http://search:8002/retrieve"},
+        {"names": ("wiki_search",), "wiki_search": {"url": "http://search:8002/retrieve"}},
     )
     if debug:
         config = in_small(config, "evaluate")
-        config.tasks, config.tools.wiki_url = f"{name}:runs/debug/benchmarks/{name}.jsonl", ""
+        config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"
+        config.tools.wiki_search.url = ""
     return config

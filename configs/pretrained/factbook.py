@@ -74,7 +74,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.prompt_style = "brief"
     config.format = "hermes" if variant == "hermes" else ""
     config.model = "weights/SmolLM2-135M-Instruct"
-    config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 2})
+    config.tools = ConfigDict({"names": ("wiki_search", "code"), "wiki_search": {"top_k": 2}})
     config.distill = ConfigDict(
         {"tasks": "", "mixture": mixture, "train": 800, "validation": 40, "seed": 0, "level": ""}
     )
@@ -222,7 +222,7 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
                 "warmup_steps": 1,
                 "final_ratio": 0.3,
                 "weight_decay": 0.0,
-                "b2": 0.99,
+                "options": {"b2": 0.99},
             },
         ),
         "engine": complete_config(EngineConfig, engine),

@@ -39,7 +39,7 @@ def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
     config = ConfigDict()
     config.prompt_style = "brief"
     config.format = ""
-    config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 1})
+    config.tools = ConfigDict({"names": ("wiki_search", "code"), "wiki_search": {"top_k": 1}})
     config.distill = ConfigDict(
         {"tasks": TASKS, "train": 4800, "validation": 100, "seed": 0, "level": ""}
     )
@@ -126,7 +126,7 @@ def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
                     "weight_decay": 0.0,
                     # Policy gradients are noisy. With the longer average, a rare large gradient
                     # does not move the weights by a full step.
-                    "b2": 0.99,
+                    "options": {"b2": 0.99},
                 },
             ),
             "engine": complete_config(EngineConfig, engine),

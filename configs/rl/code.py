@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "total_steps": 8 * (120 if size == "32b" else 150),
                 "warmup_steps": 8 * 10,
                 "final_ratio": 1.0,
-                "b2": 0.999,
+                "options": {"b2": 0.999},
                 "weight_decay": 0.01,
             },
             "engine": {

@@ -6,8 +6,8 @@ Sizes: ``3b``, ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/rl/tiny.py.
 Needs: the policy of configs/sft/mhqa.py; the training questions of NQ and HotpotQA, in a directory
 that all hosts share (in this config /mnt); and a search engine over Wikipedia that all hosts can
-reach, at ``--config.tools.wiki_url=http://HOST:8002/retrieve`` (docs/tools.md). 7b is sized for the
-64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``coa-jax aot
+reach, at ``--config.tools.wiki_search.url=http://HOST:8002/retrieve`` (docs/tools.md). 7b is sized
+for the 64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``coa-jax aot
 --topology=...`` checks whether the run fits another slice; ``launch/`` has the scripts that start
 the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
@@ -65,7 +65,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "total_steps": 2 * 1005,
                 "warmup_steps": 2 * 286,
                 "final_ratio": 1.0,
-                "b2": 0.999,
+                "options": {"b2": 0.999},
                 "weight_decay": 0.01,
             },
             "engine": {
@@ -93,9 +93,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         },
     )
     config.tools = complete_config(
-        ToolsConfig, {"names": ("wiki_search",), "wiki_url": "http://search:8002/retrieve"}
+        ToolsConfig,
+        {"names": ("wiki_search",), "wiki_search": {"url": "http://search:8002/retrieve"}},
     )
     if debug:
         config = in_small(config, "rl")
-        config.tasks, config.tools.wiki_url = config.tasks + ":protocol=mhqa", ""
+        config.tasks, config.tools.wiki_search.url = config.tasks + ":protocol=mhqa", ""
     return config

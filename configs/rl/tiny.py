@@ -52,5 +52,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "checkpoint_every": 1,
         },
     )
-    config.tools = complete_config(ToolsConfig, {"top_k": 1})
+    config.tools = complete_config(ToolsConfig, {"wiki_search": {"top_k": 1}})
     return config

@@ -71,7 +71,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "total_steps": 60,
                 "warmup_steps": 3,
                 "final_ratio": 1.0,
-                "b2": 0.999,
+                "options": {"b2": 0.999},
                 "weight_decay": 0.1,
             },
             "engine": {

@@ -61,7 +61,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "total_steps": _STEPS[size],
                 "warmup_steps": _STEPS[size] // 10,
                 "final_ratio": 0.0,
-                "b2": 0.999,
+                "options": {"b2": 0.999},
                 "weight_decay": 0.0,
             },
             "mesh": {"data": 1, "fsdp": -1, "tensor": 2 if size == "32b" else 1},

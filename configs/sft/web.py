@@ -63,7 +63,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "total_steps": 160,
                 "warmup_steps": 16,
                 "final_ratio": 0.0,
-                "b2": 0.999,
+                "options": {"b2": 0.999},
                 "weight_decay": 0.0,
             },
             "mesh": {"data": 1, "fsdp": -1, "tensor": 2 if size == "32b" else 1},

@@ -3,7 +3,7 @@ r"""Generates questions with checked answers from any corpus, with a language mo
     coa-jax synthesize --config=configs/synthesize/endpoint.py --workdir=runs/questions
 
 Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.url``, ``endpoint.model``)
-and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
+and a corpus (``tools.wiki_search.corpus=FILE.jsonl``; the Factbook if none is given).
 Takes: for each question, one call of the model to write the question, ten to thirty calls for the
 team that solves it with tools, and ``without_tools.samples`` (32) calls for the answers without
 tools. ``synthesis.batch`` questions are processed at the same time.

@@ -9,9 +9,9 @@ joined by arithmetic. The country of a question decides the split, as in the tas
 ``factbook``. Two checks select the questions: the scripted team has solved each question with live
 tools, and of 32 guesses from the usual answers to such questions, at most a share of 0.3 is right.
 
-``--config.tools.corpus=FILE.jsonl`` uses another corpus (``{"title", "text"}`` per line). The
-author without a model understands only sentences like those of the Factbook, so another corpus
-needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` and
+``--config.tools.wiki_search.corpus=FILE.jsonl`` uses another corpus (``{"title", "text"}`` per
+line). The author without a model understands only sentences like those of the Factbook, so another
+corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` and
 ``without_tools.policy=DIR``, a policy on this machine answers instead of guesses.
 """
 

@@ -37,6 +37,7 @@ from coa_jax.config.fields import (
     present,
 )
 from coa_jax.config.help import meanings
+from coa_jax.config.renamed import REMOVED, RENAMED
 from coa_jax.run import command
 
 API = {
@@ -242,7 +243,10 @@ def _settings_of_tables(tables: Mapping[type[Any], set[str]]) -> str:
         keys = ", ".join(f"`{key}.NAME`" for key in sorted(tables[cls]))
         lines += [f"## {cls.__name__}", "", f"Settings of {keys}.", ""]
         lines += _group(cls, "", None, {}, 2, cls.__name__)
-    return "\n".join(lines)
+    lines += ["## Former keys", "", "| former key | write, or what holds now |", "| --- | --- |"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
+    lines += [f"| `{old}` | {text} |" for old, text in REMOVED.items()]
+    return "\n".join([*lines, ""])
 
 
 def _group(

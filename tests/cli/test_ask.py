@@ -33,6 +33,7 @@ from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.tools.make import ToolsConfig
+from coa_jax.tools.wiki_search import WikiConfig
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.sft import train
 from tests import forked, tiny_policy
@@ -71,7 +72,7 @@ def learnt(tmp_path_factory) -> Learnt:
 
 
 def agent_of(learnt: Learnt, config: RolloutConfig = BUDGET, temperature: float = 0.0) -> Agent:
-    tools = ToolsConfig(("wiki_search", "code"), top_k=1)
+    tools = ToolsConfig(("wiki_search", "code"), wiki_search=WikiConfig(top_k=1))
     sampling = SamplingParams(temperature)
     return Agent(learnt.path, tools, protocol="generalist", sampling=sampling, rollout=config)
 
@@ -124,7 +125,7 @@ def test_the_directory_of_a_run_is_asked_as_its_model_was_trained(learnt, tmp_pa
     shutil.copytree(learnt.path, tmp_path / "model")
     card = json.loads((tmp_path / "model" / "agent.json").read_text())
     (tmp_path / "model" / "agent.json").write_text(json.dumps({**card, "protocol": "mhqa"}))
-    tools = ToolsConfig(("wiki_search",), top_k=1)
+    tools = ToolsConfig(("wiki_search",), wiki_search=WikiConfig(top_k=1))
     assert Agent(tmp_path, tools, rollout=trained).protocol.name == "mhqa"
 
 

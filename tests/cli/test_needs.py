@@ -55,8 +55,8 @@ def cost(command, file, changes=None):
     ("command", "changes", "needed"),
     [
         ("rl", {}, True),  # wiki_search reads its pages
-        ("rl", {"tools.corpus": "pages.jsonl"}, False),
-        ("rl", {"tools.wiki_url": "http://pages:8000/retrieve"}, False),
+        ("rl", {"tools.wiki_search.corpus": "pages.jsonl"}, False),
+        ("rl", {"tools.wiki_search.url": "http://pages:8000/retrieve"}, False),
         ("rl", {"tools.names": ("code",)}, False),
         ("evaluate", {"tools.names": ("code",), "tasks": "factbook:hops=1"}, True),
         ("sft", {}, False),

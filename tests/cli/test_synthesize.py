@@ -117,7 +117,7 @@ def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
 def test_a_corpus_that_the_author_cannot_read_is_explained(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Tides", "text": "The tide turned twice that day."}\n')
-    words = [*command(tmp_path / "run")[1:], f"--config.tools.corpus={corpus}"]
+    words = [*command(tmp_path / "run")[1:], f"--config.tools.wiki_search.corpus={corpus}"]
     done = forked.run(words)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
@@ -242,7 +242,7 @@ def test_a_model_writes_questions_on_any_corpus_and_nothing_is_paid_for_twice(tm
 
     def run(limit):
         changes = {
-            "tools.corpus": str(corpus),
+            "tools.wiki_search.corpus": str(corpus),
             "synthesis.atomic": 20,
             "synthesis.depth": (6,),
             "synthesis.width": 3,

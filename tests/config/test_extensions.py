@@ -16,11 +16,11 @@ from ml_collections import ConfigDict
 
 import coa_jax
 from coa_jax.config.extensions import ExtensionKind, Named, bind, find
-from coa_jax.config.overrides import readable_overrides
 from coa_jax.distillation.readers import READERS, read_traces
 from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
+from coa_jax.run.command import overridden
 from coa_jax.run.settings import build_config, complete_config
 from coa_jax.tasks import SOURCES, Graders, GradersConfig, load_tasks
 from coa_jax.tasks.checks import REWARDS
@@ -345,11 +345,8 @@ def test_built_in_names_are_found_by_the_same_code():
 
 def test_the_command_line_sets_options_in_groups_that_users_name():
     config = ConfigDict({"tools": {"own": {}}, "graders": {"rewards": {"a": {"weight": 1.0}}}})
-    argv = ["x", "--config=a.py"]
-    argv += ["--config.tools.own.dice.path=m:D", "--config.tools.own.dice.options.sides=8"]
+    argv = ["--config.tools.own.dice.path=m:D", "--config.tools.own.dice.options.sides=8"]
     argv += ["--config.graders.rewards.a.weight=0.5", "--config.graders.rewards.b.path=m:r"]
-    _, _, tools, rewards = readable_overrides(argv, config)
-    dice = {"path": "m:D", "options": {"sides": 8}}
-    assert tools == f"--config.tools.own={ {'dice': dice}!r}"
-    both = {"a": {"weight": 0.5}, "b": {"path": "m:r"}}
-    assert rewards == f"--config.graders.rewards={both!r}"
+    given = overridden(config, argv).to_dict()
+    assert given["tools"]["own"] == {"dice": {"path": "m:D", "options": {"sides": 8}}}
+    assert given["graders"]["rewards"] == {"a": {"weight": 0.5}, "b": {"path": "m:r"}}

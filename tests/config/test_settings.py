@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from typing import get_type_hints
 
 import pytest
@@ -11,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_flags
 
-from coa_jax.config.overrides import read_tuple, readable_overrides
+from coa_jax.config.overrides import check_key, read_tuple, readable_overrides
+from coa_jax.config.renamed import REMOVED, RENAMED, renewed
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import build_config, complete_config
+from coa_jax.run.command import load_config, overridden
+from coa_jax.run.settings import build_config, changes_of, complete_config, plain
 from coa_jax.serve.config import ServeConfig
 from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.defaults import with_defaults
+from coa_jax.train.rl_config import RLConfig, RLRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +52,11 @@ def test_groups_become_dataclasses_and_lists_become_tuples(values):
 
 
 def test_all_mistakes_of_a_config_are_told_at_once():
-    values = {"engine": {"slots": 0, "slotz": 1}, "optimizer": {"b1": 7.0}, "groups": -1}
+    values = {"engine": {"slots": 0, "slotz": 1}, "optimizer": {"clip_norm": 0.0}, "groups": -1}
     with pytest.raises(UserError) as raised:
         build_config(RLConfig, {"model": "a", **values})
     parts = str(raised.value).split(" | ")
-    keys = ("engine.slotz", "engine.slots", "optimizer.b1", "tasks", "groups")
+    keys = ("engine.slotz", "engine.slots", "optimizer.clip_norm", "tasks", "groups")
     assert {part.split()[0] for part in parts} == {f"config.{key}" for key in keys}
 
 
@@ -89,6 +93,66 @@ def test_the_place_of_a_part_is_named():
 class Hosts:
     names: tuple[str, ...] = ()
     widths: tuple[int, ...] = (1,)
+
+
+def leaves(config, prefix=""):
+    for name, value in config.items():
+        if isinstance(value, ConfigDict) and len(value):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_a_run_of_rl_has_at_most_150_settings():
+    assert len(set(leaves(with_defaults("rl", {})))) <= 150
+
+
+def test_a_group_of_what_is_off_holds_only_what_is_set():
+    config = with_defaults("rl", {"model": "m", "tasks": "t"})
+    assert config.graders.judge.chat.to_dict() == config.algorithm.to_dict() == {}
+    usual = RLConfig(model="m", tasks="t")
+    words = ("algorithm.name=dapo", "algorithm.clip_high=0.3", "stops.length=mask")
+    words += ("graders.judge.chat.url=http://h/v1", "graders.judge.chat.model=j")
+    given = overridden(config, [f"--config.{word}" for word in words])
+    built = build_config(RLRun, given)
+    assert (built.algorithm.name, built.algorithm.clip_high) == ("dapo", 0.3)
+    assert built.algorithm == dataclasses.replace(usual.algorithm, name="dapo", clip_high=0.3)
+    assert built.stops == dataclasses.replace(usual.stops, length="mask")
+    # What is not set has the defaults of this judge, and not those of other chat models.
+    judge = dataclasses.replace(usual.graders.judge.chat, url="http://h/v1", model="j")
+    assert built.graders.judge.chat == judge and judge.max_tokens == 512
+    # A file that is written out holds only what was set, too.
+    again = complete_config(RLRun, given)
+    assert again.algorithm.to_dict() == {"name": "dapo", "clip_high": 0.3}
+    assert build_config(RLRun, again) == built
+
+
+@pytest.mark.parametrize("former", [*RENAMED, *REMOVED])
+def test_a_former_key_says_what_to_write(former):
+    told = RENAMED.get(former) or REMOVED[former]
+    *groups, name = former.split(".")
+    config = {}
+    for group in reversed(groups):
+        config = {group: config}
+    for place in ("", "rl."):
+        with pytest.raises(UserError, match=re.escape(f"{told}")):
+            check_key(ConfigDict({**config, "rl": config}), f"{place}{former}")
+    with pytest.raises(UserError, match=re.escape(told)):
+        build_config(Inner, {"width": 1, name: 0}, ".".join(["config", *groups]))
+
+
+def test_a_run_of_an_earlier_version_has_the_same_settings():
+    config = with_defaults("rl", {"model": "m", "tasks": "t"}).to_dict()
+    present = json.loads(json.dumps(plain(build_config(RLRun, config))))
+    former = json.loads(json.dumps(present))
+    former["optimizer"] |= {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "max_skipped": 5}
+    former["tools"] |= {"code_timeout_s": 9.0, "encoder": former["tools"]["wiki_search"]["encoder"]}
+    former["graders"]["judge"]["chat"]["json_mode"] = False
+    del former["tools"]["wiki_search"]["encoder"], former["tools"]["code"]["timeout_s"]
+    present["optimizer"]["options"] = {"b2": 0.99}
+    present["tools"]["code"]["timeout_s"] = 9.0
+    assert renewed(former) == renewed(present) == present
+    assert changes_of(renewed({"rl": former}), {"rl": present}) == []
 
 
 def test_a_config_file_may_give_a_list_of_words_as_one_text():

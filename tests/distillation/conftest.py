@@ -6,7 +6,14 @@ import pytest
 
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.code import CodeTool
+from coa_jax.tools.net import chat
 from coa_jax.tools.wiki_search import WikiSearch
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """Failed requests to models are repeated at once."""
+    monkeypatch.setattr(chat, "_BACKOFF_S", 0.001)
 
 
 @pytest.fixture(scope="session")

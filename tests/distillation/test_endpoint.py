@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "one two three"}]
 
 
 def config_of(server, **changes):
-    values = {"url": server.url, "model": "m", "backoff_s": 0.001, **changes}
+    values = {"url": server.url, "model": "m", **changes}
     return EndpointConfig(**values)
 
 
@@ -192,7 +192,10 @@ def test_a_budget_holds_over_restarts(tmp_path, limit, calls):
         ({"prices": (("m", 1.0, float("nan")),)}, "config.solver.prices[0][2] is nan; give"),
         ({"max_money": float("nan")}, "config.solver.max_money is nan; give a number from 0"),
         ({"max_calls": -1}, "config.solver.max_calls is -1; give a whole number from 0"),
-        ({"max_tokens_name": "length"}, "config.solver.max_tokens_name is 'length'; give one of"),
+        (
+            {"max_tokens_name": "length"},
+            "max_tokens_name is not a setting any more: write request=",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_their_name(tmp_path, change, message):
@@ -229,7 +232,7 @@ def test_a_command_has_one_budget_for_all_its_splits(tmp_path):
     with serving(lambda chat: "x") as server:
 
         def run(limit):
-            settings = {"url": server.url, "model": "m", "backoff_s": 0.001}
+            settings = {"url": server.url, "model": "m"}
             changes = {f"endpoint.{key}": value for key, value in settings.items()}
             changes |= {"tasks.train": 2, "tasks.validation": 2, "endpoint.max_calls": limit}
             changes |= SUMS
@@ -268,13 +271,12 @@ def test_runs_of_a_model_that_is_asked_otherwise_are_of_another_configuration(tm
         assert len(server.seen) == 6
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_the_limit_of_a_reply_has_the_name_that_the_server_wants(tmp_path, name):
+def test_a_request_can_have_further_fields_and_lack_some(tmp_path):
     with serving(lambda chat: "x") as server:
-        config = config_of(server, max_tokens=77, max_tokens_name=name)
-        ask(Endpoint(config, tmp_path / "calls.jsonl"), "a")
-        sent = {key: value for key, value in server.seen[0].items() if key.startswith("max_")}
-    assert sent == {name: 77}
+        request = {"max_tokens": None, "max_completion_tokens": 77, "top_p": 0.5}
+        ask(Endpoint(config_of(server, request=request), tmp_path / "calls.jsonl"), "a")
+        sent = server.seen[0]
+    assert (sent["max_completion_tokens"], sent["top_p"]) == (77, 0.5) and "max_tokens" not in sent
 
 
 # --- a whole run ---------------------------------------------------------------------------

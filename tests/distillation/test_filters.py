@@ -121,4 +121,4 @@ def test_the_message_names_the_documented_setting_of_each_filter():
     for name, setting in SETTINGS.items():
         row = next(row for row in settings if f"`{name}`" in row)
         assert setting in settings[row] or setting.startswith("judges."), name
-        check_key(config, f"teacher.{setting}")
+        check_key(config, f"teacher.{setting}".removesuffix(".url"))

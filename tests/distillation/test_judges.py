@@ -11,6 +11,7 @@ from coa_jax.cli.distill import distill
 from coa_jax.distillation.judges import JudgesConfig
 from coa_jax.distillation.pipeline import DistillConfig, as_run, graded_runs, select, teacher_block
 from coa_jax.run.command import load_config
+from coa_jax.tasks import judge as judge_module
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
@@ -47,9 +48,14 @@ class Judges:
         return json.dumps({"rationale": "so it is", "judgement": judgement})
 
 
+@pytest.fixture(autouse=True)
+def two_requests(monkeypatch):
+    monkeypatch.setattr(judge_module, "_REQUESTS", 2)
+
+
 def config_of(server, tmp_path, *names):
     chat = ChatConfig(server.url, "m", timeout_s=20.0, attempts=1)
-    judge = JudgeConfig(chat, attempts=2, cache=str(tmp_path / "verdicts.sqlite"))
+    judge = JudgeConfig(chat, cache=str(tmp_path / "verdicts.sqlite"))
     return DistillConfig(judges=JudgesConfig(**dict.fromkeys(names, judge)))
 
 

@@ -31,7 +31,8 @@ def command(files, workdir, *arguments):
     words = [
         "-m", "coa_jax.cli.evaluate", "--config=configs/evaluate/factbook.py",
         f"--workdir={workdir}", f"--config.tasks={files}/tasks.jsonl",
-        f"--config.tools.corpus={files}/corpus.jsonl", "--config.rollout.prompt_style=brief",
+        f"--config.tools.wiki_search.corpus={files}/corpus.jsonl",
+        "--config.rollout.prompt_style=brief",
     ]  # fmt: skip
     return forked.run([*words, *SHAPES, *arguments])
 

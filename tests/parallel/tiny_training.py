@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
         stop_in(int(argv[5]))
     with RunDir(folder / name, active=processes.index() == 0) as run:
         if case == "sft":
-            optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=3, eps=1e-3)
+            optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=3, options={"eps": 1e-3})
             changes: dict[str, Any] = {"rows": 4, "batch_size": 6, "mesh": mesh}
             config = sft_config(
                 folder / "base",
@@ -140,7 +140,11 @@ def main(argv: list[str]) -> None:
             group_size=4,
             checkpoint_every=2,
             optimizer=OptimizerConfig(
-                learning_rate=1e-3, total_steps=steps, final_ratio=1.0, weight_decay=0.0, eps=1e-3
+                learning_rate=1e-3,
+                total_steps=steps,
+                final_ratio=1.0,
+                weight_decay=0.0,
+                options={"eps": 1e-3},
             ),
             max_staleness=2 * int(case == "ahead"),
             **({"rollout": constrained, "temperature": 1.6} if case == "constrained" else {}),

@@ -19,6 +19,7 @@ from coa_jax.errors import UserError
 from coa_jax.tasks import grade_answer, load_tasks
 from coa_jax.tasks.base import split_of
 from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.wiki_search import WikiConfig
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def _literals(template):
 @pytest.mark.slow
 def test_the_team_solves_the_questions_with_distractors_in_what_it_finds(test_tasks):
     tasks = test_tasks[:80]
-    tools = {tool.name: tool for tool in make_tools(ToolsConfig(top_k=3))}
+    tools = {tool.name: tool for tool in make_tools(ToolsConfig(wiki_search=WikiConfig(top_k=3)))}
     config = DistillConfig(mistake_rate=0.0, unrecovered_rate=0.0, seed=0)
     logs = asyncio.run(run_teacher(tasks, tools, config, config.minds()))
     solved = [
@@ -135,7 +136,7 @@ def test_questions_about_fields_are_solved_from_the_passages_of_the_pages():
 
 def _assert_solved(tasks):
     """The scripted team answers at least 95 % of the tasks, from two passages for each search."""
-    tools = {tool.name: tool for tool in make_tools(ToolsConfig(top_k=2))}
+    tools = {tool.name: tool for tool in make_tools(ToolsConfig(wiki_search=WikiConfig(top_k=2)))}
     config = DistillConfig(mistake_rate=0.0, unrecovered_rate=0.0, seed=0)
     logs = asyncio.run(run_teacher(tasks, tools, config, config.minds()))
     solved = [

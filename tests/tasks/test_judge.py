@@ -11,6 +11,7 @@ import time
 import pytest
 
 from coa_jax.errors import UserError
+from coa_jax.tasks import judge as judge_module
 from coa_jax.tasks.judge import Judge, JudgeConfig, parse_verdict
 from coa_jax.tools.net.chat import ChatConfig
 from tests.tools import fault_server
@@ -75,8 +76,8 @@ def test_verdicts(server, model):
 
 
 def test_empty_and_endless_answers_are_wrong_without_being_asked_about(server, model):
-    judge = Judge(config(server, answer_chars=50))
-    assert (ask(judge, " \n"), ask(judge, "Oslo " * 20)) == (False, False)
+    judge = Judge(config(server))
+    assert (ask(judge, " \n"), ask(judge, "Oslo " * 401)) == (False, False)
     assert not model.prompts
 
 
@@ -116,7 +117,7 @@ def test_everything_else_is_no_verdict(text):
 
 
 def test_a_verdict_in_no_form_is_asked_for_again_and_then_is_none(server, model):
-    judge = Judge(config(server, attempts=3))
+    judge = Judge(config(server))
     model.replies = ["hm", "correct"]
     assert ask(judge, "Oslo") is True
     model.replies = ["hm", "hm", "hm"]
@@ -153,10 +154,11 @@ def test_the_mark_is_another_one_each_time(server, model):
     assert first != second
 
 
-def test_verdicts_are_kept_and_failures_are_not(server, model, tmp_path):
+def test_verdicts_are_kept_and_failures_are_not(server, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(judge_module, "_REQUESTS", 1)
     cache = str(tmp_path / "judge.sqlite")
     model.replies = ["hm"]
-    first = Judge(config(server, attempts=1, cache=cache))
+    first = Judge(config(server, cache=cache))
     assert [ask(first, "Oslo"), ask(first, "Oslo"), ask(first, "Bergen")] == [None, True, False]
     again = Judge(config(server, cache=cache))
     assert [ask(again, "Oslo"), ask(again, "Bergen")] == [True, False]

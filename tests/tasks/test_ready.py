@@ -13,6 +13,7 @@ from coa_jax.tasks.checks import check_tools
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.net.chat import ChatConfig
+from coa_jax.tools.wiki_search import WikiConfig
 from tests.distillation.chat_server import serving
 from tests.tools import fault_server
 
@@ -54,7 +55,9 @@ def test_everything_that_is_missing_is_in_one_line_and_is_asked_at_one_time(monk
         graders = judged("http://127.0.0.1:9/v1")
         graders = GradersConfig(judge=graders.judge, private_tests=str(tmp_path / "none"))
         tools = ToolsConfig(
-            names=("wiki_search",), wiki_url=server.url("/missing"), remote_key_env=NAME
+            names=("wiki_search",),
+            wiki_search=WikiConfig(url=server.url("/missing")),
+            remote_key_env=NAME,
         )
         server.pages["/hang/chat/completions"] = fault_server.hang
         start = time.monotonic()
@@ -98,7 +101,11 @@ def test_what_is_not_needed_is_not_asked(tmp_path):
     recorded = {"path": str(tmp_path / "s.sqlite"), "mode": "replay"}
     from coa_jax.run.settings import build_config
 
-    config = {"names": ("wiki_search",), "wiki_url": "http://127.0.0.1:9/x", "store": recorded}
+    config = {
+        "names": ("wiki_search",),
+        "wiki_search": {"url": "http://127.0.0.1:9/x"},
+        "store": recorded,
+    }
     ready(tasks=[task("math")], tools=build_config(ToolsConfig, config))
 
 

@@ -85,7 +85,7 @@ def configured(server, folder):
     chat = {"url": server.url("/llm"), "model": "m", "key_env": NAME, "attempts": 1}
     return complete_config(ToolsConfig, {
         "names": ("web_search", "wiki_search", "code", "crawl_page", "visual_inspector", "far"),
-        "wiki_url": server.url("/retrieve"), "code_url": server.url("/run_code"),
+        "wiki_search": {"url": server.url("/retrieve")}, "code": {"url": server.url("/run_code")},
         "remote_key_env": NAME,
         "web_search": {"provider": "serper", "url": server.url("/search"), "key_env": NAME},
         "crawl_page": {"allow_hosts": (f"127.0.0.1:{server.port}",), "summarizer": chat},

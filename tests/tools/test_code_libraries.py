@@ -20,7 +20,7 @@ from coa_jax.sandbox.isolation import find_interpreter, reachable
 from coa_jax.tasks import code_tests
 from coa_jax.tools import code_libraries, doctor
 from coa_jax.tools.base import ToolContext, call_tool
-from coa_jax.tools.code import CodeTool
+from coa_jax.tools.code import CodeConfig, CodeTool
 from coa_jax.tools.code_libraries import Libraries, Package, find_libraries
 from coa_jax.tools.make import ToolsConfig, make_tools
 
@@ -75,7 +75,9 @@ def ask(tool: CodeTool, source: str):
 
 def test_a_package_is_installed_once_and_told_to_the_policy(offline, shared, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    config = ToolsConfig(names=("code",), code_libraries=("tiny-sums<2", "tiny.sums==1.0"))
+    config = ToolsConfig(
+        names=("code",), code=CodeConfig(libraries=("tiny-sums<2", "tiny.sums==1.0"))
+    )
     (tool,) = make_tools(config)
     assert "pip installs tiny.sums==1.0 for programs into" in caplog.text
     assert tool.libraries.packages == (Package("tiny-sums", "1.0", "tinysums"),)
@@ -107,7 +109,7 @@ def test_what_pip_cannot_install_is_one_line_and_leaves_nothing(offline, shared)
     "entry", ["--index-url=http://x", "a b", "", "a;b", "numpy @ http://x", "-r"]
 )
 def test_an_entry_that_is_no_package_is_refused(entry):
-    with pytest.raises(UserError, match=r"code_libraries: .* is neither a package"):
+    with pytest.raises(UserError, match=r"code.libraries: .* is neither a package"):
         find_libraries((entry,))
 
 
@@ -135,7 +137,7 @@ def test_a_directory_stands_in_place_of_pip(offline, shared, monkeypatch):
 
 def test_the_doctor_imports_them(offline, tmp_path, capsys):
     config = tmp_path / "config.py"
-    tools = {"names": ("code",), "code_libraries": ("tiny-sums==2.0",)}
+    tools = {"names": ("code",), "code": {"libraries": ("tiny-sums==2.0",)}}
     config.write_text(
         "from ml_collections import ConfigDict\n"
         f"def get_config():\n    return ConfigDict({{'tools': {tools!r}}})\n"

@@ -9,7 +9,7 @@ import pytest
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.bm25 import WikiIndex
-from coa_jax.tools.code import CodeTool, RemoteCode
+from coa_jax.tools.code import CodeConfig, CodeTool, RemoteCode
 from coa_jax.tools.code_session import FORGOTTEN
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.recorded import StoreConfig
@@ -59,7 +59,7 @@ def test_each_trajectory_has_its_own_and_the_default_has_none():
     alone = Trajectory(CodeTool())
     alone.run("x = 1")
     assert "NameError" in alone.run("print(x)").text
-    (configured,) = make_tools(ToolsConfig(names=("code",), code_session=True))
+    (configured,) = make_tools(ToolsConfig(names=("code",), code=CodeConfig(session=True)))
     assert configured.remembers and not alone.tool.remembers
 
 
@@ -184,7 +184,9 @@ def test_the_same_calls_see_the_same_again():
 def test_a_recording_tells_calls_apart_by_what_came_before_them(tmp_path):
     def tool(mode):
         store = StoreConfig(path=str(tmp_path / "calls.sqlite"), mode=mode, tools=("code",))
-        return make_tools(ToolsConfig(names=("code",), code_session=True, store=store))[0]
+        return make_tools(ToolsConfig(names=("code",), code=CodeConfig(session=True), store=store))[
+            0
+        ]
 
     recorded = [Trajectory(tool("record")) for _ in range(2)]
     for number, run in enumerate(recorded):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tools import page_text
+from coa_jax.tools import crawl_page, page_text
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.corpus import Passage
@@ -81,13 +81,22 @@ def index():
     return WikiIndex.build(passages)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def limits():
+    """One attempt per page, in less time, so that a page that fails costs little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crawl_page, "_PAGE_S", 3.0)
+        patch.setattr(crawl_page, "_ATTEMPTS", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
-def reader(index):
+def reader(index, limits):
     return tool(index)
 
 
 def tool(index=None, **options):
-    options = {"allow_hosts": ("127.0.0.1",), "page_timeout_s": 3.0, "attempts": 1, **options}
+    options = {"allow_hosts": ("127.0.0.1",), **options}
     return CrawlPage(CrawlConfig(**options), lambda: index)
 
 
@@ -120,9 +129,11 @@ def test_wrong_encodings_and_json(server, reader):
 
 
 @pytest.mark.parametrize("path", sorted({*fault_server.FAULTS, "/badpdf"} - TEXTS))
-def test_each_fault_is_a_text_in_time(server, reader, path):
+def test_each_fault_is_a_text_in_time(server, reader, path, monkeypatch):
     url = server.url(path)
-    hurried = tool(page_timeout_s=1.0, max_bytes=1 << 20)
+    monkeypatch.setattr(crawl_page, "_PAGE_S", 1.0)
+    monkeypatch.setattr(crawl_page, "_MAX_BYTES", 1 << 20)
+    hurried = tool()
     hurried._workers = reader._workers
     seconds = fault_server.stopwatch()
     seen = ask(hurried, url)
@@ -267,10 +278,10 @@ def test_a_recording_is_replayed_with_and_without_a_summariser(
 
 
 def test_long_pages_and_long_lists_are_cut(server, index):
-    short = tool(index, page_chars=100, max_pages=2)
-    seen = ask(short, "|".join(server.url(f"/long?{i}") for i in range(4)))
-    assert seen.text.count("characters left out") == 2 and len(seen.text) < 600
-    assert seen.text.endswith("[2 more left out: at most 2 pages are read in a call]")
+    short = tool(index, page_chars=100)
+    seen = ask(short, "|".join(server.url(f"/long?{i}") for i in range(7)))
+    assert seen.text.count("characters left out") == 5 and len(seen.text) < 1500
+    assert seen.text.endswith("[2 more left out: at most 5 pages are read in a call]")
 
 
 def test_summaries_know_the_query_and_the_intent(server, index, monkeypatch):
@@ -330,8 +341,8 @@ def test_calls_without_an_address_and_repeats(reader, server):
 
 
 def test_missing_packages_and_wrong_settings_are_explained(monkeypatch):
-    with pytest.raises(UserError, match="max_pages"):
-        tool(max_pages=0)
+    with pytest.raises(UserError, match="page_chars"):
+        tool(page_chars=0)
     with pytest.raises(UserError, match="model is missing"):
         ChatConfig("http://a.example/v1")
     monkeypatch.setattr(page_text, "missing_packages", lambda: ["trafilatura"])

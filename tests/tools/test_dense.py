@@ -24,7 +24,7 @@ from coa_jax.tools.dense import DenseIndex, EncoderConfig, fuse, load_retriever,
 from coa_jax.tools.encoder import TextEncoder
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.recorded import StoreConfig
-from coa_jax.tools.wiki_search import RemoteSearch, WikiSearch
+from coa_jax.tools.wiki_search import RemoteSearch, WikiConfig, WikiSearch
 from tests.tools import tiny_encoder
 from tests.tools.live import serving
 
@@ -137,8 +137,8 @@ def test_a_configuration_searches_any_corpus_by_vectors(tmp_path, encoder, monke
     corpus = tmp_path / "corpus.jsonl"
     rows = [{"title": p.title, "text": p.text} for p in PASSAGES]
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = ToolsConfig(names=("wiki_search", "web_search"), top_k=2, corpus=str(corpus),
-                         retrieval="dense", encoder=encoder)  # fmt: skip
+    config = ToolsConfig(names=("wiki_search", "web_search"), wiki_search=WikiConfig(
+        str(corpus), 2, retrieval="dense", encoder=encoder))  # fmt: skip
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     wiki, web = make_tools(config)
     seen = ask(wiki, "Dull: Lake a lake")
@@ -154,8 +154,8 @@ def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(tmp_pat
     store = StoreConfig(path=str(tmp_path / "s.sqlite"), tools=("wiki_search",))
 
     def answer(**changes):
-        config = ToolsConfig(names=("wiki_search",), top_k=1, corpus=str(corpus),
-                             store=store, **changes)  # fmt: skip
+        config = ToolsConfig(names=("wiki_search",), store=store,
+                             wiki_search=WikiConfig(str(corpus), 1, **changes))  # fmt: skip
         return ask(make_tools(config)[0], "capital")
 
     corpus.write_text('{"title": "One", "text": "the capital"}\n')
@@ -177,7 +177,7 @@ def test_a_server_shows_what_its_dense_index_shows(encoder):
 
 def test_what_is_missing_is_said(tmp_path, encoder, capsys):
     with pytest.raises(UserError, match=r"hybrid retrieval needs an encoder.*encoder\.path"):
-        make_tools(ToolsConfig(retrieval="hybrid"))
+        make_tools(ToolsConfig(wiki_search=WikiConfig(retrieval="hybrid")))
     with pytest.raises(UserError, match="no text to index"):
         load_retriever("dense", encoder, passages=[])
     arguments = ["--retrieval", "dense", "--encoder", str(tmp_path / "none"), "--no_code"]

@@ -10,20 +10,22 @@ from coa_jax.errors import UserError
 from coa_jax.run.settings import build_config
 from coa_jax.tools import make
 from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool
+from coa_jax.tools.code import CodeConfig
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
+from coa_jax.tools.wiki_search import WikiConfig
 
 
 def test_the_default_tools_work_at_once():
-    search, code = make_tools(ToolsConfig(top_k=2, code_output_chars=40))
+    search, code = make_tools(ToolsConfig(wiki_search=WikiConfig(top_k=2)))
     assert isinstance(search, Tool)
     assert isinstance(code, Tool)
 
     async def use():
         return (
             await call_tool(search, "capital of Norway", ToolContext()),
-            await call_tool(code, "```py\nprint(6 * 7)\nprint('x' * 500)\n```", ToolContext()),
+            await call_tool(code, "```py\nprint(6 * 7)\nprint('x' * 5000)\n```", ToolContext()),
         )
 
     found, ran = asyncio.run(use())
@@ -31,7 +33,7 @@ def test_the_default_tools_work_at_once():
     assert "Norway" in found.text
     assert found.text.count("Doc ") == 2
     assert "42" in ran.text
-    assert "x" * 41 not in ran.text
+    assert "x" * 1537 not in ran.text
 
 
 def test_only_the_named_tools_are_made_in_their_order():
@@ -44,7 +46,7 @@ def test_only_the_named_tools_are_made_in_their_order():
 
 
 def test_limits_reach_the_programs():
-    (code,) = make_tools(ToolsConfig(names=("code",), code_timeout_s=1.0))
+    (code,) = make_tools(ToolsConfig(names=("code",), code=CodeConfig(timeout_s=1.0)))
     assert code.timeout_s == 1.0
     seen = asyncio.run(call_tool(code, "```py\nwhile True: pass\n```", ToolContext()))
     assert seen.outcome == "timeout"
@@ -113,25 +115,19 @@ def test_the_index_of_a_local_web_search_is_built_before_the_first_call(
     assert len(calls) == built
 
 
+RUN_CODE = "http://127.0.0.1:9/run_code"
 CHAT = {"url": "http://127.0.0.1:9/v1", "model": "eyes"}
 
 
 @pytest.mark.parametrize(
     ("name", "base", "change"),
     [
-        ("code", {}, {"code_timeout_s": 1.0}),
-        ("code", {}, {"code_cpu_s": 1.0}),
-        ("code", {}, {"code_memory_mb": 512}),
-        ("code", {}, {"code_output_chars": 99}),
-        ("code", {}, {"code_url": "http://127.0.0.1:9/run_code"}),
+        ("code", {}, {"code": {"timeout_s": 1.0}}),
+        ("code", {}, {"code": {"memory_mb": 512}}),
+        ("code", {}, {"code": {"url": RUN_CODE}}),
         *(
-            ("code", {"code_url": "http://127.0.0.1:9/run_code"}, change)
-            for change in (
-                {"code_url": "http://127.0.0.1:8/run_code"},
-                {"code_timeout_s": 1.0},
-                {"code_memory_mb": 512},
-                {"code_output_chars": 99},
-            )
+            ("code", {"code": {"url": RUN_CODE}}, {"code": {"url": RUN_CODE, **change}})
+            for change in ({"url": f"{RUN_CODE}r"}, {"timeout_s": 1.0}, {"memory_mb": 512})
         ),
         *(
             ("visual_inspector", {"visual_inspector": {"chat": CHAT}}, {"visual_inspector": change})
@@ -139,7 +135,6 @@ CHAT = {"url": "http://127.0.0.1:9/v1", "model": "eyes"}
                 {"chat": {**CHAT, "url": "http://127.0.0.1:8/v1"}},
                 {"chat": {**CHAT, "model": "more eyes"}},
                 {"chat": {**CHAT, "max_tokens": 9}},
-                {"chat": CHAT, "max_chars": 99},
                 {"chat": CHAT, "allow_hosts": ("a.example",)},
             )
         ),
@@ -163,8 +158,14 @@ def test_a_cache_tells_apart_what_other_limits_and_addresses_answer(tmp_path, na
         ({"crawl_page": {"summariser": {}}}, r"config\.tools\.crawl_page\.summariser is not"),
         ({"store": {"path": "/proc/x/y"}}, "cannot hold observations"),
         ({"names": ("code", "telepathy")}, r"tools.names\[1\] is 'telepathy'"),
-        ({"names": ("wiki_search",), "top_k": 0}, "top_k is 0; give a whole number from 1"),
-        ({"names": ("code",), "code_memory_mb": 0}, "memory_mb is 0; give a whole number from 1"),
+        (
+            {"names": ("wiki_search",), "wiki_search": {"top_k": 0}},
+            "top_k is 0; give a whole number from 1",
+        ),
+        (
+            {"names": ("code",), "code": {"memory_mb": 0}},
+            "memory_mb is 0; give a whole number from 1",
+        ),
         ({"store": {"tools": ("nonsense",)}}, r"tools\.store\.tools\[0\] is 'nonsense'; give one"),
         ({"protocol": "no name"}, r"config\.tools\.protocol is 'no name'; give a name of letters"),
         ({"nmaes": ("code",)}, r"config\.tools\.nmaes is not a setting"),
@@ -178,4 +179,4 @@ def test_mistakes_are_named(values, message):
 def test_programs_run_without_isolation_only_with_the_environments_consent(monkeypatch):
     monkeypatch.delenv("COA_JAX_ALLOW_UNSAFE_CODE", raising=False)
     with pytest.raises(UserError, match="COA_JAX_ALLOW_UNSAFE_CODE"):
-        make_tools(ToolsConfig(names=("code",), code_unsafe=True))
+        make_tools(ToolsConfig(names=("code",), unsafe=True))

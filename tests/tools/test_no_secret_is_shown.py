@@ -54,7 +54,7 @@ def test_a_key_that_a_service_sends_back_is_in_no_trace_log_or_recording(
             calls = [call_tool(t, CALLS[t.name].format(port=server.port), context) for t in tools]
             judge = Judge(JudgeConfig(
                 ChatConfig(server.url("/llm"), "m", NAME, attempts=1),
-                attempts=1, cache=str(tmp_path / "verdicts.sqlite"),
+                cache=str(tmp_path / "verdicts.sqlite"),
             ))  # fmt: skip
             return await asyncio.gather(*calls, judge("q", ["a"], "b"))
 

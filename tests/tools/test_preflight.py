@@ -77,8 +77,8 @@ def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
                 "visual_inspector",
                 "tide",
             ),
-            "wiki_url": server.url("/retrieve"),
-            "code_url": server.url("/run_code"),
+            "wiki_search": {"url": server.url("/retrieve")},
+            "code": {"url": server.url("/run_code")},
             "web_search": {"url": server.url("/search")},
             "crawl_page": {"summarizer": chat, "robots": False},
             "visual_inspector": {"chat": chat},
@@ -133,7 +133,7 @@ def test_a_tool_of_your_own_is_asked_whether_it_can_be_called(answers):
 
 
 def test_programs_without_isolation_need_none_and_say_so(monkeypatch):
-    config = ToolsConfig(names=("code",), code_unsafe=True)
+    config = ToolsConfig(names=("code",), unsafe=True)
     monkeypatch.setenv("COA_JAX_ALLOW_UNSAFE_CODE", "1")
     monkeypatch.setattr(isolation, "_why_not", lambda _: pytest.fail("isolation is looked for"))
     (check,) = preflight.preflight(config.probes(), 10.0)
@@ -150,8 +150,8 @@ def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypa
         capsys,
         {
             "names": ("wiki_search", "code", "web_search"),
-            "wiki_url": "http://127.0.0.1:9/retrieve",
-            "code_url": server.url("/garbage"),
+            "wiki_search": {"url": "http://127.0.0.1:9/retrieve"},
+            "code": {"url": server.url("/garbage")},
             "web_search": {"provider": "serper", "url": server.url("/search")},
             "store": {"path": "/proc/x/calls.sqlite"},
         },
@@ -172,7 +172,8 @@ def test_a_key_is_tried_and_not_only_looked_for(tmp_path, capsys, server, monkey
     chat = {"url": server.url("/v1"), "model": "m", "key_env": "SERPER_API_KEY"}
     code, lines, _ = run(
         tmp_path, capsys,
-        {"names": ("wiki_search", "web_search", "crawl_page"), "wiki_url": server.url("/retrieve"),
+        {"names": ("wiki_search", "web_search", "crawl_page"),
+         "wiki_search": {"url": server.url("/retrieve")},
          "remote_key_env": "SERPER_API_KEY", "crawl_page": {"summarizer": chat},
          "web_search": {"provider": "serper", "url": server.url("/search")}},
     )  # fmt: skip
@@ -209,14 +210,14 @@ def test_the_doctor_takes_overrides_of_settings(capsys):
     assert doctor.main(["--tools", "--config.tools.names=visual_inspector"]) == 1
     assert capsys.readouterr().out.startswith("NOT READY  visual_inspector")
     given = ["--config", "configs/rl/tiny.py", "--config.tools.names", "code"]
-    assert doctor.main([*given, "--config.tools.corpus=/absent"]) == 0
+    assert doctor.main([*given, "--config.tools.wiki_search.corpus=/absent"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["code"]
-    assert doctor.main(["--config.tools.corpus=/absent/c.jsonl"]) == 1
+    assert doctor.main(["--config.tools.wiki_search.corpus=/absent/c.jsonl"]) == 1
     assert "/absent/c.jsonl, which does not exist" in capsys.readouterr().out
     for wrong, message in {
         "--config.tools.nmaes=a": "did you mean 'names'?",
         "--toolz": "unknown flag --toolz",
-        "--config.tools.top_k=x": "an integer is needed",
+        "--config.tools.wiki_search.top_k=x": "an integer is needed",
         "extra": "unexpected argument 'extra'",
     }.items():
         assert doctor.main(["--tools", wrong]) == 2

@@ -24,7 +24,7 @@ from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.code import CodeTool, RemoteCode
 from coa_jax.tools.corpus import Passage, join_contents, read_corpus, split_contents
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.wiki_search import RemoteSearch, WikiSearch
+from coa_jax.tools.wiki_search import RemoteSearch, WikiConfig, WikiSearch
 from tests.tools import fault_server
 from tests.tools.live import serving
 
@@ -207,7 +207,9 @@ def test_the_command_serves_a_corpus(tmp_path):
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         address = server.stdout.readline().split()[-1]
-        (tool,) = make_tools(ToolsConfig(names=("wiki_search",), wiki_url=f"{address}/retrieve"))
+        (tool,) = make_tools(
+            ToolsConfig(names=("wiki_search",), wiki_search=WikiConfig(url=f"{address}/retrieve"))
+        )
         assert ask(tool, "capital").text == "Doc 1 (Title: Aland)\nIts capital is Mariehamn."
         assert post(f"{address}/run_code", {"code": "1"}, "")[0] == 404
     finally:

@@ -91,7 +91,7 @@ def test_no_key_is_in_any_file_or_output_of_a_run(tmp_path, monkeypatch):
         (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
 
         chat = ChatConfig(server.url("/llm"), "m", NAME, attempts=1)
-        judge = JudgeConfig(chat, attempts=1, cache=str(tmp_path / "run" / "verdicts.sqlite"))
+        judge = JudgeConfig(chat, cache=str(tmp_path / "run" / "verdicts.sqlite"))
         run = rl_config(
             tmp_path / "model", f"{tmp_path / 'tasks.jsonl'}:protocol={PROTOCOL}",
             num_tasks=len(known), groups=len(known), max_sampled=1.0, temperature=0.5,

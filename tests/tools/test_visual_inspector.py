@@ -10,6 +10,7 @@ import os
 import pytest
 
 from coa_jax.errors import UserError
+from coa_jax.tools import visual_inspector
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector, image_type
@@ -123,11 +124,12 @@ def test_addresses_are_fetched_within_the_guard(server):
     assert "type text/html" in ask(allowed, server.url("/page")).text
 
 
-def test_what_is_no_image_or_too_large_is_said(server, folder):
+def test_what_is_no_image_or_too_large_is_said(server, folder, monkeypatch):
     assert "no image of a known type" in ask(tool(server, folder), "note.png").text
     liar = ask(tool(server, allow_hosts=("127.0.0.1",)), server.url("/liar"))
     assert "no image of a known type" in liar.text
-    assert "too large" in ask(tool(server, folder, max_bytes=20), "a.png").text
+    monkeypatch.setattr(visual_inspector, "_MAX_BYTES", 20)
+    assert "too large" in ask(tool(server, folder), "a.png").text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from coa_jax.errors import UserError
+from coa_jax.tools import web_search
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.bm25 import WikiIndex
 from coa_jax.tools.corpus import Passage
@@ -52,8 +53,13 @@ def index():
     return WikiIndex.build(PASSAGES)
 
 
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch):
+    monkeypatch.setattr(web_search, "_ATTEMPTS", 1)
+
+
 def tool(server, path="/search", **options):
-    options = {"timeout_s": 2.0, "attempts": 1, "blocked": ("huggingface.co/datasets",), **options}
+    options = {"timeout_s": 2.0, "blocked": ("huggingface.co/datasets",), **options}
     return WebSearch(WebSearchConfig(url=server.url(path), **options), lambda: None)
 
 

@@ -16,7 +16,6 @@ from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.bm25 import WikiIndex, load_index, tokenize
 from coa_jax.tools.corpus import Passage
-from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
 SMALL = (
@@ -205,7 +204,5 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(cache):
 
 
 def test_wrong_settings_are_explained():
-    with pytest.raises(UserError, match="passage_chars is 3; give a whole number from 40"):
-        ToolsConfig(passage_chars=3)
     with pytest.raises(UserError, match="no text"):
         load_index(passages=[])

@@ -51,7 +51,12 @@ LENGTH, STEPS = 40, 3
 LORA = LoraConfig(rank=4, alpha=32.0)
 # With so large an eps an update is nearly linear in the gradient: what is compared is the gradient.
 OPTIMIZER = OptimizerConfig(
-    learning_rate=0.3, total_steps=99, final_ratio=1.0, eps=1.0, weight_decay=0.0, clip_norm=1e9
+    learning_rate=0.3,
+    total_steps=99,
+    final_ratio=1.0,
+    options={"eps": 1.0},
+    weight_decay=0.0,
+    clip_norm=1e9,
 )
 PPO = Algorithm("ppo", kl="k1", kl_in="reward", kl_coef=0.1, lam=0.9, critic_learning_rate=0.3)
 KINDS: dict[str, dict[str, Any]] = {

@@ -56,7 +56,7 @@ def assert_same(one, other):
 
 EVALUATED = {
     "evaluate_every": 2,
-    "held_out": HeldOutConfig(samples=2, temperature=0.7, max_tool_calls=2),
+    "held_out": HeldOutConfig(samples=2, temperature=0.7),
 }
 
 
@@ -163,7 +163,7 @@ def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
     changes = {
         **STREAM,
         "evaluate_every": 2,
-        "held_out": HeldOutConfig(slots=2),
+        "held_out": HeldOutConfig(),
         "keep_best": "eval/pass_at_1",
         "checkpoint_every": 4,
     }

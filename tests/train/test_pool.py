@@ -60,14 +60,12 @@ def solver(seed):
 
 
 others = {
-    "memory": st.sampled_from([0.0, 0.5, 1.0]),
     "curriculum": st.just("hops"),
     "curriculum_steps": st.integers(1, 6),
 }
 configs = st.builds(PoolConfig, **others) | st.builds(
     PoolConfig,
     rest_steps=st.integers(1, 4),
-    rest_most=st.sampled_from([0, 9]),
     rest_below=st.sampled_from([0.0, 0.2]),
     rest_above=st.sampled_from([0.8, 1.0]),
     **others,
@@ -129,31 +127,17 @@ def test_a_task_that_rests_is_not_asked_before_its_time(rest, staleness, seed):
             assert when != step or until.get(index % 40, 0) <= step
 
 
-def test_rest_grows_and_ends():
-    pool = pool_of(rest_steps=2, rest_most=5)
+def test_a_rest_ends_and_begins_again():
+    pool = pool_of(rest_steps=2)
     assert pool.next(0, 0) == 0
     pool.learn(1, {0: (4, 4)})
     assert [pool.next(0, step) for step in (1, 2, 3)] == [1, 1, 0]
-    pool.learn(4, {0: (0, 4)})  # beyond the other bound, for the second time
-    assert [pool.known["t0"].until, pool.next(0, 7), pool.next(0, 8)] == [8, 1, 0]
-    pool.learn(9, {0: (4, 4)})
-    assert pool.known["t0"].until == 14  # at most 5 steps
-    pool.learn(15, {0: (1, 4)})
-    pool.learn(16, {0: (4, 4)})
-    assert pool.known["t0"].until == 18  # as at first
+    pool.learn(4, {0: (0, 4)})  # beyond the other bound
+    assert [pool.known["t0"].until, pool.next(0, 5), pool.next(0, 6)] == [6, 1, 0]
+    pool.learn(7, {0: (1, 4)})
+    assert pool.known["t0"].until == 0
     pool.learn(17, {1: (0, 0)})  # without a grade nothing is known
     assert "t1" not in pool.known
-
-
-def test_earlier_groups_count_less():
-    pool = pool_of(rest_steps=1, memory=0.5, rest_above=0.9)
-    pool.learn(1, {0: (0, 4)})
-    pool.learn(2, {0: (4, 4)})
-    assert pool.known["t0"][:2] == (4.0, 6.0) and pool.known["t0"].until == 0
-    pool.learn(3, {0: (4, 4)})
-    assert pool.known["t0"][:2] == (6.0, 7.0)
-    pool.learn(4, {0: (4, 4)})
-    assert pool.known["t0"][:2] == (7.0, 7.5) and pool.known["t0"].until == 5
 
 
 def test_where_all_tasks_rest_they_are_asked_in_turn():
@@ -181,8 +165,8 @@ def test_a_curriculum_by_hops_asks_the_easy_tasks_first():
 
 def test_a_curriculum_by_solve_rate_goes_from_pass_rates_to_what_was_seen():
     tasks = made(4, pass_rate=lambda i: 1 - i / 4)
-    pool = pool_of(tasks, curriculum="solve_rate", curriculum_steps=4, curriculum_start=0.25)
-    assert [pool.next(i, 0) for i in (0, 1, 2)] == [0, 1, 4]
+    pool = pool_of(tasks, curriculum="solve_rate", curriculum_steps=4)
+    assert [pool.next(i, 1) for i in (0, 1, 2)] == [0, 1, 4]
     pool.learn(1, {0: (0, 4), 3: (4, 4)})
     assert [pool.next(i, 1) for i in (0, 2, 3, 4)] == [1, 3, 3, 5]
     assert [pool.next(i, 4) for i in range(4)] == [0, 1, 2, 3]

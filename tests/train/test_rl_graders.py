@@ -71,7 +71,7 @@ def test_a_run_learns_from_the_verdicts_of_its_judge_and_masks_what_got_none(tmp
     with fault_server.running() as server:
         server.pages["/v1/chat/completions"] = judge
         chat = ChatConfig(server.url("/v1"), "judge", attempts=1)
-        graders = GradersConfig(judge_all=True, judge=JudgeConfig(chat, attempts=1))
+        graders = GradersConfig(judge_all=True, judge=JudgeConfig(chat))
         once = OptimizerConfig(learning_rate=1e-3, total_steps=1)
         paths = tmp_path / "model", tmp_path / "tasks.jsonl"
         run_rl(tmp_path / "run", rl_config(*paths, groups=3, optimizer=once, graders=graders))

@@ -36,7 +36,8 @@ halves = [jax.tree.map(lambda x: x[at], batch) for at in (slice(0, 8), slice(3, 
 halves[1] = jax.tree.map(lambda x: np.concatenate([x, 0 * x[:3]]), halves[1])
 # With so large an eps an update is nearly linear in the gradient: what is compared is the gradient.
 optimizer = OptimizerConfig(
-    learning_rate=1.0, total_steps=9, final_ratio=1.0, eps=1.0, weight_decay=0.0, clip_norm=1e9
+    learning_rate=1.0, total_steps=9, final_ratio=1.0, weight_decay=0.0, clip_norm=1e9,
+    options={"eps": 1.0},
 )
 
 def run(mesh, kind, collectives="compiler"):

@@ -165,7 +165,9 @@ def test_identical_samples_are_computed_once_and_learned_as_often_as_they_occur(
 ):
     # Each group has two different right samples, one of them three times, and a wrong one twice.
     repeated = [[g[1], g[0], g[1], g[3], g[0], g[1]] for g in groups()]
-    optimizer = OptimizerConfig(1.0, 8, eps=1.0, clip_norm=1e9)  # moves along the gradient
+    optimizer = OptimizerConfig(
+        1.0, 8, options={"eps": 1.0}, clip_norm=1e9
+    )  # moves along the gradient
     settings = config(
         "grpo" if name == "own" else name, mini_batch=mini_batch, optimizer=optimizer, group_size=6,
         knobs={"loss": "tests.train.test_update:squared_ratio"} if name == "own" else {},

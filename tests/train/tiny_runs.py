@@ -127,7 +127,7 @@ def pooled(tasks: Path) -> dict[str, object]:
             "many": {"tasks": str(tasks), "weight": 2.0},
             "few": {"tasks": str(tasks), "num_tasks": 2},
         },
-        "pool": PoolConfig(rest_steps=1, rest_most=4, rest_above=0.7, memory=0.5),
+        "pool": PoolConfig(rest_steps=1, rest_above=0.7),
     }
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -22,7 +22,6 @@ from coa_jax.config.fields import (
     Count,
     Place,
     Seconds,
-    SecondsOrNone,
     Temperature,
     Times,
     Variable,
@@ -47,6 +46,9 @@ from coa_jax.tools.net.secrets import Secret, quieten
 
 T = TypeVar("T")
 
+_BACKOFF_S = 1.0
+"""Maximum wait before the second attempt in seconds; doubles with each attempt, up to a minute."""
+
 _HIDDEN_PART = re.compile(r"(?<=//)[^/@]*@|[?#].*", re.DOTALL)
 _KEY_IN_QUERY = re.compile(r"[?&][\w.-]*(?:key|token|secret|passw|auth)[\w.-]*=", re.IGNORECASE)
 
@@ -62,8 +64,6 @@ class ServedModel(Budget):
         timeout_s: time limit of each attempt in seconds.
         attempts: maximum number of attempts. Another attempt is made only after a failure that may
             be temporary (no connection, an answer that is not JSON, status 429 or 5xx).
-        backoff_s: maximum wait before the second attempt, in seconds. The maximum doubles with each
-            further attempt, up to a minute.
     """
 
     url: Address = ""
@@ -71,7 +71,6 @@ class ServedModel(Budget):
     key_env: Variable = ""
     timeout_s: Seconds = 120.0
     attempts: Times = 3
-    backoff_s: SecondsOrNone = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,16 +104,14 @@ class ChatConfig(ServedModel):
     Attributes:
         temperature: sampling temperature.
         max_tokens: maximum number of tokens of a reply, without the prompt.
-        max_tokens_name: name of the request field for ``max_tokens``. OpenAI's reasoning models
-            need ``max_completion_tokens``, and a temperature of 1.
-        json_mode: whether requests ask the server to return only JSON objects
-            (``response_format``). Some servers do not support such requests.
+        request: further fields of each request, such as ``top_p`` or ``response_format``; None
+            leaves out a field. OpenAI's reasoning models need ``max_tokens`` None,
+            ``max_completion_tokens``, and a temperature of 1.
     """
 
     temperature: Temperature = 0.0
     max_tokens: Count = 1024
-    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    json_mode: bool = False
+    request: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -122,8 +119,8 @@ class ChatConfig(ServedModel):
 
         The model and the messages are not included.
         """
-        form = {"response_format": {"type": "json_object"}} if self.json_mode else {}
-        return {"temperature": self.temperature, self.max_tokens_name: self.max_tokens, **form}
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.request}
+        return {name: value for name, value in own.items() if value is not None}
 
     def money(self, chars: float) -> float:
         """Returns the highest cost of a request about a text of ``chars`` characters.
@@ -268,7 +265,7 @@ class Client:
         limits = RequestLimits(
             total_s=math.inf if seconds is None else max(seconds, 0.001),
             attempts=self._config.attempts,
-            backoff_s=self._config.backoff_s,
+            backoff_s=_BACKOFF_S,
         )
 
         async def attempt() -> T:

@@ -11,6 +11,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks.judge import Judge, JudgeConfig
+from coa_jax.tools.net import chat as chat_module
 from coa_jax.tools.net.chat import ChatConfig, Client, chat, purse_of
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
@@ -29,12 +30,17 @@ def serve(server, *answers):
     server.pages[ROUTE] = lambda handler: (left.pop(0) if len(left) > 1 else left[0])(handler)
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(chat_module, "_BACKOFF_S", 0.001)
+
+
 def good(handler):
     handler.json(GOOD)
 
 
 def asked(server, **options):
-    config = ChatConfig(server.url("/v1"), "m", **{"backoff_s": 0.001, **options})
+    config = ChatConfig(server.url("/v1"), "m", **options)
     return asyncio.run(chat(config, ASK))
 
 
