@@ -120,7 +120,9 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
     if unknown:
         raise UserErrors(unknown)
     joined = [f"--config.{name}={value!r}" for name, value in values.items()]
-    return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
+    # A group must come before its settings, and after the config file.
+    first = 2 if rest[1:] and re.match("--?config=", rest[1]) else 1
+    return [*rest[:first], *joined, *rest[first:], *argv[len(before) :]]
 
 
 def _open_group(config: ml_collections.ConfigDict, key: str) -> str:
