@@ -4,7 +4,8 @@
 #   bash launch/few.sh [--workdir DIR] [--seed N] [--arms rl,more,rft] [--dry-run]
 #
 # Default: seed 0 in runs/few-0, all arms.  Each stage has a folder in DIR, and each policy a folder
-# with its two evaluations.  To resume, give the same command again; finished stages are skipped.
+# with its two evaluations.  The base is SmolLM2-135M-Instruct in Q4_1 (4 bits).
+# To resume, give the same command again; finished stages are skipped.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -3,7 +3,7 @@
 #
 #   bash launch/pretrained.sh [--workdir DIR] [--seed N] [--model M] [--config=FILE] [--config.KEY=VALUE ...]
 #
-# M is a model directory or a GGUF file; without it SmolLM2-135M-Instruct is fetched (98 MB).
+# M is a model directory or a GGUF file; without it SmolLM2-135M-Instruct in Q4_1 (4 bits) is fetched (98 MB).
 # Writes DIR (default runs/pretrained): metrics, traces, checkpoints, summary.json and the page
 # report/index.html.  The same command continues an interrupted run.
 set -euo pipefail

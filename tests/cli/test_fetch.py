@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
@@ -15,6 +17,7 @@ from coa_jax.errors import UserError
 from coa_jax.storage import origin_of
 
 CONTENT = b"the weights"
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -85,3 +88,15 @@ def test_a_folder_that_was_fetched_says_that_its_weights_are_quantised(index, tm
     assert "Q4_1 (4-bit) file" in card.text
     origin = origin_of(tmp_path / weights.file)
     assert origin.name == card.data.base_model and "Q4_1" in origin.weights
+
+
+def test_pages_configs_and_launchers_that_name_the_weights_say_that_they_have_4_bits():
+    files = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "launch").glob("*.sh")]
+    for folder, kinds in (("docs", "*.md"), ("configs", "*.py"), ("notebooks", "*.ipynb")):
+        files += (REPOSITORY / folder).rglob(kinds)
+    named = re.compile(r"SmolLM2-135M|fetch smollm2")
+    said = re.compile(r"Q4_1|README\.md#results")
+    texts = {str(path.relative_to(REPOSITORY)): path.read_text("utf-8") for path in files}
+    naming = {name for name, text in texts.items() if named.search(text)}
+    assert len(naming) > 10
+    assert {name for name in naming if not said.search(texts[name])} == set()
