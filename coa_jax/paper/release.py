@@ -38,6 +38,7 @@ from coa_jax.model.card import CARD, read_card
 from coa_jax.model.hub_card import hub_card
 from coa_jax.protocol.saved import FILE as PROTOCOLS
 from coa_jax.run.command import run_main, workdir_flag
+from coa_jax.train.distilled import FILE, Overlap
 
 _STAGES = ("sft", "rl")
 _SPLITS = ("train", "validation")
@@ -89,12 +90,12 @@ def release(run: Path, output: Path) -> int:
                 folder.mkdir(parents=True)
                 text = json.dumps(durable.read_json_object(path, None), separators=(",", ":"))
                 (folder / path.name).write_text(text + "\n", encoding="utf-8")
-        (new / "README.md").write_text(_readme(base, new), encoding="utf-8")
+        (new / "README.md").write_text(_readme(run, base, new), encoding="utf-8")
         durable.replace_folder(new, output)
     return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
 
 
-def _readme(base: storage.Origin, new: Path) -> str:
+def _readme(run: Path, base: storage.Origin, new: Path) -> str:
     """Returns the README, which lists the contents of the directory and commands that use it."""
     summary = durable.read_json_object(new / "summary.json")
     rates = [
@@ -105,7 +106,15 @@ def _readme(base: storage.Origin, new: Path) -> str:
     model = f"`{base.name or storage.with_urls(base.place)}`"
     if base.weights:
         model += f" (weights {base.weights},\nwhich differ slightly from the weights on the Hub)"
-    return text.format(model=model, rates=" and ".join(rates))
+    return text.format(model=model, rates=" and ".join(rates), distilled=_distilled(run))
+
+
+def _distilled(run: Path) -> str:
+    """Says whether the tasks of RL contained questions of the records."""
+    if not (run / FILE).is_file():
+        return "RL also\ntrained on questions of `data/`: the run left out no distilled questions."
+    overlap = str(Overlap(**durable.read_json_object(run / FILE, None)))
+    return f"{overlap[0].upper()}{overlap[1:]}."
 
 
 def _adapter(run: Path, stage: str) -> Adapter:

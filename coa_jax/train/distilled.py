@@ -28,7 +28,7 @@ from coa_jax.tools.words import words
 from coa_jax.train.config import DistilledConfig
 from coa_jax.train.fingerprints import digest
 
-_FILE = "distilled.json"
+FILE = "distilled.json"
 _LONGEST_ANSWER = 1000  # characters; longer ones are the tests of programs
 
 
@@ -63,7 +63,7 @@ class Overlap:
 
     def keep(self, run: RunDir) -> None:
         """Writes the tasks, with which the run is resumed and replayed, and a line of results."""
-        run.keep_json(_FILE, dataclasses.asdict(self))
+        run.keep_json(FILE, dataclasses.asdict(self))
         run.summary({"RL tasks": str(self)})
 
 
@@ -84,8 +84,8 @@ def find_distilled(
         UserError: the records that ``config`` names cannot be read, a task is distilled and
             ``config.tasks`` is ``refuse``, or the processes of the run find different tasks.
     """
-    if run is not None and (run / _FILE).exists():
-        found = Overlap(**durable.read_json_object(run / _FILE, None))
+    if run is not None and (run / FILE).exists():
+        found = Overlap(**durable.read_json_object(run / FILE, None))
     elif run is not None and (run / "steps.jsonl").exists():  # a version without this file began it
         found = Overlap(sum(map(len, parts.values())))
     else:

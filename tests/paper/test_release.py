@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ from coa_jax.paper.release import release
 from coa_jax.protocol import spec
 from coa_jax.report import build_report
 from coa_jax.storage import with_header
+from coa_jax.train.distilled import Overlap
 from tests.released import RELEASED, unreleased
 
 
@@ -167,6 +169,16 @@ def test_a_release_names_the_model_of_the_hub_and_the_weights_of_the_training(
         assert (tmp_path / "out" / name).read_text() == (RELEASED / name).read_text(), name
     written = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == header["base_model"]
+
+
+def test_a_release_says_whether_rl_trained_on_distilled_questions(run, tmp_path):
+    release(run, tmp_path / "old")
+    assert "RL also\ntrained on questions of `data/`" in (tmp_path / "old/README.md").read_text()
+    overlap = Overlap(tasks=80, records=1767, same_question=72, left_out=("a",) * 72)
+    (run / "distilled.json").write_text(json.dumps(dataclasses.asdict(overlap)))
+    release(run, tmp_path / "new")
+    said = "Of 80 RL tasks, 72 are distilled questions and 0 more ask for a distilled fact; 72 are"
+    assert said in (tmp_path / "new/README.md").read_text()
 
 
 def test_protocols_of_the_run_are_released(run, monkeypatch, tmp_path):
