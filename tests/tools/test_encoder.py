@@ -9,12 +9,12 @@ import shutil
 import numpy as np
 import pytest
 import tokenizers
-import torch
 
 from coa_jax.errors import UserError
 from coa_jax.tools.dense import EncoderConfig
 from coa_jax.tools.encoder import TextEncoder
 from tests.tools import tiny_encoder
+from tests.tools.tiny_encoder import torch
 
 TEXTS = [
     "the capital of Aland",

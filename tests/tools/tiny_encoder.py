@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
-import torch
 import transformers
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
+
+torch = pytest.importorskip("torch")
 
 WORDS = ("the capital of Aland is Mariehamn", "Bland Dull area lake river", "a an 1 2 3 sq km")
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import importlib.util
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-
-import httpx2
 
 from coa_jax.config.fields import (
     Address,
@@ -221,6 +220,9 @@ class Client:
         quieten("openai")
         self._config, self._purse, self._max_bytes = config, purse or purse_of(config), max_bytes
         self._openai, self._secret = openai, Secret(config.key_env)
+        # The package that sends the requests: httpx2 with openai 3, httpx with openai 2.
+        sender = openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]
+        self._http = importlib.import_module(sender)
         self._client = openai.AsyncOpenAI(
             base_url=config.url,
             api_key=self._secret.reveal() if config.key_env else "none",
@@ -287,7 +289,7 @@ class Client:
         return await attempts(attempt, limits, go_on)
 
     async def _once(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        openai, more = self._openai, dict(body)
+        openai, http, more = self._openai, self._http, dict(body)
         route: Any = self._client.chat.completions
         named = {"messages": more.pop("messages", None)}
         if named["messages"] is None:
@@ -304,16 +306,16 @@ class Client:
                     content += chunk
                     if len(content) > self._max_bytes:
                         raise too_large(self._max_bytes)
-        except (openai.APITimeoutError, httpx2.TimeoutException, TimeoutError) as error:
+        except (openai.APITimeoutError, http.TimeoutException, TimeoutError) as error:
             raise FetchError("timeout", "the server took too long") from error
         except openai.APIStatusError as error:
             answered, said = error.response, str(self._secret.redact(error.message))
             raise error_status(
                 error.status_code, answered.headers, answered.content, said, longest_s=60.0
             ) from error
-        except (openai.APIConnectionError, httpx2.TransportError) as error:
+        except (openai.APIConnectionError, http.TransportError) as error:
             raise FetchError("unreachable", "the server cannot be reached") from error
-        except httpx2.DecodingError as error:
+        except http.DecodingError as error:
             raise FetchError("malformed", "the compressed content is damaged") from error
         try:
             answer = json.loads(content)

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 USER_AGENT = "coa_jax/0.1 (research; tool of a language model)"
 
-quieten("httpcore2", "httpx2")
+# openai 2 uses the packages without the 2.
+quieten("httpcore", "httpcore2", "httpx", "httpx2")
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _LONGEST_WAIT_S = 60.0
