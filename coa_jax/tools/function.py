@@ -145,6 +145,11 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
         documented.__doc__ = "\n".join([f"{summary.strip()}\n\nArgs:{before}", *lines])
     try:
         schema: dict[str, Any] = get_json_schema(documented)["function"]
+        for name, argument in schema["parameters"].get("properties", {}).items():
+            kind = typing.get_type_hints(documented)[name]
+            # Older versions of transformers describe a type that they do not know as an object.
+            if argument.get("type") == "object" and inspect.isclass(kind) and kind is not dict:
+                raise TypeError(f"{name} has the type {kind.__name__}")
     except Exception as error:  # transformers and typing raise many types here
         raise UserError(f"{where}: its arguments cannot be described: {error}") from error
     schema["description"] = " ".join(schema["description"].split())
