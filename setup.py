@@ -26,7 +26,7 @@ CORE = [
     "transformers>=5.5",
     "tokenizers>=0.22.1",
     "jinja2>=3.1.6",
-    "ml_collections>=1.0",
+    "ml_collections>=1.1",
     "absl-py>=2.2",
     # Files by URL, paths of checkpoints, models of the Hub; the packages above bring these too.
     "fsspec>=2025.9",
