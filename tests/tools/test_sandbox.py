@@ -97,7 +97,8 @@ def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
     assert "UDP to 127.0.0.1" in noticed["network"]
     assert "datagram" in noticed["network"] and "message" in noticed["network"]
     assert "takes the names of others" in noticed["locks of others"]
-    assert "runs at the priority of its caller" in noticed["priority"]
+    if os.getpriority(os.PRIO_PROCESS, 0) <= 0:
+        assert "runs at the priority of its caller" in noticed["priority"]
     nothing = Captured("", "", 0)
     result = ProgramResult(nothing, nothing, "exit", 0, 0.0, uid=-2)
     damage = scene.damage(result)
@@ -288,7 +289,7 @@ def test_honest_multiprocess_programs_work(job):
 def test_programs_that_use_both_cores_end_well(job):
     source = "import os, time\nchild = os.fork()\nend = time.process_time() + 0.3\n"
     source += "while time.process_time() < end: pass\nchild and os.wait()\nprint('done')"
-    result = outcome(job, source, wall_s=10)
+    result = outcome(job, source, wall_s=60, starved_s=60)
     assert result.stdout.head == "done\ndone\n"
     assert result.cpu_s > 0.55
 
