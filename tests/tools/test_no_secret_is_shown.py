@@ -48,7 +48,7 @@ def test_a_key_that_a_service_sends_back_is_in_no_trace_log_or_recording(
         values = configured(server, tmp_path)
         config = build_config(ToolsConfig, values)
         tools = make_tools(config)
-        context = ToolContext(deadline=8.0, question="q", think="I want to know")
+        context = ToolContext(deadline=60.0, question="q", think="I want to know")
 
         async def use():
             calls = [call_tool(t, CALLS[t.name].format(port=server.port), context) for t in tools]
