@@ -119,9 +119,10 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
     The web agent's judge is the user's to name.
     """
     with contextlib.suppress(AttributeError, KeyError, TypeError):  # nonsense in the values
-        if values["graders"]["judge_all"] and values["graders"]["judge"]["chat"]["url"] == "":
+        chat = values["graders"]["judge"]["chat"]
+        if values["graders"]["judge_all"] and not chat.get("url"):
             values = copy.deepcopy(values)
-            values["graders"]["judge"]["chat"]["url"] = "http://10.0.0.2:8000/v1"
+            values["graders"]["judge"]["chat"] = {**chat, "url": "http://10.0.0.2:8000/v1"}
     command = build_config(COMMANDS[stage], values)
     if isinstance(command, quickstart.Command):
         command.sft_config(Path("run"))
@@ -260,7 +261,7 @@ def test_benchmarks_have_the_settings_of_the_paper():
     assert (web.rollout.max_turn_tokens, web.rollout.max_tokens) == (4096, 32_768)
     assert web.best_of.chat.model == web.graders.judge.chat.model == "Qwen/Qwen2.5-72B-Instruct"
     assert "huggingface.co/datasets" in web.tools.crawl_page.blocked
-    assert (mhqa.temperature, mhqa.rollout.max_tool_calls, mhqa.tools.top_k) == (0.0, 7, 3)
+    assert (mhqa.temperature, mhqa.rollout.max_tool_calls, mhqa.tools.wiki_search.top_k) == (0.0, 7, 3)
     assert (code.temperature, load_config(f"{BENCHMARKS[2]}:32b").temperature) == (0.8, 0.6)
     assert (maths.samples, load_config(f"{BENCHMARKS[3]}:math500").samples) == (16, 1)
     with pytest.raises(UserError, match="no variant 'gaiaa'; known are gaia, browsecomp"):

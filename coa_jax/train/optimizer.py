@@ -82,7 +82,7 @@ class OptimizerConfig(Bounded):
         names = [field.name for field in dataclasses.fields(AdamConfig)]
         for name in self.options:
             if name not in names:
-                raise UserError(f"options.{name} is no option of AdamW{suggest(name, names)}")
+                raise UserError(f"options.{name} is no option of AdamW{suggest(str(name), names)}")
         try:
             return AdamConfig(**self.options)
         except UserErrors as error:

@@ -81,10 +81,8 @@ def test_knobs_that_do_not_go_together_are_refused_by_name(changes, message):
 
 
 def built(**changes):
-    values = load_config("configs/rl/factbook.py")
-    for key, value in changes.items():
-        values.algorithm[key] = value  # as a command line does
-    values = values.to_dict()
+    changes = {f"algorithm.{key}": value for key, value in changes.items()}
+    values = load_config("configs/rl/factbook.py", changes).to_dict()
     del values["tools"]
     return build_config(RLConfig, values)
 

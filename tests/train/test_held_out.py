@@ -80,7 +80,7 @@ def test_a_run_has_the_same_parameters_and_trajectories_with_and_without_evaluat
         assert row["eval/pass_at_1"] == pytest.approx(np.mean(right))
         assert row["eval/len_mean"] == pytest.approx(np.mean([t.num_policy_tokens for t in kept]))
         assert {t.metadata["sampling"]["temperature"] for t in kept} == {0.7}
-        assert {t.metadata["rollout"]["max_tool_calls"] for t in kept} == {2}
+        assert {t.metadata["rollout"]["max_tool_calls"] for t in kept} == {3}
         assert {t.task_id[:10] for t in kept} == {"validation"}
     assert all("time/evaluation" not in row for row in rows(plain, "rl"))
 
