@@ -261,7 +261,11 @@ def test_benchmarks_have_the_settings_of_the_paper():
     assert (web.rollout.max_turn_tokens, web.rollout.max_tokens) == (4096, 32_768)
     assert web.best_of.chat.model == web.graders.judge.chat.model == "Qwen/Qwen2.5-72B-Instruct"
     assert "huggingface.co/datasets" in web.tools.crawl_page.blocked
-    assert (mhqa.temperature, mhqa.rollout.max_tool_calls, mhqa.tools.wiki_search.top_k) == (0.0, 7, 3)
+    assert (mhqa.temperature, mhqa.rollout.max_tool_calls, mhqa.tools.wiki_search.top_k) == (
+        0.0,
+        7,
+        3,
+    )
     assert (code.temperature, load_config(f"{BENCHMARKS[2]}:32b").temperature) == (0.8, 0.6)
     assert (maths.samples, load_config(f"{BENCHMARKS[3]}:math500").samples) == (16, 1)
     with pytest.raises(UserError, match="no variant 'gaiaa'; known are gaia, browsecomp"):
