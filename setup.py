@@ -94,6 +94,8 @@ EXTRAS = {
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.
     "tpu": ["jax[tpu]>=0.10.2"],
+    # XLA's compiler for NVIDIA GPUs, for `coa-jax aot` and tests on a machine without a GPU.
+    "gpucompiler": ["jax-cuda13-plugin>=0.10.2"],
     # The documentation site (docs/site/build.py); its reference imports every module.
     "docs": ["mkdocs-material>=9.8", "mkdocstrings-python>=2.0", "pyyaml>=6.0.3"],
 }

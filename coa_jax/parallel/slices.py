@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import math
 import os
 import re
@@ -14,7 +15,7 @@ import jax
 
 from coa_jax.config.installed import install_hint
 from coa_jax.errors import UserError
-from coa_jax.parallel.chips import CHIPS, Chip
+from coa_jax.parallel.chips import CHIPS, Chip, shared_memory
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "v7x")
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
@@ -31,7 +32,8 @@ class Slice:
         name: name of the slice on the command line.
         kind: name of the chip, a key of `CHIPS`.
         shape: shape of the torus of a TPU slice, or (number of GPUs,) for GPUs.
-        peaks: measured peak rates of a chip; None takes the vendor's peak rates from `CHIPS`.
+        peaks: peak rates of a chip, if they are measured or if hosts have another number of chips
+            than usual; None takes the vendor's peak rates from `CHIPS`.
     """
 
     name: str
@@ -85,6 +87,9 @@ class Slice:
 def parse_slice(name: str) -> Slice:
     """Parses the name of a slice, such as ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
 
+    ``gpu:4x8xh100`` has 4 hosts of 8 GPUs. Without a number of hosts, GPUs fill hosts of the usual
+    size, which for most kinds is 8.
+
     Raises:
         UserError: the name is not of such a form, or names an unknown kind of chip.
     """
@@ -96,12 +101,26 @@ def parse_slice(name: str) -> Slice:
             return Slice(name, tpu[1], shape)
         form = "x".join("ABC"[:dimensions])
         raise UserError(f"--topology={name}: {tpu[1]} slices have the form {form}, all positive")
-    gpu = re.fullmatch(r"gpu:(\d+)x(\w+)", name)
-    if gpu and gpu[2] in GPUS and int(gpu[1]) > 0:
-        return Slice(name, gpu[2], (int(gpu[1]),))
+    gpu = re.fullmatch(r"gpu:(?:(\d+)x)?(\d+)x([a-z]\w*)", name)
+    if gpu and gpu[3] in GPUS and int(gpu[1] or 1) * int(gpu[2]) > 0:
+        chip, each = CHIPS[gpu[3]], int(gpu[2])
+        if gpu[1]:
+            group = each if chip.group == chip.host else chip.group
+            return Slice(
+                name,
+                gpu[3],
+                (int(gpu[1]) * each,),
+                None if each == chip.host else dataclasses.replace(chip, host=each, group=group),
+            )
+        if each <= chip.host or each % chip.host == 0:
+            return Slice(name, gpu[3], (each,))
+        raise UserError(
+            f"--topology={name}: {each} GPUs do not fill hosts of {chip.host}; name the hosts too, "
+            f"as in gpu:HOSTSxGPUSx{gpu[3]}"
+        )
     raise UserError(
         f"--topology={name}: give a TPU slice such as v5p:4x4x8 ({', '.join(TPUS)}) or a number of "
-        f"GPUs such as gpu:8xh100 ({', '.join(GPUS)})"
+        f"GPUs such as gpu:8xh100 or gpu:4x8xh100 ({', '.join(GPUS)})"
     )
 
 
@@ -126,7 +145,7 @@ def default_fraction(where: Slice) -> float:
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
     """Returns, for each device of a slice, the index of the host that owns the device.
 
-    Simulated devices are assigned to hosts in order.
+    GPUs, and the CPU devices that stand for them, are assigned to hosts in order.
     """
     if where.tpu:
         return [device.process_index for device in devices]
@@ -137,14 +156,17 @@ def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
 def devices_of(where: Slice) -> list[Any]:
     """Returns the devices of a slice, for which programs can be compiled.
 
-    Programs can be compiled for the devices of a TPU slice, but cannot run there. This function
-    must be called before any other use of JAX, because it sets the number of simulated devices.
+    Programs can be compiled for these devices, but cannot run there. Where the compiler for GPUs is
+    not installed, CPU devices stand for GPUs. This function must be called before any other use of
+    JAX: it selects the CPU as the platform of this process, so that no chip of this machine is
+    used, and it sets the number of CPU devices.
 
     Raises:
-        UserError: the TPU compiler is not installed, or no TPU slice has this shape.
+        UserError: the compiler is not installed or has another version than JAX, or no slice has
+            this shape.
     """
-    if not where.tpu:
-        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")
+    if not where.tpu and not _has_gpu_compiler(where):
         jax.config.update("jax_num_cpu_devices", where.count)
         return jax.devices()
     # Without this variable libtpu queries the metadata server of the cloud, and waits for an
@@ -153,18 +175,82 @@ def devices_of(where: Slice) -> list[Any]:
     # Without this variable only one process of a machine can load libtpu, as if the process used
     # the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
-    try:
+    if where.tpu:
         # By default the compiler would have two devices per v4 chip; real machines have one.
-        cores = {"chip_config_name": "megacore"} if where.kind == "v4" else {}
-        name = where.name.replace("v7x", "tpu7x")
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **cores)
+        options = {"chip_config_name": "megacore"} if where.kind == "v4" else {}
+        platform, extra, name = "tpu", "tpu", where.name.replace("v7x", "tpu7x")
+    else:
+        platform, extra, name = "cuda", "gpucompiler", where.kind
+        each = min(where.count, where.chip.host)
+        # JAX divides GPUs into partitions, hosts of a partition, and GPUs of a host.
+        options = {"topology": f"1x{where.count // each}x{each}", "target_config": _target(where)}
+    try:
+        found = topologies.get_topology_desc(platform=platform, topology_name=name, **options)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0][:200]
+        advice = ", and give a shape that Cloud TPU offers" if where.tpu else ""
         raise UserError(
-            f"--topology={where.name}: the TPU compiler refuses this slice ({first}); install the "
-            f"compiler with `{install_hint('tpu')}`, and give a shape that Cloud TPU offers"
+            f"--topology={where.name}: the {platform.upper()} compiler refuses this slice "
+            f"({first}); install the compiler with `{install_hint(extra)}`{advice}"
         ) from error
     return list(found.devices)
+
+
+def _has_gpu_compiler(where: Slice) -> bool:
+    """Returns whether XLA's compiler for NVIDIA GPUs is installed.
+
+    Raises:
+        UserError: JAX cannot use the compiler, because the versions differ.
+    """
+    try:
+        found = importlib.metadata.version("jax-cuda13-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if found != (needed := importlib.metadata.version("jaxlib")):
+        raise UserError(
+            f"--topology={where.name}: jax-cuda13-plugin {found} does not work with jaxlib "
+            f"{needed}; install version {needed} of it"
+        )
+    return True
+
+
+def _target(where: Slice) -> str:
+    """Describes a GPU for XLA's compiler, as a text of the message ``GpuTargetConfigProto``.
+
+    Numbers that are the same on all GPUs since Ampere, or follow from the compute capability, are
+    those of the technical specifications in the CUDA C++ Programming Guide.
+    """
+    chip = where.chip
+    major, minor = divmod(round(10 * chip.capability), 10)
+    block = shared_memory(chip.capability)
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  core_count: {chip.cores}
+  fpus_per_core: {64 if chip.capability == 8.0 else 128}
+  clock_rate_ghz: {chip.clock / 1e9}
+  device_memory_size: {chip.hbm_bytes}
+  memory_bandwidth: {int(chip.hbm_bandwidth)}
+  l2_cache_size: {chip.cache}
+  shared_memory_per_block: {48 << 10}
+  shared_memory_per_block_optin: {block}
+  shared_memory_per_core: {block + (1 << 10)}
+  registers_per_core_limit: {1 << 16}
+  registers_per_block_limit: {1 << 16}
+  threads_per_core_limit: {1536 if block < 128 << 10 else 2048}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{chip.kinds[0]}"
+"""

@@ -116,6 +116,9 @@ def run_main(
         # transformers is used only for its tokenizers, so its warning about a missing PyTorch is
         # irrelevant.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        if not any(Path("/dev").glob("nvidia[0-9]*")):
+            # Where the compiler for GPUs is installed without CUDA, JAX would print a traceback.
+            os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         _join_processes()
         return rest
 

@@ -69,6 +69,7 @@ class Setup:
         teacher: architecture of the local teacher of on-policy distillation; None without a local
             teacher.
         hosts: number of hosts of the slice.
+        simulated: whether CPU devices stand for GPUs, see `slices.devices_of`.
     """
 
     config: FitConfig | RLConfig
@@ -81,6 +82,7 @@ class Setup:
     unknown: str = ""
     teacher: ModelConfig | None = None
     hosts: int = 1
+    simulated: bool = False
 
     @property
     def rl(self) -> RLConfig:
@@ -121,13 +123,14 @@ def set_up(
     sizes, owners = config.mesh, owners_of(where, devices)
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
     hosts, host = len(set(owners)), owners.count(owners[0])
+    simulated = not where.tpu and devices[0].platform == "cpu"
     # DPO has no setting for adapters.
     model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, training, hosts)
     if not isinstance(config, RLConfig):
         if aside:
             raise UserError("mesh.rollout_devices is set, and SFT has no rollouts: give 0")
-        return Setup(config, model, where, mesh, 0, hosts=hosts)
+        return Setup(config, model, where, mesh, 0, hosts=hosts, simulated=simulated)
     chips = sizes.decode_tensor or mesh.shape["tensor"]
     decode_mesh(mesh, chips)
     if aside:
@@ -142,7 +145,9 @@ def set_up(
     if config.chosen.opd_coef and not config.teacher.url:
         _, teacher = architecture_of(config.teacher.model)
     tables = abstract_tables(config, model)
-    return Setup(config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts)
+    return Setup(
+        config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts, simulated
+    )
 
 
 def micro_batches(config: FitConfig | RLConfig, whole: bool = True) -> int:
@@ -321,11 +326,14 @@ def engine_compute(setup: Setup) -> Compute:
     """Returns the `Compute` settings with which an engine runs the model on its chips.
 
     The settings are those of `engine.layout.engine_compute`, except that they always select the
-    reference implementation of attention (``xla``) for GPUs.
+    reference implementation of attention (``xla``) for simulated GPUs.
     """
     engine, tpu = setup.rl.engine, setup.where.tpu
-    case = paged_case(setup.model, engine, setup.engine_chips, "tpu" if tpu else "cpu")
-    wanted = engine.attention if tpu else "xla"
+    platform = "cpu" if setup.simulated else setup.platform
+    case = paged_case(
+        setup.model, engine, setup.engine_chips, platform, setup.where.chip.capability
+    )
+    wanted = "xla" if setup.simulated else engine.attention
     return Compute(
         engine.dtype,
         attention=resolve("paged", wanted, case, "engine.attention"),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from coa_jax.config.fields import OneOf, check
 from coa_jax.errors import UserError
+from coa_jax.parallel.chips import shared_memory
 
 if TYPE_CHECKING:
     import jax
@@ -86,17 +87,6 @@ def platform_of(device: jax.Device) -> tuple[str, float]:
     if "rocm" in device.client.platform_version.lower():
         return "rocm", 0.0
     return "cuda", float(device.compute_capability)
-
-
-def shared_memory(capability: float) -> int:
-    """Returns the shared memory in bytes that a block of a CUDA kernel can use.
-
-    Source: CUDA C++ Programming Guide, technical specifications per compute capability. A
-    capability of 0 (unknown) gives the figure of an A100.
-    """
-    if capability >= 12 or (8.0 < capability < 9.0 and capability != 8.7):
-        return 99 << 10
-    return (227 if capability >= 9.0 else 163) << 10
 
 
 def unmet(kind: Kind, implementation: str, case: Case) -> str:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.attention import prefill_gpu
+from coa_jax.model.attention.choice import platform_of
 from coa_jax.model.compute import Compute
 from coa_jax.parallel.mesh import split_over
 
@@ -68,6 +69,9 @@ def attend_with_kernel(
     heads = "kv_heads" if mesh is None or q.shape[2] % mesh.shape["tensor"] == 0 else None
     pool = (heads, None, None, None) if name == "pallas_gpu" else (None, None, heads, None)
     kernel = functools.partial(_KERNELS[name], interpret=compute.interpret)
+    if name == "pallas_gpu":  # programs are also compiled for devices that this process lacks
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        kernel = functools.partial(kernel, capability=platform_of(device)[1])
     if window is not None:  # only for kernels with windows, see `choice.unmet`
         kernel = functools.partial(kernel, window=window)
     queries = (None, None, heads, None, None)
@@ -203,6 +207,7 @@ def _pallas_gpu(
     values: jax.Array,
     *,
     interpret: bool,
+    capability: float,
 ) -> jax.Array:
     """Computes attention on a GPU: one new token per sequence with the Triton kernel of JAX.
 
@@ -214,7 +219,9 @@ def _pallas_gpu(
     parts.
     """
     if q.shape[1] > 1:
-        return prefill_gpu.attend(q, table, lengths, keys, values, interpret=interpret)
+        return prefill_gpu.attend(
+            q, table, lengths, keys, values, interpret=interpret, capability=capability
+        )
     with warnings.catch_warnings():  # deprecated without a successor (docs/kernels.md)
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.attention.choice import platform_of, shared_memory
+from coa_jax.parallel.chips import shared_memory
 
 _ROWS, _KEYS = 64, 128
 """Maximum number of queries, and number of keys, that the kernel multiplies at a time.
@@ -36,6 +36,7 @@ def attend(
     values: jax.Array,
     *,
     interpret: bool,
+    capability: float,
 ) -> jax.Array:
     """Computes the attention of new tokens to all positions up to and including their own.
 
@@ -46,6 +47,7 @@ def attend(
             Each earlier new token sees one position less than the token after it.
         keys, values: the pool, ``[N, P, S, K]``. K and S are powers of two, 16 or more.
         interpret: whether the kernel is interpreted, for tests on a CPU.
+        capability: compute capability of the GPU for which the kernel is compiled; 0 if unknown.
 
     Returns:
         The attended values in the shape and dtype of q.
@@ -64,7 +66,6 @@ def attend(
     together = max(1, _KEYS // size)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % together)))
     # With three stages the kernel keeps two blocks of keys and values, with two stages one.
-    _, capability = platform_of(jax.devices()[0])
     tiles = 2 * (block + 2 * 2 * together * size) * width
     stages = 3 if tiles <= shared_memory(capability) else 2
 

@@ -4,10 +4,10 @@
     coa-jax aot --config=configs/sft/web.py:32b --topology=gpu:64xh100
 
 The command compiles the training step of the configuration. For RL it also compiles the programs
-that score samples, run the rollouts, and publish new weights to the engines. For TPUs it uses the
-compiler of real TPUs, which runs on any Linux machine (``bash launch/setup_env.sh tpu``). The
-compiler for GPUs needs a GPU; the command uses the CPU compiler instead, and marks the result as an
-estimate. No weights are needed, because the architecture comes from ``config.json``, from the name
+that score samples, run the rollouts, and publish new weights to the engines. The compilers are
+those of real TPUs and GPUs, which run on any Linux machine (``bash launch/setup_env.sh tpu`` and
+``gpucompiler``). If the compiler for GPUs is not installed, the command uses the CPU compiler
+instead, and marks the result as an estimate. No weights are needed, because the architecture comes from ``config.json``, from the name
 in the model's path, or from ``--model``.
 
 The command prints one JSON object. If the configuration does not fit, the exit code is 1, and a
@@ -32,6 +32,7 @@ from typing import Any
 
 from absl import flags
 
+from coa_jax.config.installed import install_hint
 from coa_jax.errors import UserError
 from coa_jax.model.shapes import ARCHITECTURES, architecture_of
 from coa_jax.parallel.slices import default_fraction, devices_of, parse_slice
@@ -48,7 +49,9 @@ from coa_jax.train.rl_config import RLConfig
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax aot``."""
     config_flag("configs/rl/factbook.py")
-    flags.DEFINE_string("topology", None, "chips, such as v5p:4x4x8 or gpu:8xh100", required=True)
+    flags.DEFINE_string(
+        "topology", None, "chips, such as v5p:4x4x8, gpu:8xh100 or gpu:4x8xh100", required=True
+    )
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, instead of the config's")
     ratio = "time of a step's rollouts relative to its update; 0 estimates it from decoding"
     flags.DEFINE_float("rollout_ratio", 0.0, ratio, 0.0)
@@ -78,6 +81,12 @@ def main(_: list[str]) -> int:
     config = completed_for(config, model, where, len(devices))
     setup = set_up(config, model, where, devices)
     result = analyse(setup, values.reserve, values.kernel_efficiency, fraction)
+    if result["estimate"]:
+        print(
+            "an estimate by the CPU compiler; for exact figures install the compiler for GPUs: "
+            f"{install_hint('gpucompiler')}",
+            file=sys.stderr,
+        )
     refused = [row["name"] for row in result["programs"] if row["roofline"] is None]
     if refused:
         print(f"the compiler refused: {', '.join(refused)}", file=sys.stderr)

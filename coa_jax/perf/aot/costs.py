@@ -44,6 +44,8 @@ class Costs:
         sent: maps a pair (kind of collective, number of chips that take part) to the number of
             bytes that the chip sends in such collectives.
         unknown_loops: number of loops whose trip count is unknown and was assumed.
+        kernels: maps the name of a kernel, or the opcode of the other instructions, to the number
+            of times that the program runs it. Of a conditional, all branches are counted.
     """
 
     flops: float = 0.0
@@ -51,6 +53,7 @@ class Costs:
     hbm_bytes: float = 0.0
     sent: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     unknown_loops: int = 0
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def sent_by_kind(self) -> dict[str, float]:
         """Returns the bytes that a chip sends, by kind of collective; 0 for absent kinds."""
@@ -96,6 +99,9 @@ def _walk(
             if line.opcode == "custom-call":
                 costs.kernel_flops += times * _kernel_flops(computation, line)
             costs.hbm_bytes += times * moved_by(module, computation, line)
+            if line.opcode not in FREE:
+                name = kernel_of(line) if line.opcode == "custom-call" else line.opcode
+                costs.kernels[name] = costs.kernels.get(name, 0.0) + times
 
 
 # --- products ------------------------------------------------------------------------------
@@ -158,26 +164,44 @@ def _convolution_flops(computation: Computation, line: Instruction) -> float:
     return 2.0 * batch * features * right[labels[2].index("i")] * pairs / groups
 
 
-# Number of matmuls with a [T, T] matrix and a head's width in each kernel of splash attention, see
-# Dao 2023 (arXiv 2307.08691), section 3. The forward kernel computes scores and outputs. Both
-# backward kernels recompute the scores; one kernel computes the gradients of keys and values, the
-# other kernel the gradient of queries.
-_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+# Number of matmuls with a [T, T] matrix and a head's width in each attention kernel, see Dao 2023
+# (arXiv 2307.08691), section 3. The forward kernels compute scores and outputs. Splash has two
+# backward kernels, which both recompute the scores; one computes the gradients of keys and values,
+# the other the gradient of queries. The backward kernel for Triton does the work of both, and that
+# of cuDNN is counted alike.
+_ATTENTION = {
+    "splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3, "mha_forward": 2,
+    "mha_backward": 7, "dot_product_attention_fwd": 2, "dot_product_attention_bwd": 7,
+}  # fmt: skip
+
+_PAGED = ("ragged_paged", "paged_attention", "paged_prefill")
+"""Names of the kernels of paged attention begin with these texts."""
+
+
+def kernel_of(line: Instruction) -> str:
+    """Returns the name of the kernel that a custom call runs."""
+    name = re.search(r'/(?:vmap\()?(\w+?)(?:_block_h=[^/"]*|\))*/pallas_call"', line.text)
+    return name[1] if name and "xla.gpu.triton" in line.text else line.name.rstrip(".0123456789")
 
 
 def _kernel_flops(computation: Computation, line: Instruction) -> float:
     """Returns the number of FLOPs of a call of a kernel that this project uses."""
-    for prefix, products in _SPLASH.items():
-        if line.name.startswith(prefix):
-            # The queries are the largest of the 16-bit operands.
-            queries = max(_halves(computation, line), key=lambda a: a.size)
-            *heads, length, width = queries.shape
+    name = kernel_of(line)
+    for prefix, products in _ATTENTION.items():
+        if name.startswith(prefix):
+            if name.startswith("splash"):
+                # The queries are the largest of the 16-bit operands.
+                queries = max(_halves(computation, line), key=lambda a: a.size)
+                length = queries.shape[-2]
+            else:  # [B, T, N * G, K], the first operand
+                queries = _halves(computation, line)[0]
+                length = queries.shape[1]
             # 2 FLOPs per multiply-add, of which the causal mask leaves half.
-            return products * math.prod(heads) * float(length) ** 2 * width
-    if line.name.startswith("ragged_paged"):
-        queries, pages, table = _paged(computation, line)
+            return products * float(queries.size) * length
+    if name.startswith(_PAGED):
+        queries, _, table, size = _paged(computation, line)
         # A row of the table lists the pages of the longest sequence.
-        return 4.0 * queries.size * table.shape[1] * pages.shape[1]
+        return 4.0 * queries.size * table.size / table.shape[0] * size
     return 0.0
 
 
@@ -190,15 +214,21 @@ def _halves(computation: Computation, line: Instruction) -> list[Array]:
     return [a for a in _operands(computation, line) if a.dtype in ("bf16", "f16")]
 
 
-def _paged(computation: Computation, line: Instruction) -> tuple[Array, Array, Array]:
-    """Returns operands of ragged paged attention: queries, pages and the table of pages.
+def _paged(computation: Computation, line: Instruction) -> tuple[Array, float, Array, int]:
+    """Returns operands of paged attention and sizes of a page.
 
-    The queries have the shape ``[tokens, heads, width]``.
+    Returns:
+        The queries, the bytes of the keys and values of a page, the table of pages (a row for each
+        sequence, which may have two axes), and the number of positions of a page.
     """
-    arrays = _operands(computation, line)
-    queries = next(a for a in _halves(computation, line) if len(a.shape) == 3)
-    pages = next(a for a in arrays if len(a.shape) == 4)
-    return queries, pages, next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
+    table = next(a for a in _operands(computation, line) if a.dtype == "s32" and len(a.shape) > 1)
+    halves = _halves(computation, line)
+    if line.name.startswith("ragged_paged"):  # queries [tokens, heads, width]
+        queries = next(a for a in halves if len(a.shape) == 3)
+        pages = next(a for a in halves if len(a.shape) == 4)
+        return queries, pages.bytes / pages.shape[0], table, pages.shape[1]
+    queries, keys = halves[:2]  # keys and values [heads, pages, positions, width]
+    return queries, 2 * keys.bytes / keys.shape[1], table, keys.shape[2]
 
 
 # --- memory --------------------------------------------------------------------------------
@@ -223,10 +253,10 @@ def moved_by(module: Module, computation: Computation, line: Instruction) -> flo
         # slice.
         whole, part = line.types[0], line.types[len(line.operands)]
         return float(part.bytes) * (whole.hbm + part.hbm)
-    if line.opcode == "custom-call" and line.name.startswith("ragged_paged"):
-        queries, pages, table = _paged(computation, line)
+    if line.opcode == "custom-call" and kernel_of(line).startswith(_PAGED):
+        queries, page, table, _ = _paged(computation, line)
         # Every page in the table is read once; the pool may have more pages.
-        return table.size * pages.bytes / pages.shape[0] + 2.0 * queries.bytes
+        return table.size * page + 2.0 * queries.bytes
     if line.opcode == "custom-call" and "AllocateBuffer" in line.text:
         return 0.0
     if line.opcode == "fusion":

@@ -33,6 +33,9 @@ KERNEL_EFFICIENCY = 0.5
 SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
 """Other shares of the peak FLOP rate, for which the result contains the time of a step too."""
 
+NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}
+"""Options of the compiler for GPUs, which otherwise runs kernels on a GPU to choose between them."""
+
 
 def analyse(
     setup: Setup, reserve: float, kernels: float = KERNEL_EFFICIENCY, fraction: float = 1.0
@@ -65,7 +68,7 @@ def analyse(
         "chips": (setup.mesh.size + len(setup.aside)) // devices,
         "devices_per_chip": devices,
         "rollout_chips": len(setup.aside) // devices,
-        "estimate": not setup.where.tpu,
+        "estimate": setup.simulated,
         "assumes": {"kernel_efficiency": kernels, "memory_fraction": fraction},
         "usable_bytes_per_chip": int(usable),
         "chip": dataclasses.asdict(chip),
@@ -119,9 +122,18 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
     began = time.monotonic()
     row: dict[str, Any] = {"name": program.name, "chips": len(program.devices)}
     row["runs_per_step"] = program.runs
-    lowered = program.lower()
     try:
-        compiled = lowered.compile()
+        lowered = program.lower()
+    except RuntimeError as error:
+        if "cuDNN not found" not in str(error):
+            raise
+        raise UserError(
+            "attention is cudnn, and its compiler is part of cuDNN, which is not installed: take "
+            "auto or pallas_gpu, or install the package nvidia-cudnn-cu13 too"
+        ) from error
+    options = NO_AUTOTUNING if program.devices[0].platform == "gpu" else None
+    try:
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         needed = exceeded(str(error))
         if needed is None:
@@ -168,6 +180,8 @@ def _figures(
         "roofline": roofline(costs, where.chip, kernels),
         "serial_s_by_kernel_efficiency": serial,
     }
+    if program.devices[0].platform == "gpu":
+        row["kernels"] = costs.kernels
     # Only in the text of TPU programs are the instructions in the order of execution.
     if where.tpu:
         places = np.array([device.coords[: len(where.shape)] for device in program.devices])

@@ -201,7 +201,7 @@ def _stands_in(setup: Setup) -> bool:
     The CPU compiler, which compiles for simulated GPUs, has no kernels for GPUs. For models with
     windows there is no such kernel, and the reference is compiled.
     """
-    return not setup.where.tpu and setup.model.local is None
+    return setup.simulated and setup.model.local is None
 
 
 def _kernel(setup: Setup) -> str:
@@ -220,16 +220,17 @@ def _kernel(setup: Setup) -> str:
 
 
 def _kernel_bytes(setup: Setup, backward: bool = True) -> int:
-    """Returns the bytes per chip of the arrays that a GPU's attention kernel needs in addition.
+    """Returns the bytes per chip of the arrays that a stand-in for a GPU's attention kernel lacks.
 
-    The compiled program contains none of these arrays, because another implementation replaces the
-    kernel. T includes the padding of the kernel. See `attention.causal`:
+    The compiled program contains none of the arrays that the kernel needs in addition. T includes the padding of the kernel. See `attention.causal`:
 
     - ``cudnn`` reads a mask and a bias ``[rows, 1, T, T]``. The backward pass writes a gradient of
       the bias, which JAX always requests.
     - ``pallas_gpu`` reads keys and values ``[rows, T, N * G, K]``, repeated for each query head.
       The backward pass writes gradients of the same shape.
     """
+    if not _stands_in(setup):
+        return 0
     config, model, kernel = setup.config, setup.model, _kernel(setup)
     rows, length = config.rows, arrays.attended(config)
     shape: tuple[int, ...]
@@ -319,10 +320,10 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     )
     block, copies = of(blocks, engine.extend_block), of(min(engine.slots, 8))
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
-    # For GPUs the memory is computed here, because the CPU compiler would copy a bfloat16 cache to
-    # float32 for every write.
+    # For simulated GPUs the memory is computed here, because the CPU compiler would copy a bfloat16
+    # cache to float32 for every write.
     memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
-    scratch = None if setup.where.tpu else memory.scratch
+    scratch = memory.scratch if setup.simulated else None
     extend, decode, fork = (
         functools.partial(
             programs.extend.lower, params, layers, of(blocks, pages), block, block, **options

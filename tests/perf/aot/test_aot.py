@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,13 +18,19 @@ import pytest
 from absl import flags
 
 from coa_jax.errors import UserError
-from coa_jax.parallel.chips import CHIPS
-from coa_jax.parallel.slices import default_fraction, devices_of, parse_slice
+from coa_jax.parallel import slices
+from coa_jax.parallel.chips import CHIPS, KINDS
+from coa_jax.parallel.slices import GPUS, default_fraction, devices_of, owners_of, parse_slice
 from coa_jax.perf.aot import __main__ as command
 from coa_jax.perf.aot import estimate
 from coa_jax.perf.aot.estimate import _compiled
 from coa_jax.run.command import load_config
+from coa_jax.run.machines import MACHINES
+from tests.model.attention.test_gpu_compile import needs_gpu_compiler
 from tests.perf.aot.test_estimate import TOO_LARGE, Refusing, needs_tpu_compiler
+
+COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
+"""Whether GPU programs are compiled by the compiler for GPUs, not by that for CPUs."""
 
 
 def aot(*arguments):
@@ -66,9 +74,10 @@ def check(result, rows, length):
             1 - memory["total"] / result["usable_bytes_per_chip"], abs=1e-4
         )
     # JAX takes three quarters of a GPU's memory.
-    chip = CHIPS["h100" if result["estimate"] else "v5e"]
-    share = 0.75 if result["estimate"] else 1.0
-    assert result["usable_bytes_per_chip"] == share * chip.hbm_bytes
+    gpu = result["topology"].startswith("gpu")
+    share = 0.75 if gpu else 1.0
+    assert result["usable_bytes_per_chip"] == share * CHIPS["h100" if gpu else "v5e"].hbm_bytes
+    assert result["estimate"] == (gpu and not COMPILER)
     return programs
 
 
@@ -76,7 +85,7 @@ def check(result, rows, length):
 def test_a_configuration_is_estimated_for_gpus():
     code, result, err = aot("--config=configs/sft/tiny.py", "--topology=gpu:8xh100", *TINY_MODEL)
     assert code == 0, err
-    assert (result["estimate"], result["chips"], result["mesh"]["fsdp"]) == (True, 8, 8)
+    assert (result["chips"], result["mesh"]["fsdp"]) == (8, 8)
     programs = check(result, 8, 2048)
     assert set(programs) == {"train"}
     # Kernels at half of their speed: an MFU between those at the other shares.
@@ -198,7 +207,7 @@ def test_a_configuration_compiles_for_a_tpu_slice():
         "--config.remat=full", "--config.row_length=512",
     )  # fmt: skip
     assert code == 0, err
-    assert (result["estimate"], result["chips"]) == (False, 4)
+    assert result["chips"] == 4
     programs = check(result, 8, 512)
     assert programs["decode"]["bytes_per_chip"]["aliased"] > 0
     # Micro-batches, and the chunks of the head forward and backward.
@@ -227,6 +236,67 @@ def test_recipes_of_small_slices_fit_with_a_tenth_of_the_memory_free(machine, na
     code, result, err = aot(config, f"--topology={name}")
     assert code == 0, err
     assert result["free_share"] >= 0.1
+
+
+@needs_gpu_compiler
+def test_a_training_step_compiles_for_gpus_of_several_hosts():
+    code, result, err = aot(
+        "--config=configs/sft/tiny.py", "--topology=gpu:2x4xh100", *TINY_MODEL,
+        "--config.dtype=bfloat16", "--config.row_length=256",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "estimate" not in err
+    train = check(result, 8, 256)["train"]
+    assert {"mha_forward", "mha_backward"} <= train["kernels"].keys()
+    # Two layers; a kernel counts 2 products of half of the square, and the backward one 7.
+    calls, square = train["kernels"], 256**2 * 4 * 16  # one row of a chip, 4 heads of 16
+    products = 2 * calls["mha_forward"] + 7 * calls["mha_backward"]
+    assert train["kernel_flops"] == products * square
+    assert calls["mha_backward"] == 2 * result["step"]["micro_batches"]
+    assert train["collective_bytes"]["all-gather"] > 0
+    # Gradients go to all eight GPUs, so over the network of 50 GB/s between the hosts.
+    sent = sum(train["collective_bytes"].values())
+    assert train["roofline"]["ici_s"] > 0.9 * sent / CHIPS["h100"].network_bandwidth
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_the_kernels_of_an_engine_are_compiled_for_gpus_and_counted():
+    code, result, err = aot(
+        "--config=configs/rl/tiny.py", "--topology=gpu:2xb200", "--model=tiny",
+        "--config.mesh.fsdp=2", "--config.rows=2", "--config.engine.dtype=bfloat16",
+    )  # fmt: skip
+    assert code == 0, err
+    programs = {program["name"]: program for program in result["programs"]}
+    assert programs["extend"]["kernels"]["paged_prefill"] == 2  # layers
+    decode = programs["decode"]
+    chunk = load_config("configs/rl/tiny.py").engine.chunk
+    assert decode["kernels"]["paged_attention"] == 2 * chunk
+    assert decode["kernel_flops"] > 0
+    # The cache is written in place.
+    assert decode["bytes_per_chip"]["aliased"] > 0.9 * programs["fork"]["bytes_per_chip"]["output"]
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("machine", "stage", "size"),
+    [
+        (machine, stage, size)
+        for machine in ("h100", "8xh100")
+        for stage, sizes in MACHINES[machine].items()
+        for size in sizes
+    ],
+)
+def test_recipes_of_small_gpu_machines_fit_with_a_tenth_of_the_memory_free(machine, stage, size):
+    name = "gpu:1xh100" if machine == "h100" else f"gpu:{machine}"
+    code, result, err = aot(
+        f"--config=configs/{stage}/web.py:{size},{machine}", f"--topology={name}"
+    )
+    assert code == 0, err
+    assert result["free_share"] >= 0.1
+    assert not result["estimate"]
 
 
 @needs_tpu_compiler
@@ -265,6 +335,8 @@ def test_the_compiler_of_tpus_refuses_what_does_not_fit():
         ("v9:2x2", "give a TPU slice such as v5p:4x4x8"),
         ("gpu:8xtitan", "a number of GPUs such as gpu:8xh100"),
         ("gpu:0xh100", "a number of GPUs"),
+        ("gpu:0x8xh100", "a number of GPUs"),
+        ("gpu:12xh100", "12 GPUs do not fill hosts of 8; name the hosts too"),
     ],
 )
 def test_unknown_machines_are_refused(name, said):
@@ -272,9 +344,16 @@ def test_unknown_machines_are_refused(name, said):
         parse_slice(name)
 
 
+GROUPS = ("gpu:8xh100", "gpu:2x2xh100", "gpu:16xh100")
+
+
 def test_slices_are_read():
     assert (parse_slice("v5p:4x4x8").count, parse_slice("v5e:4x4").tpu) == (128, True)
     assert (parse_slice("gpu:64xh200").count, parse_slice("gpu:64xh200").tpu) == (64, False)
+    hosts = [owners_of(where, range(where.count)) for where in map(parse_slice, GROUPS)]
+    assert hosts == [[0] * 8, [0, 0, 1, 1], [0] * 8 + [1] * 8]
+    # NVLink ends at a host, but spans those of a rack of GB200.
+    assert [parse_slice(f"gpu:2x2x{kind}").chip.group for kind in ("h100", "gb200")] == [2, 72]
     # Two devices of half a chip each.
     halves = parse_slice("v7x:2x2x1")
     assert (halves.count, halves.chip.host) == (8, 8)
@@ -286,6 +365,25 @@ def test_slices_are_read():
 @pytest.mark.parametrize(("name", "devices"), [("v4:2x2x1", 4), ("v5p:2x2x1", 4), ("v7x:2x2x1", 8)])
 def test_a_slice_has_as_many_devices_as_a_run_sees_there(name, devices):
     assert len(devices_of(parse_slice(name))) == parse_slice(name).count == devices
+
+
+@needs_gpu_compiler
+def test_the_compiler_knows_every_gpu_by_its_name_in_jax():
+    for kind in GPUS:
+        (device,) = devices_of(parse_slice(f"gpu:1x{kind}"))
+        assert KINDS[device.device_kind] == kind
+        assert float(device.compute_capability) == CHIPS[kind].capability
+    several = devices_of(parse_slice("gpu:2x4xh200"))
+    assert [device.process_index for device in several] == [0] * 4 + [1] * 4
+
+
+def test_a_compiler_for_gpus_of_another_version_is_refused(monkeypatch):
+    real = importlib.metadata.version
+    plugin = {"jax-cuda13-plugin": "0.9.1"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.get(name) or real(name))
+    said = rf"jax-cuda13-plugin 0\.9\.1 does not work with jaxlib {real('jaxlib')}; install"
+    with pytest.raises(UserError, match=said):
+        slices._has_gpu_compiler(parse_slice("gpu:1xh100"))
 
 
 def test_where_a_line_of_chips_is_a_ring():
@@ -328,7 +426,10 @@ def test_the_programs_that_the_compiler_refused_are_named_in_place_of_the_splits
     monkeypatch.setattr(flags, "FLAGS", values)
     assert command.main(["aot"]) == 1
     out, err = capsys.readouterr()
-    first, second = err.splitlines()[-2:]
+    hint, first, second = err.splitlines()[-3:]
+    assert hint.startswith(
+        "an estimate by the CPU compiler; for exact figures install the compiler"
+    )
     assert first == "the compiler refused: train"
     assert second.startswith("does not fit: train needs at least 92.0 GB per chip")
     result = json.loads(out)

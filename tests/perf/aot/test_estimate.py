@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ class Refusing:
     def __init__(self, fault: str):
         self.fault = fault
 
-    def compile(self) -> None:
+    def compile(self, compiler_options: Any) -> None:
         raise jax.errors.JaxRuntimeError(self.fault)
 
 
