@@ -61,8 +61,8 @@ def _gpu(
 # rate divided by the FLOPs per cycle of all matrix units of 128 x 128. Sources for GPUs: NVIDIA's
 # data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and L40S. If FLOP/s are stated only
 # with sparsity, half of the figure is used. NVLink and PCIe are stated for both directions, so half
-# of the figure is used. Boards without NVLink send over PCIe. The last three numbers of a GPU are its
-# multiprocessors, its highest clock in MHz and its L2 cache in MiB, as the CUDA driver reports them.
+# of the figure is used. Boards without NVLink send over PCIe. The last three numbers of a GPU are
+# its multiprocessors, its highest clock in MHz and its L2 cache in MiB.
 CHIPS: dict[str, Chip] = {
     "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9, kinds=("TPU v4",)),
     "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9, kinds=("TPU v5 lite", "TPU v5e")),

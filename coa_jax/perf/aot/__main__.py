@@ -7,8 +7,8 @@ The command compiles the training step of the configuration. For RL it also comp
 that score samples, run the rollouts, and publish new weights to the engines. The compilers are
 those of real TPUs and GPUs, which run on any Linux machine (``bash launch/setup_env.sh tpu`` and
 ``gpucompiler``). If the compiler for GPUs is not installed, the command uses the CPU compiler
-instead, and marks the result as an estimate. No weights are needed, because the architecture comes from ``config.json``, from the name
-in the model's path, or from ``--model``.
+instead, and marks the result as an estimate. No weights are needed, because the architecture comes
+from ``config.json``, from the name in the model's path, or from ``--model``.
 
 The command prints one JSON object. If the configuration does not fit, the exit code is 1, and a
 line on stderr names the memory that is needed and the setting to change.

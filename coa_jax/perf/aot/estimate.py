@@ -34,7 +34,7 @@ SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
 """Other shares of the peak FLOP rate, for which the result contains the time of a step too."""
 
 NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}
-"""Options of the compiler for GPUs, which otherwise runs kernels on a GPU to choose between them."""
+"""Options of the compiler for GPUs, which would otherwise measure kernels on a GPU."""
 
 
 def analyse(

@@ -222,7 +222,8 @@ def _kernel(setup: Setup) -> str:
 def _kernel_bytes(setup: Setup, backward: bool = True) -> int:
     """Returns the bytes per chip of the arrays that a stand-in for a GPU's attention kernel lacks.
 
-    The compiled program contains none of the arrays that the kernel needs in addition. T includes the padding of the kernel. See `attention.causal`:
+    These are arrays that the kernel needs beside its operands. T includes the padding of the
+    kernel. See `attention.causal`:
 
     - ``cudnn`` reads a mask and a bias ``[rows, 1, T, T]``. The backward pass writes a gradient of
       the bias, which JAX always requests.
