@@ -300,7 +300,7 @@ def _slice_here() -> tuple[Slice, list[Any]]:
         listed, hbm_bytes=memory * listed.devices, host=max(1, len(local) // listed.devices)
     )
     shape: tuple[int, ...] = (len(devices) // listed.devices,)
-    name = f"gpu:{shape[0]}x{kind}" if kind else devices[0].device_kind
+    name = f"gpu:{shape[0] // chip.host}x{chip.host}x{kind}" if kind else devices[0].device_kind
     if kind in TPUS:
         places = [device.coords for device in devices]
         shape = tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))

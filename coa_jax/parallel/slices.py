@@ -182,6 +182,8 @@ def devices_of(where: Slice) -> list[Any]:
         options = {"chip_config_name": "megacore"} if where.kind == "v4" else {}
         platform, extra, name = "tpu", "tpu", where.name.replace("v7x", "tpu7x")
     else:
+        # Without this variable the compiler warns of sorts, whose fastest form needs a GPU.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         platform, extra, name = "cuda", "gpucompiler", where.kind
         each = min(where.count, where.chip.host)
         # JAX divides GPUs into partitions, hosts of a partition, and GPUs of a host.
