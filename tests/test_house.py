@@ -283,6 +283,7 @@ def test_every_import_of_the_package_is_declared():
 USED_BY_OTHERS = {
     "gcsfs": "fsspec, for gs://",
     "s3fs": "fsspec, for s3://",
+    "jax-cuda13-plugin": "jax, as the compiler for GPUs",
     "lxml-html-clean": "trafilatura",
     "importlib-resources": "tensorflow-datasets",
     "ipykernel": "nbclient",
