@@ -33,7 +33,7 @@ KERNEL_EFFICIENCY = 0.5
 SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
 """Other shares of the peak FLOP rate, for which the result contains the time of a step too."""
 
-NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}
+NO_AUTOTUNING: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 """Options of the compiler for GPUs, which would otherwise measure kernels on a GPU."""
 
 
