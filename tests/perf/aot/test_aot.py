@@ -156,7 +156,7 @@ def test_ppo_is_estimated_with_its_scores_its_critic_and_its_constraint():
     tokens = 2 * length / 2  # of one chip
     for name, products in (("score", body + head), ("values", body)):
         done = programs[name]["flops"] / (tokens * (2 * products + attention))
-        assert 1 <= done < 1.04
+        assert 0.99 < done < 1.04
         assert programs[name]["runs_per_step"] == result["step"]["micro_batches"]
     scores = [programs[name] for name in ("score", "values")]
     seconds = sum(p["runs_per_step"] * p["roofline"]["step_s"] for p in scores)
