@@ -27,7 +27,7 @@ def fuzz(folder: Path, first: int, count: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 80), pytest.param(1000, 2000, marks=pytest.mark.slow)]
+    ("first", "count"), [(0, 40), pytest.param(1000, 2000, marks=pytest.mark.slow)]
 )
 def test_damage_ends_in_one_line_within_bounds(tmp_path, first, count):
     found = fuzz(tmp_path, first, count)

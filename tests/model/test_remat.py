@@ -49,7 +49,7 @@ def compiled(remat, dtype, model=MODEL):
     ("remat", "model"),
     [
         *((name, MODEL) for name in POLICIES if name != "none"),
-        ("dots", GEMMA),
+        pytest.param("dots", GEMMA, marks=pytest.mark.slow),
         pytest.param("full", GEMMA, marks=pytest.mark.slow),
     ],
 )

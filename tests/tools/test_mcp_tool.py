@@ -117,7 +117,7 @@ def test_a_server_that_never_begins_is_ended(tmp_path, closed_first):
         f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
     )
     tool = McpTool("tide", McpConfig((sys.executable, "-c", program), schema="{}"))
-    seen = ask(tool, "{}", deadline=10.0)
+    seen = ask(tool, "{}", deadline=5.0)
     assert seen.outcome == "timeout"
     assert wait_until(lambda: pid.exists() and pid.read_text().endswith(" "), 20.0)
     process = int(pid.read_text())

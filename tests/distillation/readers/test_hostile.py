@@ -82,7 +82,7 @@ def damaged(form):
 
 
 FORMS = [
-    form if form in ("oagents", "openai") else pytest.param(form, marks=pytest.mark.slow)
+    form if form == "openai" else pytest.param(form, marks=pytest.mark.slow)
     for form in READERS.names()
 ]
 
