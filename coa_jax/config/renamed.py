@@ -100,7 +100,8 @@ def _moved(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         new = next((f"{before}{new}"[1:] for before, new in places if before), "")
         if any(_before(f".{key}", old) for old in REMOVED) or (new and DEFAULTS.get(name) == value):
             continue
-        if new or not isinstance(value, Mapping) or not value:
+        is_group = isinstance(value, Mapping) and value and not name.endswith("options")
+        if new or not is_group:  # the keys of options are those of a user's function
             yield new or key, value
         else:
             yield from _moved(value, f"{key}.")

@@ -148,6 +148,8 @@ def test_a_run_of_an_earlier_version_has_the_same_settings():
     former["optimizer"] |= {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "max_skipped": 5}
     former["tools"] |= {"code_timeout_s": 9.0, "encoder": former["tools"]["wiki_search"]["encoder"]}
     former["graders"]["judge"]["chat"]["json_mode"] = False
+    own = {"dice": {"path": "m:Dice", "options": {"json_mode": True, "b1": 0.9}}}
+    former["tools"]["own"] = present["tools"]["own"] = own
     del former["tools"]["wiki_search"]["encoder"], former["tools"]["code"]["timeout_s"]
     present["optimizer"]["options"] = {"b2": 0.99}
     present["tools"]["code"]["timeout_s"] = 9.0
