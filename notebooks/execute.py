@@ -2,11 +2,14 @@
 
     python notebooks/execute.py train_policy own_environment
 
-`COA_JAX_RUN` names the run that explore_run and inside_a_rollout show.
+`COA_JAX_RUN` names the run that explore_run and inside_a_rollout show. Without names, the script
+only writes the address of the repository into all notebooks: the button that opens them in Colab,
+and what their first cell installs.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +17,29 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
+
+REPOSITORY = ""
+"""Address of the repository, such as ``https://github.com/OWNER/NAME``; "" until it has one."""
+
+_EXTRAS = {"explore_run": "notebook"}
+_BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
+_BUTTON = re.compile(r"\[!\[Open in Colab\].*\n\n")
+
+_FIRST_CELL = """\
+import importlib.util
+import os
+
+# What pip installs if coa_jax is missing, as in Colab: the address of the repository, or a wheel.
+COA_JAX = os.environ.get("COA_JAX", "ADDRESS")
+
+if importlib.util.find_spec("coa_jax") is None:
+    if not COA_JAX:
+        raise SystemExit("coa_jax is missing: set COA_JAX, for example to git+https://HOST/NAME")
+    named = f"coa_jax[EXTRAS] @ {COA_JAX}"
+    package = named if "://" in COA_JAX else f"{COA_JAX}[EXTRAS]"
+    %pip install --quiet "{package}"
+
+%config InlineBackend.figure_formats = ["svg"]"""
 
 
 def execute(path: Path) -> None:
@@ -27,6 +53,27 @@ def execute(path: Path) -> None:
     nbformat.write(notebook, path)
 
 
+def with_address(notebook: nbformat.NotebookNode, name: str, repository: str) -> None:
+    """Writes the address of the repository into a notebook, see `REPOSITORY`."""
+    title, first = notebook.cells[0], notebook.cells[1]
+    title.source = _BUTTON.sub("", title.source)
+    if repository:
+        place = repository.removeprefix("https://github.com/")
+        opened = (
+            f"https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}.ipynb"
+        )
+        heading, _, rest = title.source.partition("\n\n")
+        title.source = f"{heading}\n\n[![Open in Colab]({_BADGE})]({opened})\n\n{rest}"
+    extras = _EXTRAS.get(name, "demo,notebook")
+    address = f"git+{repository}" if repository else ""
+    first.source = _FIRST_CELL.replace("EXTRAS", extras).replace("ADDRESS", address)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        execute(FOLDER / f"{name}.ipynb")
+    for name in sys.argv[1:] or [path.stem for path in FOLDER.glob("*.ipynb")]:
+        path = FOLDER / f"{name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        with_address(notebook, name, REPOSITORY)
+        nbformat.write(notebook, path)
+        if sys.argv[1:]:
+            execute(path)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import re
+import types
 from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from packaging.requirements import Requirement
 
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.run.run_dir import RunDir
@@ -23,6 +25,14 @@ _SPEC = importlib.util.spec_from_file_location(
 assert _SPEC is not None and _SPEC.loader is not None
 run_files = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(run_files)
+
+
+_SCRIPT = importlib.util.spec_from_file_location(
+    "execute_notebooks", REPOSITORY / "notebooks" / "execute.py"
+)
+assert _SCRIPT is not None and _SCRIPT.loader is not None
+execute_script = importlib.util.module_from_spec(_SCRIPT)
+_SCRIPT.loader.exec_module(execute_script)
 
 
 def write_run(root: Path) -> Path:
@@ -76,11 +86,39 @@ def test_a_notebook_is_stored_with_small_outputs_and_without_faults(path):
         assert "image/png" not in output.get("data", {})
 
 
+def first_cell(notebook, monkeypatch, **variables) -> tuple[dict, list]:
+    """The variables after the first cell where coa_jax is missing, and the magic commands."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("COA_JAX", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    called: list = []
+    shell = types.SimpleNamespace(run_line_magic=lambda *words: called.append(words))
+    names: dict = {"get_ipython": lambda: shell}
+    exec(TransformerManager().transform_cell(code_cells(notebook)[0].source), names)
+    return names, called
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_one_variable_of_the_first_cell_names_the_wheel(path):
-    first = code_cells(nbformat.read(path, as_version=4))[0].source
-    assert re.search(r'^COA_JAX = os\.environ\.get\("COA_JAX", ""\)$', first, re.MULTILINE)
-    assert re.search(r'%pip install --quiet "\{COA_JAX\}\[(demo,)?notebook\]"', first)
+def test_a_notebook_installs_itself_from_the_address_of_the_repository(path, monkeypatch):
+    notebook = nbformat.read(path, as_version=4)
+    stored = nbformat.writes(notebook)
+    execute_script.with_address(notebook, path.stem, execute_script.REPOSITORY)
+    assert nbformat.writes(notebook) == stored, "run python notebooks/execute.py"
+    if not execute_script.REPOSITORY:
+        with pytest.raises(SystemExit, match="set COA_JAX"):
+            first_cell(notebook, monkeypatch)
+
+    execute_script.with_address(notebook, path.stem, "https://github.com/someone/coa_jax")
+    names, called = first_cell(notebook, monkeypatch)
+    assert Requirement(names["package"]).url == "git+https://github.com/someone/coa_jax"
+    assert called[0] == ("pip", 'install --quiet "{package}"')
+    link = f"colab.research.google.com/github/someone/coa_jax/blob/main/notebooks/{path.name})"
+    assert notebook.cells[0].source.count(link) == 1
+    names, _ = first_cell(notebook, monkeypatch, COA_JAX="coa_jax-0.1.0-py3-none-any.whl")
+    assert names["package"].startswith("coa_jax-0.1.0-py3-none-any.whl[")
+    execute_script.with_address(notebook, path.stem, execute_script.REPOSITORY)
+    assert nbformat.writes(notebook) == stored
 
 
 def execute(name: str, monkeypatch, seconds: int = 300) -> list:
