@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
 from pathlib import Path
 
@@ -87,12 +86,6 @@ def test_a_run_in_an_empty_folder_uses_every_extension(run):
         )
     used = json.loads((run / "run" / "config.json").read_text())["algorithm"]
     assert used["loss_options"] == {"tau_neg": 1.1} and used["loss"] == "sapo:sapo"
-
-
-def test_the_loop_of_the_example_learns(tmp_path):
-    train = runpy.run_path(str(EXAMPLES / "own_loop" / "loop.py"))["train"]
-    rewards = list(train(write_untrained(tmp_path / "model", [EPISODE])))
-    assert sum(rewards[-3:]) > 2 * sum(rewards[:3]) > 0
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import types
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def pages_of(outputs) -> str:
 
 
 def test_there_is_a_notebook_for_each_audience():
-    names = ["explore_run", "inside_a_rollout", "own_environment", "train_policy"]
+    names = ["explore_run", "inside_a_rollout", "own_environment", "own_loop", "train_policy"]
     assert [path.stem for path in NOTEBOOKS] == names
 
 
@@ -199,3 +200,10 @@ def test_an_evaluation_of_any_name_is_shown_and_one_that_nobody_graded_says_so(
 )
 def test_a_notebook_that_trains_runs_to_its_end(monkeypatch, name, told):
     assert told in printed(execute(name, monkeypatch, seconds=3000))
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_notebook_learns(monkeypatch):
+    text = printed(execute("own_loop", monkeypatch, seconds=3000))
+    first, last = map(float, re.findall(r"(\d+\.\d) ", text))
+    assert last > 3 * first > 0
