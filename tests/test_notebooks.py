@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import types
 from pathlib import Path
 
 import nbformat
 import pytest
-from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from packaging.requirements import Requirement
@@ -94,9 +92,9 @@ def first_cell(notebook, monkeypatch, **variables) -> tuple[dict, list]:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     called: list = []
-    shell = types.SimpleNamespace(run_line_magic=lambda *words: called.append(words))
-    names: dict = {"get_ipython": lambda: shell}
-    exec(TransformerManager().transform_cell(code_cells(notebook)[0].source), names)
+    names: dict = {"magic": lambda *words: called.append(words)}
+    source = code_cells(notebook)[0].source
+    exec(re.sub(r"^( *)%(\w+) (.*)$", r"\1magic('\2', r'\3')", source, flags=re.MULTILINE), names)
     return names, called
 
 

@@ -182,6 +182,20 @@ def join_new_values(
     return {name: ml_collections.ConfigDict(values) for name, values in groups.items()} | rest
 
 
+def lock(config: ml_collections.ConfigDict) -> None:
+    """Locks a config, so that settings can be added only to groups that hold only what is set."""
+    config.lock()
+    _unlock_open_groups(config, "")
+
+
+def _unlock_open_groups(config: ml_collections.ConfigDict, prefix: str) -> None:
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            if _OPEN.fullmatch(f"{prefix}{name}"):
+                value.unlock()
+            _unlock_open_groups(value, f"{prefix}{name}.")
+
+
 def _join(
     groups: dict[str, dict[str, Any]],
     config: ml_collections.ConfigDict,

@@ -46,6 +46,7 @@ from coa_jax.config.help import outermost, page, search, settings_of
 from coa_jax.config.installed import ROOT, config_files
 from coa_jax.config.overrides import (
     join_new_values,
+    lock,
     readable_overrides,
     suggest,
     switches,
@@ -329,7 +330,8 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
             override.
 
     Returns:
-        The config. It is locked, so no setting can be added.
+        The config. It is locked, so settings can be added only to groups that hold what is set,
+        such as ``algorithm``.
 
     Raises:
         UserError: the file does not exist or does not accept the argument, a setting is unknown, or
@@ -349,7 +351,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
         raise UserError(f"--config={spec}: the file takes no argument; leave out :{argument}")
     # get_config itself rejects a wrong argument, with a UserError that lists the valid arguments.
     config = module.get_config(*([argument] if ":" in spec else []))
-    config.lock()
+    lock(config)
     for key, value in join_new_values(overrides or {}, config).items():
         try:
             config_path.set_value(key, config, value)

@@ -231,7 +231,8 @@ def test_the_limits_and_passages_are_by_default_those_of_the_quickstart(monkeypa
     assert [defaults[name] for name in names] == [None] * 4
     assert defaults["prompt_style"] == "model" and rollout.prompt_style == "brief"
     tools = tools_of(load_config(defaults["config"]), defaults["tools"], defaults["top_k"])
-    assert (tools.top_k, tools.names) == (quickstart.tools.top_k, quickstart.tools.names)
+    used = (tools.wiki_search.top_k, tools.names)
+    assert used == (quickstart.tools.wiki_search.top_k, quickstart.tools.names)
 
 
 def test_the_tools_are_those_of_a_config_or_of_the_command_line():
@@ -239,7 +240,7 @@ def test_the_tools_are_those_of_a_config_or_of_the_command_line():
     assert tools_of(config, None, None).names == ("web_search", "crawl_page")
     config.tools.own = {"shout": {"path": "my_tools:Shout"}}
     chosen = tools_of(config, ["code"], 7)
-    assert (chosen.names, chosen.top_k, chosen.own) == (("code",), 7, {})
+    assert (chosen.names, chosen.wiki_search.top_k, chosen.own) == (("code",), 7, {})
     assert chosen.web_search.provider == "serper"  # the other settings stay
     with pytest.raises(UserError, match="no group 'tools'"):
         tools_of(load_config("configs/dpo/factbook.py"), None, None)

@@ -127,6 +127,14 @@ def test_a_group_of_what_is_off_holds_only_what_is_set():
     assert build_config(RLRun, again) == built
 
 
+def test_a_loaded_config_takes_further_settings_only_in_groups_of_what_is_off():
+    config = load_config("configs/rl/factbook.py")
+    config.algorithm.clip_high, config.graders.judge.chat.model = 0.3, "j"
+    assert build_config(RLRun, config).algorithm.clip_high == 0.3
+    with pytest.raises(AttributeError, match="locked"):
+        config.engine.slotz = 3
+
+
 @pytest.mark.parametrize("former", [*RENAMED, *REMOVED])
 def test_a_former_key_says_what_to_write(former):
     told = RENAMED.get(former) or REMOVED[former]

@@ -124,13 +124,12 @@ def test_results_of_an_own_search_service_are_shown_without_its_key(monkeypatch)
 @pytest.mark.parametrize(
     "url", [f"http://me:{KEY}@far.example/", f"http://a.example/?api_key={KEY}"]
 )
-@pytest.mark.parametrize("where", ["wiki_url", "code_url", "web_search", "summarizer", "mcp"])
+@pytest.mark.parametrize("where", ["wiki_search", "code", "web_search", "summarizer", "mcp"])
 def test_an_address_with_a_key_in_it_is_refused_before_it_is_written(url, where):
     values = {
-        "web_search": {"web_search": {"url": url}},
         "summarizer": {"crawl_page": {"summarizer": {"url": url, "model": "m"}}},
         "mcp": {"mcp": {"far": {"url": url}}},
-    }.get(where, {where: url})
+    }.get(where, {where: {"url": url}})
     with pytest.raises(UserError) as caught:
         build_config(ToolsConfig, values)
     assert KEY not in str(caught.value) and ".example/" in str(caught.value)
