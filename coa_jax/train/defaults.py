@@ -139,10 +139,13 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
         where: the slice.
         devices: number of devices of the slice.
     """
+    from coa_jax.parallel.slices import default_fraction  # here, because it loads JAX
+
     longest = config.longest if isinstance(config, RLConfig) else 2048
     model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
     platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
-    return completed(config, model, longest, 1, Machine(platform, devices, where.chip.hbm_bytes))
+    free = int(default_fraction(where) * where.chip.hbm_bytes)
+    return completed(config, model, longest, 1, Machine(platform, devices, free))
 
 
 def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:

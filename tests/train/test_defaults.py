@@ -11,9 +11,10 @@ import pytest
 from coa_jax.engine.memory import engine_memory
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.shapes import architecture_of
+from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.settings import build_config
 from coa_jax.train.config import SFTConfig
-from coa_jax.train.defaults import Machine, completed, with_defaults
+from coa_jax.train.defaults import Machine, completed, completed_for, with_defaults
 from coa_jax.train.rl_config import RLConfig
 
 CPU, H100 = Machine("cpu", 1, 4 * 10**9), Machine("gpu", 1, 79 * 10**9)
@@ -53,6 +54,16 @@ def test_an_engine_fits_beside_the_trained_parameters(name, rank, machine):
     of_training = billions * 10**9 * (4 if rank else 16) / machine.devices
     assert of_engine.parameters + of_engine.cache + of_training < machine.free
     assert chosen.engine.slots >= 2
+
+
+def test_a_gpu_that_is_not_here_offers_the_share_of_its_memory_that_jax_takes(monkeypatch):
+    where, config, policy = parse_slice("gpu:1xh100"), rl(), model("qwen2.5-1.5b")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for share, free in (("", 60 * 10**9), ("0.95", 76 * 10**9)):
+        if share:
+            monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+        chosen = completed_for(config, policy, where, 1)
+        assert chosen == completed(config, policy, config.longest, 1, Machine("gpu", 1, free))
 
 
 def test_a_setting_that_is_given_stays():
