@@ -183,7 +183,7 @@ def join_new_values(
 
 
 def lock(config: ml_collections.ConfigDict) -> None:
-    """Locks a config, so that settings can be added only to groups that hold only what is set."""
+    """Locks a config, except its groups that hold only what is set, such as ``algorithm``."""
     config.lock()
     _unlock_open_groups(config, "")
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_flags
 
-from coa_jax.config.overrides import check_key, read_tuple, readable_overrides
+from coa_jax.config.fields import declared, is_sparse, parts, present
+from coa_jax.config.overrides import _OPEN, check_key, read_tuple, readable_overrides
 from coa_jax.config.renamed import REMOVED, RENAMED, renewed
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
 from coa_jax.engine.config import EngineConfig
@@ -125,6 +126,20 @@ def test_a_group_of_what_is_off_holds_only_what_is_set():
     again = complete_config(RLRun, given)
     assert again.algorithm.to_dict() == {"name": "dapo", "clip_high": 0.3}
     assert build_config(RLRun, again) == built
+
+
+def sparse_fields(cls):
+    for name, annotation in declared(cls).items():
+        kind, _ = parts(present(annotation))
+        if is_sparse(annotation):
+            yield name
+        if dataclasses.is_dataclass(kind):
+            yield from sparse_fields(kind)
+
+
+@pytest.mark.parametrize("cls", [RLRun, SFTConfig, EvaluateConfig])
+def test_a_command_line_can_set_every_group_of_what_is_off(cls):
+    assert {name for name in sparse_fields(cls) if not _OPEN.fullmatch(name)} == set()
 
 
 def test_a_loaded_config_takes_further_settings_only_in_groups_of_what_is_off():

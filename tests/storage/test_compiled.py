@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from coa_jax.cli import check
+from coa_jax.parallel.compiled import keep_programs
 from coa_jax.storage.places import opened
 
 PROGRAM = """
@@ -17,6 +20,30 @@ jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
 jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5)).block_until_ready()
 print(hits.count("/jax/compilation_cache/cache_hits"))
 """
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_a_place_is_set(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    keep_programs()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "" and not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.delenv("JAX_COMPILATION_CACHE_DIR")
+        for name in (
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+            "JAX_COMPILATION_CACHE_MAX_SIZE",
+        ):
+            patch.setenv(name, "1")  # a value of the user stays, and is removed after the test
+        keep_programs()
+        place = Path(os.environ.pop("JAX_COMPILATION_CACHE_DIR"))
+        assert place.is_dir() and place.parent == tmp_path / "coa_jax" / "compiled"
+        assert os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] == "1"
+        (tmp_path / "file").write_text("")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        keep_programs()  # no folder can be made there
+        assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.slow
