@@ -88,7 +88,9 @@ def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
         inner = result
         for group in groups:
             inner = inner.setdefault(group, {})
-        inner[name] = value
+        # Options may have received a former setting before.
+        is_group = isinstance(value, Mapping)
+        inner[name] = {**value, **inner.get(name, {})} if is_group else value
     return result
 
 

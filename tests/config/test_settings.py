@@ -168,7 +168,8 @@ def test_a_run_of_an_earlier_version_has_the_same_settings():
     config = with_defaults("rl", {"model": "m", "tasks": "t"}).to_dict()
     present = json.loads(json.dumps(plain(build_config(RLRun, config))))
     former = json.loads(json.dumps(present))
-    former["optimizer"] |= {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "max_skipped": 5}
+    optimizer = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "max_skipped": 5}
+    former["optimizer"] = optimizer | former["optimizer"]  # in the order of the former fields
     former["tools"] |= {"code_timeout_s": 9.0, "encoder": former["tools"]["wiki_search"]["encoder"]}
     former["graders"]["judge"]["chat"]["json_mode"] = False
     own = {"dice": {"path": "m:Dice", "options": {"json_mode": True, "b1": 0.9}}}
