@@ -86,8 +86,9 @@ class Command(Bounded):
             model.
         evaluate: settings of the evaluations.
         base: settings that override those of ``evaluate`` for the base model.
-        sft_more: whether to train a policy for comparison with RL. SFT of this policy continues for
-            as long as RL took.
+        sft_more: whether to train a policy for comparison with RL: SFT continues.
+        sft_more_updates: number of updates of this policy; 0 for as many as take the time of RL. A
+            given number does not depend on what else ran on the machine.
         rft: settings of `train.rejection`, without the paths, for another policy that is compared
             with RL. It is trained on the right trajectories of RL. {} trains no such policy.
         economy: whether to count how many tokens the policy of RL saves compared with the teacher.
@@ -108,6 +109,7 @@ class Command(Bounded):
     model: Place = ""
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sft_more: bool = False
+    sft_more_updates: int = 0
     rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     economy: bool = False
     measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -234,13 +236,15 @@ class Pipeline:
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def sft_more(self) -> None:
-        """Continues SFT for as long as RL took; the result is compared with the policy of RL."""
-        config = self.sft_config
-        # The timing of a resumed stage lacks the time before the kill, so step times are summed.
-        took = {
-            phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
-        }
-        updates = max(1, round(config.optimizer.total_steps * took["rl"] / took["sft"]))
+        """Continues SFT; the result is compared with the policy of RL."""
+        config, updates = self.sft_config, self.config.sft_more_updates
+        if not updates:
+            # The timing of a resumed stage lacks the time before the kill: step times are summed.
+            seconds = {
+                phase: sum(row["time/step"] for row in self.run.rows(phase))
+                for phase in ("sft", "rl")
+            }
+            updates = max(1, round(config.optimizer.total_steps * seconds["rl"] / seconds["sft"]))
         optimizer = dataclasses.replace(
             config.optimizer, total_steps=updates, warmup_steps=min(5, updates - 1)
         )

@@ -151,6 +151,7 @@ def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
     if variant == "few":
         config.distill.train = 400
         config.sft.optimizer.total_steps = 2400
+        config.sft_more_updates = 1400
     if variant in ("control", "few"):
         config.sft_more = True
         config.measures = ConfigDict(

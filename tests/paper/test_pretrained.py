@@ -83,12 +83,15 @@ def check_release(run, release):
 def test_the_controls_start_from_the_policy_of_sft(tmp_path):
     config = load_config(CONFIG)
     config.measures = ConfigDict()
+    with config.unlocked():
+        config.sft_more_updates = 3
     summary = run_pipeline(config, tmp_path)
     for stage in ("sft_more", "rft"):
         assert (tmp_path / "models" / stage / "config.json").is_file()
         assert summary[stage]["n"] == 6
         rows = (tmp_path / "controls" / stage / "metrics.jsonl").read_text().splitlines()
         assert rows
+        assert stage == "rft" or json.loads(rows[-1])["step"] == 3
 
 
 @pytest.mark.slow
