@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from coa_jax.config.extensions import Reference
 from coa_jax.config.preflight import preflight, require
 from coa_jax.data.records import records_of_rows
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
@@ -33,13 +34,12 @@ from coa_jax.model.export import save_model
 from coa_jax.model.policy import Model
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, protocol_of
-from coa_jax.rollout.environments.base import ENVIRONMENTS, tags_of
+from coa_jax.rollout.environments.base import tags_of
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import run_folder
-from coa_jax.tasks import SOURCES, Task, load_tasks
-from coa_jax.tasks.checks import REWARDS
+from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.question_rows import tasks_of_rows
 from coa_jax.tools.base import Tool
 from coa_jax.tools.concurrency import apart
@@ -49,7 +49,7 @@ from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
-from coa_jax.train.optimizer import name_optimizer
+from coa_jax.train.optimizer import reference_to
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig, RLRun
 
@@ -229,7 +229,7 @@ def _take_objects(values: dict[str, Any], config: Any, path: Path) -> Model | No
     optimizer = values.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
         group = _values(config).get("optimizer", {})
-        values["optimizer"] = {**group, "path": name_optimizer(optimizer), "options": {}}
+        values["optimizer"] = {**group, "path": reference_to(optimizer), "options": {}}
     policy = values.get("model")
     if not isinstance(policy, Model):
         return None
@@ -501,7 +501,7 @@ def _given(
     tools: Tools | None,
     environment: Callable[..., Any] | None,
 ) -> dict[str, Any]:
-    """Returns settings by name; Python objects among the arguments are registered under names."""
+    """Returns settings by name; objects among the arguments become values of settings."""
     if rewards is not None:
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
@@ -512,17 +512,17 @@ def _given(
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
             values["tools"].setdefault("protocol", OWN_TOOLS)
     if environment is not None:
-        path = ENVIRONMENTS.name_of(environment, "environment")
+        path = Reference(environment, "environment")
         values["environment"] = {**_values(values.get("environment", {})), "path": path}
     if tasks is not None:
         values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks, values)
     return values
 
 
-def _source(tasks: Any, values: dict[str, Any]) -> str:
-    """Returns a name for a task source; rows become tasks with a protocol for the tools."""
+def _source(tasks: Any, values: dict[str, Any]) -> Reference:
+    """Returns the setting ``tasks``; rows become tasks with a protocol for the tools."""
     if callable(tasks):
-        return SOURCES.name_of(tasks, "tasks")
+        return Reference(tasks, "tasks")
     rows = list(tasks)
     if not rows:
         raise UserError("tasks is empty; give at least one task")
@@ -534,7 +534,7 @@ def _source(tasks: Any, values: dict[str, Any]) -> str:
             make_tools(config)  # registers the protocol
         rewards = values.get("graders", {}).get("rewards", {})
         rows = tasks_of_rows(rows, protocol, graded=not rewards or "grader" in rewards)
-    return SOURCES.name_of(lambda: rows, "tasks")
+    return Reference(lambda: rows, "tasks")
 
 
 def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
@@ -545,7 +545,7 @@ def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
     for name, reward in rewards.items():
         function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
         if callable(function):
-            settings[name] = {"path": REWARDS.name_of(function, name), "weight": weight}
+            settings[name] = {"path": Reference(function, name), "weight": weight}
         else:
             settings[name] = {"weight": function}
     return settings

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import pickle
 import re
 import runpy
 import subprocess
@@ -20,12 +21,14 @@ from ml_collections import ConfigDict
 
 import coa_jax
 from coa_jax.api import Evaluation, Trained
+from coa_jax.config.extensions import Reference, find
 from coa_jax.data.trajectory import Author, read_trajectories, write_records
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.run_dir import RunDir
+from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import Observation
 from coa_jax.train.optimizer import OptimizerConfig
@@ -275,11 +278,15 @@ def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tools=["thermometer"])
 
 
-def test_code_that_a_module_holds_has_its_path_as_its_name():
-    assert REWARDS.name_of(exact := sys.modules[__name__].exact, "short") == f"{__name__}:exact"
-    name = REWARDS.name_of(lambda text: 1.0, "one")
-    assert name == "given.one" and REWARDS.knows(name)
-    assert exact("a", ("a",)) == 1.0
+def test_a_setting_carries_the_function_itself_and_files_get_its_name():
+    assert Reference(sys.modules[__name__].exact, "short") == f"{__name__}:exact"
+    names = [Reference(lambda text, rate=rate: rate, "one") for rate in (1.0, 2.0)]
+    assert names[0] == names[1] == "given.one" and json.dumps(names[0]) == '"given.one"'
+    configs = [GradersConfig(rewards={"own": {"path": name}}) for name in names]
+    rewards = [dataclasses.asdict(config)["rewards"]["own"]["path"] for config in configs]
+    assert [find(REWARDS, path, "rewards")("text") for path in rewards] == [1.0, 2.0]
+    with pytest.raises(UserError, match=r"there is no reward 'given\.one'"):
+        find(REWARDS, pickle.loads(pickle.dumps(names[0])), "rewards")
 
 
 def exact(answer, gold) -> float:

@@ -49,6 +49,39 @@ _CHECKED = (int, float, bool, str, tuple)
 """Types against which the values of options are checked; other types accept any value."""
 
 
+class Reference(str):
+    """A function or class of the caller, as the value of a setting that names code.
+
+    A config of Python carries the object itself. What a config writes to a file is the name: the
+    path ``package.module:name`` if the object can be imported from there, else ``given.SHORT``,
+    which no later process can look up.
+
+    Attributes:
+        target: the function or class.
+    """
+
+    target: Callable[..., Any]
+
+    def __new__(cls, target: Callable[..., Any], short: str) -> Reference:
+        """Refers to an object; ``short`` is a part of its name if it cannot be imported."""
+        name = getattr(target, "__qualname__", type(target).__qualname__)
+        inside: Any = sys.modules.get(getattr(target, "__module__", None) or "")
+        for part in name.split("."):
+            inside = getattr(inside, part, None)
+        path = f"{target.__module__}:{name}" if inside is target else f"given.{short}"
+        reference = super().__new__(cls, path)
+        reference.target = target
+        return reference
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Reference:
+        """Returns the reference itself, because `dataclasses.asdict` copies its values."""
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Another process gets the name alone."""
+        return str, (str(self),)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExtensionKind:
     """A kind of code that configs can name, for example tools or rewards.
@@ -64,8 +97,6 @@ class ExtensionKind:
         needs: names of offered arguments; a function must accept at least one of them. If empty, a
             function need not accept any argument.
         adapt: function that converts functions with the signatures of other libraries.
-        given: maps short names to functions or classes that exist only in this process and cannot
-            be imported, see `name_of`.
     """
 
     noun: str
@@ -74,7 +105,6 @@ class ExtensionKind:
     offers: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     adapt: Callable[[Any], Any] = lambda found: found
-    given: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def one(self) -> str:
@@ -82,34 +112,13 @@ class ExtensionKind:
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:
-        """Returns the short names of this kind: built in, of packages, and of this process."""
+        """Returns the short names of this kind: built in, and of installed packages."""
         installed = sorted(self._installed().names)
-        return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
+        return tuple(dict.fromkeys((*self.built_in, *installed)))
 
     def knows(self, name: str) -> bool:
         """Returns whether a string is a short name of this kind."""
-        return name in self.built_in or name in self.given or name in self._installed().names
-
-    def name_of(self, found: Callable[..., Any], short: str) -> str:
-        """Returns the name by which a config can refer to a function or class of the caller.
-
-        Args:
-            found: the function or class.
-            short: short name that the caller proposes.
-
-        Returns:
-            ``package.module:name`` if this path can be imported and gives the function. For other
-            functions, such as a lambda or a nested function, the result is ``given.SHORT``, which
-            only this process can look up.
-        """
-        name = getattr(found, "__qualname__", type(found).__qualname__)
-        inside: Any = sys.modules.get(getattr(found, "__module__", None) or "")
-        for part in name.split("."):
-            inside = getattr(inside, part, None)
-        if inside is found:
-            return f"{found.__module__}:{name}"
-        self.given[f"given.{short}"] = found
-        return f"given.{short}"
+        return name in self.built_in or name in self._installed().names
 
     def path_of(self, name: str) -> str:
         """Returns the path ``package.module:name`` of a short name of an installed package.
@@ -141,9 +150,11 @@ class Named(OneOf):
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value is one of the allowed names or has the form of a path."""
+        """Returns whether a value is an allowed name, has the form of a path, or is an object."""
+        if isinstance(value, Reference) or value in self.at_hand or is_path(value):  # type: ignore[attr-defined]
+            return True
         # Listing the names of installed packages reads from the disk, so this test comes last.
-        return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
+        return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
         """Describes the allowed names, for error messages of the form "give DESCRIPTION"."""
@@ -207,14 +218,14 @@ def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
 
     Args:
         kind: kind of the code.
-        name: a short name, or a path ``package.module:name``.
+        name: a short name, a path ``package.module:name``, or a `Reference`.
         where: name of the setting, used in error messages.
 
     Raises:
         UserError: the name is unknown, its module cannot be imported, or the object is not
             callable.
     """
-    found = kind.given.get(name, kind.built_in.get(name))
+    found = name.target if isinstance(name, Reference) else kind.built_in.get(name)
     if found is None:
         found = name if is_path(name) else kind.path_of(name)
     if found == "":

@@ -15,6 +15,7 @@ from absl import logging
 from coa_jax.config.extensions import (
     PATH,
     ExtensionKind,
+    Reference,
     bind,
     find,
     parameters_of,
@@ -150,6 +151,8 @@ def source_needs(source: str, options: Mapping[str, Any] | None = None) -> Needs
 
 def _name_of(source: str) -> tuple[str, str]:
     """Splits a source into its name in `SOURCES` and the text after the colon of this name."""
+    if isinstance(source, Reference):
+        return source, ""
     name, _, rest = source.partition(":")
     if SOURCES.knows(name):
         return name, rest

@@ -13,6 +13,7 @@ from coa_jax.config.extensions import (
     Extension,
     ExtensionKind,
     Named,
+    Reference,
     bind,
     find,
     is_path,
@@ -409,7 +410,7 @@ def named_tools(tools: Tools) -> dict[str, Any]:
         if not isinstance(tool, Tool):
             tool = FunctionTool(tool)
         names.append(tool.name)
-        own[tool.name] = {"path": TOOLS.name_of(functools.partial(_same, tool), tool.name)}
+        own[tool.name] = {"path": Reference(functools.partial(_same, tool), tool.name)}
     return {"names": tuple(names), **({"own": own} if own else {})}
 
 

@@ -7,7 +7,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from coa_jax.config.extensions import BoundFunction, ExtensionKind, Named, bind, blaming
+from coa_jax.config.extensions import (
+    BoundFunction,
+    ExtensionKind,
+    Named,
+    Reference,
+    bind,
+    blaming,
+)
 from coa_jax.config.fields import Between, Bounded, Natural, Positive, Share, shown
 from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError, UserErrors
@@ -131,11 +138,11 @@ def make_optimizer(optimizer: Optimizer) -> optax.GradientTransformation:
     """
     if not isinstance(optimizer, OptimizerConfig):
         return optimizer
-    return _made(optimizer, OPTIMIZERS.given.get(optimizer.path))
+    return _made(optimizer, getattr(optimizer.path, "target", None))
 
 
 @functools.lru_cache
-def _made(config: OptimizerConfig, _given: Callable[..., Any] | None) -> Any:
+def _made(config: OptimizerConfig, _target: Callable[..., Any] | None) -> Any:
     """Creates an optimiser; two functions of Python may have the same name in the settings."""
     import jax
     import optax
@@ -161,14 +168,14 @@ def _call(config: OptimizerConfig) -> BoundFunction:
     return bind(OPTIMIZERS, config.path, config.options, _WHERE)
 
 
-def name_optimizer(optimizer: Any) -> str:
-    """Returns a value of the setting ``path`` that stands for an optax object in this process.
+def reference_to(optimizer: Any) -> Reference:
+    """Returns a value of the setting ``path`` that carries an optax object.
 
     Raises:
         UserError: the object is no optax optimiser.
     """
     _check(optimizer, "optimizer is")
-    return OPTIMIZERS.name_of(lambda: optimizer, "optimizer")
+    return Reference(lambda: optimizer, "optimizer")
 
 
 def _check(optimizer: Any, what: str) -> None:

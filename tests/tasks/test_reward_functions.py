@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from coa_jax.config.extensions import Reference
 from coa_jax.data.trajectory import Author, SegmentSpan
 from coa_jax.errors import UserError
 from coa_jax.tasks import Graders, GradersConfig, Task
-from coa_jax.tasks.checks import REWARDS
 from tests.tasks.finished import finished
 
 TASK = Task("t", "What is 12 * 34?", "web", ("408",), "sums", {"level": 3})
@@ -33,7 +33,7 @@ def says_yes(completions):
 
 
 def graders(function) -> Graders:
-    path = REWARDS.name_of(function, function.__name__)
+    path = Reference(function, function.__name__)
     return Graders(GradersConfig(rewards={"own": {"path": path}}))
 
 

@@ -28,7 +28,7 @@ from coa_jax.train.losses import Net, PolicyLoss, SFTLoss
 from coa_jax.train.optimizer import (
     OptimizerConfig,
     make_optimizer,
-    name_optimizer,
+    reference_to,
     schedule,
     schedule_of,
 )
@@ -338,7 +338,7 @@ def test_a_path_names_an_optimiser_with_the_schedule_of_the_settings():
 
 def test_an_object_is_used_with_the_bound_on_the_gradient_and_its_own_schedule():
     for rate in (0.1, 0.2):  # the second object has the name of the first
-        config = OptimizerConfig(9.0, 10, path=name_optimizer(optax.sgd(rate)))
+        config = OptimizerConfig(9.0, 10, path=reference_to(optax.sgd(rate)))
         clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
         assert_same_tree(update_of(make_optimizer(config)), update_of(clipped))
         assert schedule_of(config) is None
