@@ -35,6 +35,7 @@ from coa_jax.model.policy import Model
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, protocol_of
 from coa_jax.rollout.environments.base import tags_of
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
@@ -43,7 +44,7 @@ from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.question_rows import tasks_of_rows
 from coa_jax.tools.base import Tool
 from coa_jax.tools.concurrency import apart
-from coa_jax.tools.function import function_schema
+from coa_jax.tools.function import FunctionTool, function_schema
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import rl, sft
@@ -76,6 +77,9 @@ Tasks: TypeAlias = (
 Rows are dicts or a ``datasets.Dataset``, see `question_rows.tasks_of_rows`.
 """
 
+Tags: TypeAlias = Mapping[str, Callable[..., Any]]
+"""Maps each tag of the policy to the typed function that it calls."""
+
 OWN_TOOLS = "own_tools"
 """Name of the protocol of a run whose tools are Python functions."""
 
@@ -101,16 +105,18 @@ class Trained:
         path: directory of the run.
         metrics: metrics of each step of the run, as in ``metrics.jsonl``.
         tools: tools with which the policy was trained.
+        rollout: budgets of the rollouts; None after SFT.
     """
 
     path: Path
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
     tools: Tools = dataclasses.field(default=(), repr=False)
+    rollout: RolloutConfig | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def policy(self) -> Agent:
         """The trained policy with its tools; ``policy("...")`` returns the answer to a question."""
-        return Agent(self.model, self.tools)
+        return Agent(self.model, self.tools, rollout=self.rollout)
 
     @property
     def model(self) -> Path:
@@ -167,6 +173,7 @@ def train_rl(
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
+    tags: Tags | None = None,
     environment: Callable[..., Any] | None = None,
     wandb_project: str = "",
     **changes: Any,
@@ -182,6 +189,8 @@ def train_rl(
         tools: tools of the policy: a list of names, tools and typed functions, or settings that
             override those of ``tools``; None for ``tools`` in the settings. With a function, the
             policy calls its tools in the format ``hermes`` unless the settings name another.
+        tags: maps tags to typed functions, in addition to ``tools``. The policy then writes a chain
+            of agents, and calls a function by ``<tag>arguments</tag>``.
         environment: environment class (docs/environments.md); None for ``environment`` in the
             settings.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
@@ -192,6 +201,7 @@ def train_rl(
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
+    tools = _with_tags(tools, tags)
     values = _given({**_values(model), **_plain(changes)}, tasks, rewards, tools, environment)
     path = run_folder(workdir)
     policy = _take_objects(values, model, path)
@@ -208,7 +218,8 @@ def train_rl(
             require(preflight(probes, config.probe_s))
             rl.train(config, run, output, live)
 
-    return _trained(train, path, "rl", own_tools)
+    rollout = dataclasses.replace(config.rollout, prompt_style="model")
+    return dataclasses.replace(_trained(train, path, "rl"), tools=own_tools, rollout=rollout)
 
 
 _INITIAL = "initial"
@@ -263,10 +274,10 @@ def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
     write_records(path, records)
 
 
-def _trained(train: Callable[[], None], path: Path, phase: str, tools: Tools = ()) -> Trained:
+def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
     apart(train)
     rows = jsonl.read_objects(path / "metrics.jsonl")
-    return Trained(path, [row for row in rows if row.get("phase") == phase], tools)
+    return Trained(path, [row for row in rows if row.get("phase") == phase])
 
 
 # --- distillation --------------------------------------------------------------------------
@@ -412,6 +423,7 @@ def evaluate(
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
+    tags: Tags | None = None,
     environment: Callable[..., Any] | None = None,
     fresh: bool = False,
     **changes: Any,
@@ -422,7 +434,7 @@ def evaluate(
         model: the policy, its path or its name on the Hub; or settings, see `EvaluateRun`.
         workdir: directory of the run.
         policy: the policy or its path; None for ``model`` in the settings.
-        tasks, rewards, tools, environment: as in `train_rl`.
+        tasks, rewards, tools, tags, environment: as in `train_rl`.
         fresh: whether to delete the existing samples of this stage first.
         changes: settings that override those of ``config``, for example ``stage``, the name of the
             evaluation. A new value for a group of settings replaces the whole group.
@@ -432,7 +444,7 @@ def evaluate(
             are kept.
     """
     changed = {"stage": "policy", **_values(model), **_plain(changes)}
-    values = _given(changed, tasks, rewards, tools, environment)
+    values = _given(changed, tasks, rewards, _with_tags(tools, tags), environment)
     path = run_folder(workdir)
     policy = values.get("model") if policy is None else policy
     copied = path / "policies" / str(values["stage"])
@@ -507,8 +519,9 @@ def _given(
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
         listed = () if isinstance(tools, ToolsConfig | Mapping) else tools
-        if any(not isinstance(tool, str | Tool) for tool in listed):
-            form = {"prompt_style": "full", "format": "hermes"}
+        tagged = any(isinstance(tool, FunctionTool) for tool in listed)
+        if tagged or any(not isinstance(tool, str | Tool) for tool in listed):
+            form = {"prompt_style": "full", "format": "" if tagged else "hermes"}
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
             values["tools"].setdefault("protocol", OWN_TOOLS)
     if environment is not None:
@@ -517,6 +530,15 @@ def _given(
     if tasks is not None:
         values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks, values)
     return values
+
+
+def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
+    """Returns the tools and the functions with tags of their own, as one list."""
+    if tags is None:
+        return tools
+    if isinstance(tools, ToolsConfig | Mapping):
+        raise UserError("tools is a group of settings; beside tags give a list of tools")
+    return [*(tools or ()), *(FunctionTool(function, tag) for tag, function in tags.items())]
 
 
 def _source(tasks: Any, values: dict[str, Any]) -> Reference:

@@ -396,32 +396,42 @@ def mentions(completions, word, **kwargs):
 
 
 @pytest.mark.slow
-def test_rows_functions_and_the_name_of_a_model_are_enough_for_a_run(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("tools", "said", "protocol"),
+    [
+        ({"tools": [double]}, '"name": "double"', "own_tools:hermes"),
+        ({"tags": {"calculator": double}}, "<calculator>: Doubles a number.", "own_tools"),
+    ],
+    ids=["tools", "tags"],
+)
+def test_rows_functions_and_the_name_of_a_model_are_enough_for_a_run(
+    saved, tmp_path, tools, said, protocol
+):
     rows = [{"prompt": f"What is {n} doubled?", "answer": str(2 * n), "word": "a"} for n in (1, 2)]
     run = coa_jax.train_rl(
         str(saved),
         tmp_path / "run",
         tasks=rows,
-        tools=[double],
+        **tools,
         rewards={"grader": 1.0, "mentions": (mentions, 0.5)},
         groups=1,
         group_size=2,
-        rollout={"max_tokens": 1024, "max_turn_tokens": 16},
+        rollout={"max_tokens": 2048, "max_turn_tokens": 16},
         optimizer={"total_steps": 1},
     )
     (row,) = run.metrics
     assert row["step"] == 1 and 0 <= row["reward/mentions"] <= 1
     (trajectory, _) = read_trajectories(run.path / "traces.jsonl")
     prompt = trajectory.tokens[trajectory.author == Author.PROMPT]
-    assert '"name": "double"' in coa_jax.load_tokenizer(saved).decode(prompt)
-    assert trajectory.protocol.endswith(":hermes")
+    assert said in coa_jax.load_tokenizer(saved).decode(prompt)
+    assert trajectory.protocol == protocol
     assert isinstance(run.policy("What is 3 doubled?"), str)
 
 
 def test_the_first_program_of_the_readme_runs(saved, tmp_path, monkeypatch):
     """A small random model stands behind the name, on a local Hub; the run is short."""
     text = (REPOSITORY / "README.md").read_text()
-    program = text.split("## In Python")[1].split("```python\n")[1].split("```")[0]
+    program = text.split("```python\n")[1].split("```")[0]
     small = {"groups": 1, "group_size": 2, "optimizer": {"total_steps": 1}}
     with hub_server() as hub:
         hub.add("Qwen/Qwen3-0.6B", {file.name: file.read_bytes() for file in saved.iterdir()})

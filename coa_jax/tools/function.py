@@ -32,21 +32,26 @@ class FunctionTool:
     """A tool that calls a Python function, synchronous or asynchronous.
 
     Attributes:
-        name: name of the function.
+        name: name of the tool.
         deadline: time limit of a call in seconds.
         schema: JSON schema of the arguments.
         description: description for the policy, from the docstring.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], name: str = ""):
         """Reads the schema of the arguments from the types and the docstring of the function.
+
+        Args:
+            function: the function.
+            name: name of the tool; "" for the name of the function.
 
         Raises:
             UserError: the function has no docstring, or a parameter has no type that JSON can hold.
         """
         if not inspect.isroutine(function):
             raise UserError(f"tool {function!r:.100}: give a name, a tool, or a typed function")
-        self._function, self.name, self.deadline = function, function.__name__, _DEADLINE_S
+        self._function, self.deadline = function, _DEADLINE_S
+        self.name = name or function.__name__
         described = function_schema(function)
         self.schema: dict[str, Any] = described["parameters"]
         self.description = f"{described['description']} {arguments_hint(self.schema)}"

@@ -8,6 +8,7 @@ readable on light and on dark pages.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -21,12 +22,16 @@ STYLE = """
 .learn { fill: #eaf1fb; stroke: #5b7fb5 }
 .name { fill: #14313a; font-weight: 600 } .note { fill: #48616a; font-size: 12px }
 .line { stroke: #48616a; fill: none; stroke-width: 1.5 } .head { fill: #48616a }
+.grid { stroke: #dfe7e6 } .dot { fill: #8aa9dc }
+.curve { stroke: #2f5fa8; fill: none; stroke-width: 2.5 }
+.bar { fill: #a9c0c2 } .chosen { fill: #5b86c9 }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #14201f } .group { fill: #1b2d2f; stroke: #3d6468 }
   .box { fill: #223739; stroke: #7fa9ad } .tool { fill: #3a3020; stroke: #c79b52 }
   .learn { fill: #22304a; stroke: #7d9fd4 }
   .name { fill: #eef6f6 } .note { fill: #b9cccf }
-  .line { stroke: #b9cccf } .head { fill: #b9cccf }
+  .line { stroke: #b9cccf } .head { fill: #b9cccf } .grid { stroke: #2c3f40 }
+  .dot { fill: #8fb4e8 } .curve { stroke: #7fa8ea } .bar { fill: #5b7a7e } .chosen { fill: #5a86cc }
 }
 """
 
@@ -121,7 +126,55 @@ def ask() -> str:
     return terminal.draw(Path(__file__).with_name("ask.cast"), f'coa-jax ask "{question}"')
 
 
-FIGURES = {"data_flow.svg": data_flow, "ask.svg": ask}
+def curve() -> str:
+    """The reward of RL by step, and the pass@1 of its policy and of the control (curve.json)."""
+    data = json.loads(Path(__file__).with_name("curve.json").read_text(encoding="utf-8"))
+    rewards, rows, top = data["reward"], data["pass_at_1"], data["top"]
+
+    def y(value: float) -> float:
+        return 240 - 190 * value / top
+
+    def x(step: int) -> float:
+        return 60 + 330 * step / (len(rewards) - 1)
+
+    def text(at: Point, words: str, anchor: str = "middle", kind: str = "note") -> str:
+        place = f'x="{at[0]:.0f}" y="{at[1]:.0f}" text-anchor="{anchor}"'
+        return f'<text class="{kind}" {place}>{words}</text>'
+
+    parts = [
+        text((60, 28), escape(data["left"]), "start", "name"),
+        text((470, 28), escape(data["right"]), "start", "name"),
+    ]
+    for tick in range(round(top * 10) + 1):
+        height = y(tick / 10)
+        parts.append(text((50, height + 4), f"{tick / 10:.1f}", "end"))
+        parts.append(f'<path class="grid" d="M60,{height:.1f} H390 M470,{height:.1f} H930"/>')
+    means = [
+        sum(part) / len(part)
+        for part in (rewards[max(0, i - 2) : i + 3] for i in range(len(rewards)))
+    ]
+    parts += [
+        f'<circle class="dot" cx="{x(i):.1f}" cy="{y(r):.1f}" r="2.5"/>'
+        for i, r in enumerate(rewards)
+    ]
+    points = " ".join(f"{x(i):.1f},{y(mean):.1f}" for i, mean in enumerate(means))
+    parts.append(f'<polyline class="curve" points="{points}"/>')
+    parts += [text((x(i), 262), str(i + 1)) for i in (0, len(rewards) // 2 - 1, len(rewards) - 1)]
+    for index, row in enumerate(rows):
+        left, height = 492 + 440 / len(rows) * index, y(row["value"])
+        low, high = row["interval"]
+        kind = "chosen" if index == len(rows) - 1 else "bar"
+        parts += [
+            f'<rect class="{kind}" x="{left:.0f}" y="{height:.1f}" width="56" '
+            f'height="{240 - height:.1f}" rx="3"/>',
+            f'<path class="line" d="M{left + 28:.0f},{y(low):.1f} V{y(high):.1f}"/>',
+            text((left + 66, height + 4), f"{row['value']:.2f}", "start"),
+            text((left + 28, 262), escape(row["name"])),
+        ]
+    return figure(960, 280, f"{data['left']}; {data['right']}", *parts)
+
+
+FIGURES = {"data_flow.svg": data_flow, "ask.svg": ask, "curve.svg": curve}
 """Name of each file -> the function that draws it."""
 
 
