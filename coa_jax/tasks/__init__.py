@@ -117,18 +117,18 @@ def load_tasks(
         raise UserError(f"tasks={source}: n is {n}; give 0 or more, or None for all")
     name, rest = _name_of(source)
     where = f"tasks={source}"
-    given: dict[str, Any] = dict(options or {})
+    settings: dict[str, Any] = dict(options or {})
     if "source" not in parameters_of(find(SOURCES, name, where), name, where):
-        given = {**read_options(rest, where), **given}
+        settings = {**read_options(rest, where), **settings}
     else:
-        protocol = given.pop("protocol", "") or protocol
+        protocol = settings.pop("protocol", "") or protocol
     if protocol:
         get_protocol(protocol)
-    load = bind(SOURCES, name, given, where, text=True)
-    found = load(split=split, n=n, seed=seed, protocol=protocol, source=source)
+    load = bind(SOURCES, name, settings, where, text=True)
+    tasks = load(split=split, n=n, seed=seed, protocol=protocol, source=source)
     if name in SOURCES.built_in:
-        return list(found)
-    return _checked(found, source, name, n)
+        return list(tasks)
+    return _checked(tasks, source, name, n)
 
 
 def source_needs(source: str, options: Mapping[str, Any] | None = None) -> Needs:
@@ -158,26 +158,26 @@ def _name_of(source: str) -> tuple[str, str]:
         return name, rest
     if any(suffix in source for suffix in SUFFIXES):
         return "path", rest
-    if own := _OWN.fullmatch(source):
-        return own["name"], own["rest"] or ""
+    if qualified := _OWN.fullmatch(source):
+        return qualified["name"], qualified["rest"] or ""
     if "/" in source or os.path.isdir(split_path(source)[0]):
         return "path", rest
-    known = [name for name in SOURCES.names() if name not in (*BENCHMARKS, "hf", "tfds", "path")]
-    near = suggest(name, (*known, *BENCHMARKS))
+    sources = [name for name in SOURCES.names() if name not in (*BENCHMARKS, "hf", "tfds", "path")]
+    near = suggest(name, (*sources, *BENCHMARKS))
     raise UserError(
         f"unknown task source {source!r}{near if 'did you mean' in near else ''}; known are "
-        f"{', '.join(known)}, paths of {', '.join(SUFFIXES)} files and folders, "
+        f"{', '.join(sources)}, paths of {', '.join(SUFFIXES)} files and folders, "
         "hf:NAME:CONFIG:SPLIT, tfds:NAME:SPLIT, NAME:PATH with a name of "
         f"{', '.join(BENCHMARKS)}, and package.module:name"
     )
 
 
-def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
+def _checked(result: Any, source: str, name: str, n: int | None) -> list[Task]:
     """Checks the result of a custom source, and sets the field ``source`` where it is empty."""
     where = f"tasks={source}"
-    if not isinstance(found, Iterable):
-        raise refuse_result(SOURCES, name, found, _WANTED, where)
-    tasks = list(itertools.islice(found, n))
+    if not isinstance(result, Iterable):
+        raise refuse_result(SOURCES, name, result, _WANTED, where)
+    tasks = list(itertools.islice(result, n))
     for task in tasks:
         if not isinstance(task, Task):
             raise refuse_result(SOURCES, name, task, _WANTED, where)
@@ -232,14 +232,14 @@ def disjoint(splits: Mapping[str, list[Task]], source: str) -> dict[str, list[Ta
     """
     held_out = {task.id for name, tasks in splits.items() if name != "train" for task in tasks}
     train = splits.get("train", [])
-    left = [task for task in train if task.id not in held_out]
-    if train and not left:
+    kept_train = [task for task in train if task.id not in held_out]
+    if train and not kept_train:
         raise UserError(
             f"{source}: every training task is also a validation task; use fewer validation tasks"
         )
-    if len(left) < len(train):
+    if len(kept_train) < len(train):
         logging.warning(
             "%s: %d tasks of the training split are used for validation; %d are left to train on",
-            source, len(train) - len(left), len(left),
+            source, len(train) - len(kept_train), len(kept_train),
         )  # fmt: skip
-    return {**splits, "train": left}
+    return {**splits, "train": kept_train}

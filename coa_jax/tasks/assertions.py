@@ -84,9 +84,9 @@ def separate(
     """
     try:
         tree, before = ast.parse(test), ast.parse(setup)
-        own = _module_names(test, "assigned") | _module_names(setup, "assigned")
+        assigned = _module_names(test, "assigned") | _module_names(setup, "assigned")
         defined = _module_names(program, "assigned")
-        used = _module_names(test, "used") - own
+        used = _module_names(test, "used") - assigned
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     imported = {name for module in modules for name in _public(module)} | set(modules)
@@ -95,8 +95,8 @@ def separate(
     values = [n.value for n in nodes if isinstance(n, ast.Attribute)]
     roots = {value.id for value in values if isinstance(value, ast.Name)}
     names = {name for name in used if name not in imported | _BUILTINS}
-    known = {n: _ALIASES.get(n, n) for n in names & roots - called if _is_module(n)}
-    names -= set(known)
+    aliases = {n: _ALIASES.get(n, n) for n in names & roots - called if _is_module(n)}
+    names -= set(aliases)
     if entry:
         names.add(_root(entry))
     for others in (imported - _BUILTINS, _BUILTINS):
@@ -106,18 +106,18 @@ def separate(
         return None
     stubs = {name: name for name in names}
     tree = _Methods(stubs).visit(tree)
-    known_roots = imported | _BUILTINS | set(known) | _imports(tree) | _imports(before)
+    known_roots = imported | _BUILTINS | set(aliases) | _imports(tree) | _imports(before)
     if _needs_object(tree, list(_reachable(tree, before)), set(stubs), known_roots):
         return None
-    return Separate(ast.unparse(tree), {k: v for k, v in stubs.items() if k in _ids(tree)}, known)
+    return Separate(ast.unparse(tree), {k: v for k, v in stubs.items() if k in _ids(tree)}, aliases)
 
 
 def _module_names(source: str, kind: str) -> set[str]:
     """Returns the global names that a source assigns or uses."""
     tables = [symtable.symtable(source, "<test>", "exec")]
     if kind == "assigned":
-        found = tables[0].get_symbols()
-        return {s.get_name() for s in found if s.is_assigned() or s.is_imported()}
+        symbols = tables[0].get_symbols()
+        return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
     used = set()
     while tables:
         table = tables.pop()
@@ -129,8 +129,8 @@ def _module_names(source: str, kind: str) -> set[str]:
 
 
 def _public(module: str) -> list[str]:
-    found = importlib.import_module(module)
-    return getattr(found, "__all__", None) or [n for n in dir(found) if not n.startswith("_")]
+    imported = importlib.import_module(module)
+    return getattr(imported, "__all__", None) or [n for n in dir(imported) if not n.startswith("_")]
 
 
 def _reachable(tree: ast.AST, before: ast.Module) -> Iterator[ast.AST]:
@@ -161,8 +161,8 @@ def _ids(tree: ast.AST) -> set[str]:
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
-    return {(a.asname or a.name).partition(".")[0] for n in found for a in n.names}
+    statements = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    return {(a.asname or a.name).partition(".")[0] for n in statements for a in n.names}
 
 
 class _Methods(ast.NodeTransformer):
@@ -259,9 +259,9 @@ async def run_separate(
         SandboxError: the sandbox failed for a reason other than the program.
     """
     mark, text = secrets.token_hex(16), inspect.getsource(crossing)
-    given = (setup, assertion.source, assertion.stubs, assertion.modules, mark)
+    arguments = (setup, assertion.source, assertion.stubs, assertion.modules, mark)
     requests, answers = os.pipe(), os.pipe()
-    judge = _START.format(text, "judge", given)
+    judge = _START.format(text, "judge", arguments)
     serve = _START.format(text, "serve", (setup, program))
     async with _running(run(theirs, serve, streams=(requests[0], answers[1]))) as served:
         judged = await run(ours, judge, streams=(answers[0], requests[1]))

@@ -75,20 +75,20 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
             return task if task.is_program else checked(task)
 
         add_tasks(tasks, open_rows(file), make)
-    kept = _filtered(tasks, options, source)
-    if not kept:
+    selected = _filtered(tasks, options, source)
+    if not selected:
         raise UserError(f"{source}: it contains no question that the benchmark scores")
-    return draw(kept, n, seed)
+    return draw(selected, n, seed)
 
 
-def _filtered(tasks: Sequence[Task], wanted: Mapping[str, str], source: str) -> list[Task]:
-    known = sorted({key for task in tasks for key in task.metadata} - {"grader"})
-    for key in wanted:
+def _filtered(tasks: Sequence[Task], filters: Mapping[str, str], source: str) -> list[Task]:
+    fields = sorted({key for task in tasks for key in task.metadata} - {"grader"})
+    for key in filters:
         field = "date" if key in ("since", "until") else key
-        if field not in known:
+        if field not in fields:
             raise UserError(
                 f"{source}: the questions have no {field!r} to choose by; they have "
-                f"{', '.join(known) or 'nothing'}"
+                f"{', '.join(fields) or 'nothing'}"
             )
 
     def keeps(task: Task) -> bool:
@@ -97,7 +97,7 @@ def _filtered(tasks: Sequence[Task], wanted: Mapping[str, str], source: str) -> 
             date >= value if key == "since"
             else date <= value if key == "until"
             else str(task.metadata.get(key)) in value.split("+")
-            for key, value in wanted.items()
+            for key, value in filters.items()
         )  # fmt: skip
 
     return [task for task in tasks if keeps(task)]

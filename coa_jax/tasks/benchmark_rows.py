@@ -101,11 +101,11 @@ def _aliases(values: Any) -> tuple[str, ...]:
     values = list(values) if isinstance(values, list | tuple) else [values]
     if not all(isinstance(value, str | int | float) for value in values):
         raise ValueError("an answer must be a string, a number or a list of them")
-    found = dict.fromkeys(str(value).replace("|", "/").strip() for value in values)
-    found.pop("", None)
-    if not found:
+    aliases = dict.fromkeys(str(value).replace("|", "/").strip() for value in values)
+    aliases.pop("", None)
+    if not aliases:
         raise ValueError("there is no answer")
-    return tuple(found)
+    return tuple(aliases)
 
 
 # --- the web -------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ def musique(row: Fields) -> Found | None:
     hops = re.match(r"(\d+)hop", identity)
     metadata = {"hops": int(hops[1])} if hops else {}
     if "answer" not in row:
-        found = open_question(row)
-        return dataclasses.replace(found, metadata=metadata)
+        question = open_question(row)
+        return dataclasses.replace(question, metadata=metadata)
     gold = _aliases([row["answer"], *(row.get("answer_aliases") or [])])
     return Found(identity, _text(row, "question"), gold, metadata)
 

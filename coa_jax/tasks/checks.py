@@ -91,9 +91,9 @@ def checked(task: Task) -> Task:
         grader = _grader_of(task.gold)
         task = dataclasses.replace(task, metadata={**task.metadata, "grader": grader})
     if grader is not None and not (isinstance(grader, str) and REWARDS.knows(grader)):
-        known = ", ".join(REWARDS.names())
+        graders = ", ".join(REWARDS.names())
         # Paths such as package.module:name are refused: a data file must not import code.
-        raise ValueError(f"the grader {grader!r} is unknown; known are {known}")
+        raise ValueError(f"the grader {grader!r} is unknown; known are {graders}")
     if grader == "math" and not all(map(is_expression, task.gold)):
         raise ValueError("an accepted answer contains no expression that can be compared")
     # A question with an id may have its tests in the folder of private tests instead of the row.
@@ -112,8 +112,8 @@ def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
         tasks: tasks of the run.
     """
     protocols = sorted({task.protocol for task in tasks})
-    known = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
-    if unreachable := [tool.name for tool in tools if tool.name not in known]:
+    callable_tools = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
+    if unreachable := [tool.name for tool in tools if tool.name not in callable_tools]:
         logging.warning(
             "the policy cannot call %s: the tasks have the protocol %s, which does not contain "
             "this tool; set tools.protocol=NAME, and let the tasks name this protocol "

@@ -158,16 +158,16 @@ def _blocks(answer: str) -> list[tuple[str, str]]:
     lines: list[str] | None = None
     name, indent, size = "", "", 3
     for line in answer.split("\n"):
-        before, found, rest = line.rstrip().partition("```")
+        before, fence, rest = line.rstrip().partition("```")
         behind, words = rest.lstrip("`"), before.strip()
         ticks = 3 + len(rest) - len(behind)
         if lines is None:
-            if found and "`" not in behind and not (words and " " in behind):
+            if fence and "`" not in behind and not (words and " " in behind):
                 name, indent, size = behind.strip().lower(), "" if words else before, ticks
                 lines = []
             continue
         shallow = words or len(before) <= max(3, len(indent))
-        if found and not behind and ticks >= size and shallow:
+        if fence and not behind and ticks >= size and shallow:
             blocks.append((name.partition(" ")[0], "\n".join([*lines, before] if words else lines)))
             lines = None
         else:
@@ -239,11 +239,13 @@ def _pairs(inputs: Any, outputs: Any, entry: str) -> Tests:
     if not inputs:
         raise ValueError("there are no tests")
     cases = []
-    for given, expected in zip(inputs, outputs, strict=True):
+    for argument, expected in zip(inputs, outputs, strict=True):
         if entry:
-            given = given if isinstance(given, str) else "\n".join(map(json.dumps, given))
+            argument = (
+                argument if isinstance(argument, str) else "\n".join(map(json.dumps, argument))
+            )
             expected = expected if isinstance(expected, str) else json.dumps(expected)
-        cases.append(Case("call" if entry else "stdin", str(given), str(expected)))
+        cases.append(Case("call" if entry else "stdin", str(argument), str(expected)))
     return Tests(tuple(cases), entry)
 
 
@@ -391,9 +393,9 @@ def _right(result: ProgramResult, tests: Tests, case: Case, mark: str) -> bool:
     return case.kind == "assert" or _same_json(last[len(mark) :], case.expected)
 
 
-def _same_json(given: str, expected: str) -> bool:
+def _same_json(actual: str, expected: str) -> bool:
     try:
-        return bool(json.loads(given) == json.loads(expected))
+        return bool(json.loads(actual) == json.loads(expected))
     except (ValueError, RecursionError):
         return False
 

@@ -154,11 +154,11 @@ class _Link:
         os.write(self.verdicts, f"\n{self.mark}{verdict}\n".encode())
         os._exit(0)
 
-    def ask(self, what: str, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def ask(self, action: str, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Sends a request, and returns the result of the program or raises its exception."""
-        given = [*args, *named.values()]
+        values = [*args, *named.values()]
         try:
-            data = [what, target, [pack(value, _number) for value in given], list(named)]
+            data = [action, target, [pack(value, _number) for value in values], list(named)]
         except NotAValueError:
             # An object of the program must not be a way to another kind of test.
             self.end("fail" if self.objects else "object")
@@ -173,13 +173,13 @@ class _Link:
 
         def other(name: str, content: Any) -> Any:
             if name == "argument":
-                return given[content]
+                return values[content]
             return self.objects.setdefault(int(content), Remote(self, int(content)))
 
         try:
             result, error, after = json.loads(line)
             for number, change in after:
-                update(given[number], unpack(change, other))
+                update(values[number], unpack(change, other))
             value = _exception(*unpack(error, other)) if error else unpack(result, other)
         except Exception:
             self.end("garbled")
@@ -300,21 +300,21 @@ def serve(namespace: dict[str, Any], setup: str, program: str) -> None:
         return eval(content, namespace) if isinstance(content, str) else objects[content]
 
     for line in reads:
-        what, target, packed, names = json.loads(line)
+        action, target, packed, names = json.loads(line)
         values = [unpack(item, given) for item in packed]
         cut = len(values) - len(names)
         result, error = None, None
         try:
-            found = given("object", target)
-            if what == "call":
-                found = found(
+            outcome = given("object", target)
+            if action == "call":
+                outcome = outcome(
                     *values[:cut], **{name: values[cut + i] for i, name in enumerate(names)}
                 )
             else:
-                found = iter(found) if what == "iterate" else next(found)
+                outcome = iter(outcome) if action == "iterate" else next(outcome)
             mutable = [isinstance(item, (list, dict)) for item in packed]
-            same = [i for i, v in enumerate(values) if v is found and mutable[i]]
-            result = {"argument": same[0]} if same else pack(found, other)
+            same = [i for i, v in enumerate(values) if v is outcome and mutable[i]]
+            result = {"argument": same[0]} if same else pack(outcome, other)
         except BaseException as problem:
             bases = [k for k in type(problem).__mro__ if getattr(builtins, k.__name__, 0) is k]
             simple = [a for a in problem.args if a is None or type(a) in _PLAIN]

@@ -23,8 +23,8 @@ def _asked() -> list[tuple[str, str]]:
     return [(f"What is the capital of {name}?", capital) for name, capital in _CAPITALS.items()]
 
 
-def _case(given: str, expected: str) -> dict[str, str]:
-    return {"input": given, "output": expected, "testtype": "stdin"}
+def _case(stdin: str, expected: str) -> dict[str, str]:
+    return {"input": stdin, "output": expected, "testtype": "stdin"}
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

@@ -118,8 +118,8 @@ class GradersConfig(Bounded):
             reward = build_config(RewardConfig, settings, f"rewards.{name}")
             if not reward.path and name != TASKS_OWN and not REWARDS.knows(name):
                 raise UserError(f"rewards.{name}.path is missing; give package.module:name")
-            taken = (TASKS_OWN, "format", *REWARDS.built_in)
-            if name in TAKEN or (reward.path and name in taken):
+            reserved = (TASKS_OWN, "format", *REWARDS.built_in)
+            if name in TAKEN or (reward.path and name in reserved):
                 why = "is the name of another metric" if name in TAKEN else "is built in"
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
@@ -218,11 +218,11 @@ class Graders:
         self.programs = Turns(max(4, (os.cpu_count() or 1) // 2))
         self._warned: set[str] = set()
         self._found = {config.answer: bind(REWARDS, config.answer, {}, "graders.answer")}
-        self._rewards = [self._weighted(name, given) for name, given in config.rewards.items()]
+        self._rewards = [self._weighted(name, reward) for name, reward in config.rewards.items()]
 
-    def _weighted(self, name: str, given: Mapping[str, Any]) -> _Weighted:
+    def _weighted(self, name: str, settings: Mapping[str, Any]) -> _Weighted:
         where = f"graders.rewards.{name}"
-        reward = build_config(RewardConfig, given, where)
+        reward = build_config(RewardConfig, settings, where)
         if name == TASKS_OWN:
             return _Weighted(name, reward.weight, None)
         call = bind(REWARDS, reward.path or name, reward.options, where)
@@ -303,11 +303,11 @@ class Graders:
         reason = f"{type(error).__name__}: {untrusted.reason(error)}"
         if kind not in self._warned:
             self._warned.add(kind)
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             logging.warning(
                 "the answer to task %s cannot be graded (%s, at %s:%s): its trajectory is masked. "
                 "Later trajectories with the same error are masked without a message",
-                task.id, reason, place.filename, place.lineno,
+                task.id, reason, frame.filename, frame.lineno,
             )  # fmt: skip
         return Reward(None, {}, reason)
 
@@ -318,11 +318,11 @@ class Graders:
         scores: dict[str, float | None] = {}
         more: dict[str, float] = {}
         if not self._rewards or any(reward.call is None for reward in single):
-            given = trajectory.metadata.get("given_reward")  # from an agent program
-            if given is None:
+            reported = trajectory.metadata.get("given_reward")  # from an agent program
+            if reported is None:
                 score = await _score(name, self._bound(name), offered, more)
             else:
-                shown, score = "given", float(given)
+                shown, score = "given", float(reported)
             scores[shown] = scores[TASKS_OWN] = score
         for reward in single:
             if reward.call is not None:
@@ -371,8 +371,8 @@ class Graders:
             offered = {"task": task, "trajectories": group, "question": task.question,
                        "gold": task.gold, "graders": self}  # fmt: skip
             try:
-                found = await _result(each.call, offered)
-                scores = _numbers(each.name, found, len(there))
+                result = await _result(each.call, offered)
+                scores = _numbers(each.name, result, len(there))
             except (MisfitError, BudgetSpentError):
                 raise
             except Exception as error:
@@ -411,11 +411,11 @@ async def _score(
     name: str, call: BoundFunction, offered: Mapping[str, Any], more: dict[str, float]
 ) -> float | None:
     """Returns the score of a reward; further parts of a built-in reward are added to ``more``."""
-    found = await _result(call, offered)
-    if isinstance(found, Reward):
-        more |= found.parts
-        return found.value
-    return _number(name, found)
+    result = await _result(call, offered)
+    if isinstance(result, Reward):
+        more |= result.parts
+        return result.value
+    return _number(name, result)
 
 
 async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:
@@ -429,31 +429,31 @@ async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:
 
 def _is_plain(call: BoundFunction) -> bool:
     """Returns whether a reward is a synchronous function of this package."""
-    own = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
-    return own and not inspect.iscoroutinefunction(call.found)
+    built_in = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
+    return built_in and not inspect.iscoroutinefunction(call.found)
 
 
-def _number(name: str, found: Any) -> float | None:
+def _number(name: str, result: Any) -> float | None:
     """Validates the result of a reward function. A boolean becomes 0.0 or 1.0."""
-    if found is None:
+    if result is None:
         return None
     try:
-        value = float(found)
+        value = float(result)
     except (TypeError, ValueError):
         value = math.nan
-    if isinstance(found, str) or not math.isfinite(value):
-        raise refuse_result(REWARDS, name, found, "a finite number or None", "graders")
+    if isinstance(result, str) or not math.isfinite(value):
+        raise refuse_result(REWARDS, name, result, "a finite number or None", "graders")
     return value
 
 
-def _numbers(name: str, found: Any, count: int) -> list[float | None]:
+def _numbers(name: str, result: Any, count: int) -> list[float | None]:
     """Validates the result of a reward function that takes all samples of a task together."""
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        found = [found]
-    numbers = list(found)
+    if isinstance(result, str) or not isinstance(result, Iterable):
+        result = [result]
+    numbers = list(result)
     if len(numbers) != count:
-        wanted = f"as many numbers as it has trajectories, {count}"
-        raise refuse_result(REWARDS, name, numbers, wanted, "graders")
+        expected = f"as many numbers as it has trajectories, {count}"
+        raise refuse_result(REWARDS, name, numbers, expected, "graders")
     return [_number(name, number) for number in numbers]
 
 

@@ -142,12 +142,12 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
         (value, unit), where the unit is "" if there is none; None if the text is not only a number
         and a unit, for example "5N" or "30 September 1966".
     """
-    found = _NUMBER.fullmatch(text.strip().rstrip("."))
-    if not found:
+    match = _NUMBER.fullmatch(text.strip().rstrip("."))
+    if not match:
         return None
-    unit = (found["unit"] or "").strip().rstrip(".").lower()
-    glued = bool(unit) and not found.string[: found.start("unit")].endswith(" ")
-    value = decimal.Decimal(found["digits"].replace(",", "") + (found["power"] or ""))
+    unit = (match["unit"] or "").strip().rstrip(".").lower()
+    glued = bool(unit) and not match.string[: match.start("unit")].endswith(" ")
+    value = decimal.Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
     first, _, rest = unit.partition(" ")
     if first in _SCALES:
         value, unit = value * _SCALES[first], rest.strip()
@@ -155,7 +155,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
         unit = _UNITS[unit]
     elif glued or not _PLAIN_WORDS.fullmatch(unit) or _NO_UNITS & set(unit.split()):
         return None
-    return (-value if found["sign"] and found["sign"] != "+" else value), unit
+    return (-value if match["sign"] and match["sign"] != "+" else value), unit
 
 
 def _bare(text: str) -> str:
@@ -175,25 +175,25 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
         units: units of all accepted answers of the task. An answer that has a unit must have one of
             these units, unless ``units`` is empty.
     """
-    number, given = parse_number(gold), parse_number(_bare(answer))
+    number, answered = parse_number(gold), parse_number(_bare(answer))
     if number is None:
         return _same_text(answer, gold)
     if number[1] and number[1] not in _SPELLINGS:
         # Words that are not a known unit may be part of a name ("12 Angry Men"), so the number
         # alone is not the answer. A known unit may be left out: "30" fully answers "How many
         # minutes?", for which the accepted answer is "30 minutes".
-        return _same_text(answer, gold) or given == number
-    if given is None or (given[1] and units and given[1] not in units):
+        return _same_text(answer, gold) or answered == number
+    if answered is None or (answered[1] and units and answered[1] not in units):
         return False
-    return _same_value(given[0], number[0])
+    return _same_value(answered[0], number[0])
 
 
 def _same_text(answer: str, gold: str) -> bool:
-    given, wanted = _folded(answer), _folded(gold)
-    normal = _without_punctuation(wanted)
+    actual, right = _folded(answer), _folded(gold)
+    normal = _without_punctuation(right)
     if not normal:  # normalisation removes every character, for example of "A", "The The" or "!!!"
         return _bare(answer).casefold() == _bare(gold).casefold()
-    return normal == _without_punctuation(given) and _numerals(given) == _numerals(wanted)
+    return normal == _without_punctuation(actual) and _numerals(actual) == _numerals(right)
 
 
 def _numerals(folded: str) -> list[str]:
@@ -207,7 +207,7 @@ def _numerals(folded: str) -> list[str]:
         folded: a text in lower case without accents, see `_folded`.
     """
     text = re.sub("-+", "-", folded.translate(_BESIDE_NUMBERS))
-    text = _GROUPED.sub(lambda found: re.sub("[,']", "", found[0]), text)
+    text = _GROUPED.sub(lambda match: re.sub("[,']", "", match[0]), text)
     numerals = []
     for sign, digits in _NUMERAL.findall(text):
         parts = re.split(r"[^\w\s]+", digits)
@@ -245,9 +245,9 @@ def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
     if all(any(_same(part, text, units) for text in plain) for part in parts):
         return 1.0
     for text in accepted:
-        wanted = [item for item in text.split("|") if item.strip()] if "|" in text else []
-        found = all(any(_same(part, item, frozenset()) for part in parts) for item in wanted)
-        extra = any(not any(_same(part, item, frozenset()) for item in wanted) for part in parts)
-        if wanted and found and not extra:
+        required = [item for item in text.split("|") if item.strip()] if "|" in text else []
+        complete = all(any(_same(part, item, frozenset()) for part in parts) for item in required)
+        extra = any(not any(_same(part, item, frozenset()) for item in required) for part in parts)
+        if required and complete and not extra:
             return 1.0
     return 0.0

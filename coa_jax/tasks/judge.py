@@ -143,9 +143,9 @@ class Judge:
             UserError: the environment variable with the API key of the endpoint is not set.
         """
         key = key_of("judge", self._config.chat.model, system, prompt, *data.values())
-        known = await asyncio.to_thread(self._store.get, key) if self._store else None
-        if known is not None:
-            return known.ok
+        cached = await asyncio.to_thread(self._store.get, key) if self._store else None
+        if cached is not None:
+            return cached.ok
         start = time.monotonic()
         async with self._turns.here():
             verdict = await self._ask(system, prompt, data)
@@ -166,8 +166,8 @@ class Judge:
         # ASCII JSON contains no line ends and no invisible characters.
         shown = {name: json.dumps(value, ensure_ascii=True) for name, value in data.items()}
         for _ in range(_REQUESTS):
-            asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+            content = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
             try:
                 verdict = parse_verdict(await self._reply(messages))
             except FetchError as error:

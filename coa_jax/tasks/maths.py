@@ -42,13 +42,13 @@ def _expression(text: str) -> str:
     text = text if boxed is None else boxed
     if len(text) > _LONGEST:
         return text.strip()  # too long to compare or to search for formulas
-    found = list(_DELIMITED.finditer(text))
-    formulas = ["".join(filter(None, match.groups())) for match in found]
-    if len(found) == 1:
-        before, after = text[: found[0].start()].rstrip(), text[found[0].end() :].lstrip()
+    matches = list(_DELIMITED.finditer(text))
+    formulas = ["".join(filter(None, match.groups())) for match in matches]
+    if len(matches) == 1:
+        before, after = text[: matches[0].start()].rstrip(), text[matches[0].end() :].lstrip()
         parted = not _GOES_ON.search(before[-1:]) and not _GOES_ON.search(after[:1])
         return (formulas[0] if parted else f"{before} {formulas[0]} {after}").strip()
-    if found and _SEPARATORS.fullmatch(_DELIMITED.sub("", text)):
+    if matches and _SEPARATORS.fullmatch(_DELIMITED.sub("", text)):
         return ", ".join(formulas)
     return text.strip()
 
@@ -58,8 +58,8 @@ def is_expression(gold: str) -> bool:
 
     The expression must have between 1 and 2000 characters.
     """
-    wanted = _expression(gold)
-    return 0 < len(wanted) <= _LONGEST
+    expression = _expression(gold)
+    return 0 < len(expression) <= _LONGEST
 
 
 def _balanced(text: str) -> bool:
@@ -108,12 +108,12 @@ def _workers() -> Workers:
     return Workers("coa_jax.tasks.maths:verify")
 
 
-def _same_number(given: str, wanted: str) -> bool:
+def _same_number(answer: str, gold: str) -> bool:
     """Returns whether two texts are the same number.
 
     One of the numbers may be followed by words for the counted things, as in "12 apples".
     """
-    first, second = parse_number(given), parse_number(wanted)
+    first, second = parse_number(answer), parse_number(gold)
     if first is None or second is None or first[0] != second[0]:
         return False
     unit = first[1] or second[1]
@@ -139,19 +139,19 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     """
     if answer is None:
         return False
-    given, wanted = _expression(answer), _expression(gold)
-    if not given or not wanted or len(given) > _LONGEST or not _balanced(given):
+    expression, expected = _expression(answer), _expression(gold)
+    if not expression or not expected or len(expression) > _LONGEST or not _balanced(expression):
         return False
-    given, wanted = in_latex(given), in_latex(wanted)
-    if tight(given) == tight(wanted) or _same_number(given, wanted):
+    expression, expected = in_latex(expression), in_latex(expected)
+    if tight(expression) == tight(expected) or _same_number(expression, expected):
         return True
-    bases = _IN_BASE.fullmatch(given), _IN_BASE.fullmatch(wanted)
+    bases = _IN_BASE.fullmatch(expression), _IN_BASE.fullmatch(expected)
     if bases[0] and bases[1]:  # math-verify ignores the base of digits
         return bases[0].groups() == bases[1].groups()
-    if _WORD.fullmatch(given) and _WORD.fullmatch(wanted):  # words, not products of letters
-        return given.lower() == wanted.lower()
+    if _WORD.fullmatch(expression) and _WORD.fullmatch(expected):  # words, not products of letters
+        return expression.lower() == expected.lower()
     try:
-        return bool(_workers().ask(wanted, given, timeout=timeout, wait=6 * timeout))
+        return bool(_workers().ask(expected, expression, timeout=timeout, wait=6 * timeout))
     except WorkerTimeoutError:
         return False
     except WorkerBusyError as error:

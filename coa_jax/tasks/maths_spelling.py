@@ -69,10 +69,10 @@ def in_latex(text: str) -> str:
     return _as_intervals(text.strip())
 
 
-def _fraction(found: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", found[2]).partition("\N{FRACTION SLASH}")
+def _fraction(match: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", match[2]).partition("\N{FRACTION SLASH}")
     fraction = rf"\frac{{{above}}}{{{below}}}"
-    return f"({found[1]}+{fraction})" if found[1] else fraction
+    return f"({match[1]}+{fraction})" if match[1] else fraction
 
 
 def _as_intervals(text: str) -> str:
@@ -82,23 +82,23 @@ def _as_intervals(text: str) -> str:
     unchanged, and also a single inequality with one bound, which math-verify can read.
     """
     pieces = [_interval(piece) for piece in _OR.split(text)]
-    known = [piece for piece in pieces if piece is not None]
-    variables = {variable for variable, _ in known}
+    intervals = [piece for piece in pieces if piece is not None]
+    variables = {variable for variable, _ in intervals}
     alone = len(pieces) == 1 and not _BETWEEN.fullmatch(text)  # math-verify can read it
-    if len(known) < len(pieces) or len(variables) > 1 or alone:
+    if len(intervals) < len(pieces) or len(variables) > 1 or alone:
         return text
-    return r" \cup ".join(interval for _, interval in known)
+    return r" \cup ".join(interval for _, interval in intervals)
 
 
 def _interval(text: str) -> tuple[str, str] | None:
     """Parses one inequality; returns (variable, interval), or None for any other text."""
-    if found := _BETWEEN.fullmatch(text):
-        low, open_low, variable, open_high, high = found.groups()
+    if match := _BETWEEN.fullmatch(text):
+        low, open_low, variable, open_high, high = match.groups()
         return variable, f"{'(' if open_low else '['}{low},{high}{')' if open_high else ']'}"
-    if found := _BELOW.fullmatch(text):
-        return found[1], rf"(-\infty,{found[3]}{')' if found[2] else ']'}"
-    if found := _ABOVE.fullmatch(text):
-        return found[1], rf"{'(' if found[2] else '['}{found[3]},\infty)"
+    if match := _BELOW.fullmatch(text):
+        return match[1], rf"(-\infty,{match[3]}{')' if match[2] else ']'}"
+    if match := _ABOVE.fullmatch(text):
+        return match[1], rf"{'(' if match[2] else '['}{match[3]},\infty)"
     return None
 
 

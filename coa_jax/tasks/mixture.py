@@ -121,9 +121,9 @@ def _load(
     number = part.num_tasks or n
     tasks = load_tasks(part.tasks, part.split or split, number, seed, protocol, part.options)
     if name:
-        own = {"source": name}
+        source = {"source": name}
         tasks = [
-            dataclasses.replace(t, id=f"{name}/{t.id}", source=name, metadata=t.metadata | own)
+            dataclasses.replace(t, id=f"{name}/{t.id}", source=name, metadata=t.metadata | source)
             for t in tasks
         ]
     return tasks

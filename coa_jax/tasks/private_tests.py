@@ -58,14 +58,14 @@ def _unpickled(data: bytes) -> Any:
             A damaged pickle may also raise other exceptions.
     """
     tuples = 0
-    for count, (code, argument, place) in enumerate(pickletools.genops(data)):
+    for count, (code, argument, offset) in enumerate(pickletools.genops(data)):
         if count > _NODES:
             raise ValueError(f"the pickle has more than {_NODES:,} operations")
         tuples += code.name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
         if tuples > _TUPLES:
             raise ValueError(f"the pickle has more than {_TUPLES:,} tuples")
         if "PUT" in code.name and int(argument or 0) > count:  # memo size = largest index
-            raise ValueError(f"the pickle is damaged at byte {place:,}")
+            raise ValueError(f"the pickle is damaged at byte {offset:,}")
         if code.name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):
             raise ValueError(f"the pickle refers to data outside the file ({code.name})")
     return _plain(_Unpickler(io.BytesIO(data)).load(), itertools.count())
@@ -80,12 +80,12 @@ def _inflated(data: bytes) -> bytes:
     """
     limit = min(_INFLATED, untrusted.whole_limit())
     inflater = zlib.decompressobj()
-    found = inflater.decompress(data, limit)
-    if len(found) == limit:
+    text = inflater.decompress(data, limit)
+    if len(text) == limit:
         raise ValueError(f"the packed tests have {limit:,} bytes or more")
     if not inflater.eof:
         raise ValueError("the packed tests are cut off")
-    return found
+    return text
 
 
 def check_folder(folder: str) -> Path:
@@ -154,8 +154,8 @@ def load_private_tests(folder: str, question_id: str) -> Tests | None:
         value = untrusted.parse_json(data) if path.suffix == ".json" else _unpickled(data)
         if not isinstance(value, dict):
             raise ValueError("expected an object")
-        known = "public_test_cases" in value
-        return livecodebench_tests(value) if known else read_tests(value)
+        livecodebench = "public_test_cases" in value
+        return livecodebench_tests(value) if livecodebench else read_tests(value)
     except _DAMAGED as error:
         why = untrusted.reason(error)
         raise UserError(f"{path}: no tests can be read from it: {why}") from error

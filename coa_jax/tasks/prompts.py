@@ -77,8 +77,8 @@ def read_messages(value: Any) -> Messages:
     turns = tuple((turn.get("role"), turn.get("content")) for turn in value)
     roles = [role for role, _ in turns]
     if roles[-1:] != ["user"] or not set(roles[1:]) <= {"user", "assistant"}:
-        found = ", ".join(map(str, roles)) or "no message"
-        raise ValueError(f"the prompt has {found}; the last message must be from the user")
+        listed_roles = ", ".join(map(str, roles)) or "no message"
+        raise ValueError(f"the prompt has {listed_roles}; the last message must be from the user")
     if not all(isinstance(content, str) for _, content in turns) or not turns[-1][1].strip():
         raise ValueError("a message of the prompt has no text")
     return Messages(turns[-1][1], turns[:-1])
@@ -173,8 +173,8 @@ def _asked_in(row: Fields) -> tuple[Messages, str]:
     The row may contain a ``prompt``, an ``instruction``, or a list of messages.
     """
     info = row.get("extra_info")
-    known = row.get("question") or (info.get("question") if isinstance(info, Mapping) else "")
-    question = known if isinstance(known, str) else ""
+    value = row.get("question") or (info.get("question") if isinstance(info, Mapping) else "")
+    question = value if isinstance(value, str) else ""
     if row.get("prompt"):
         return read_messages(row["prompt"]), question
     if row.get("instruction"):
@@ -207,10 +207,10 @@ def _common(kinds: Iterable[_Kind]) -> Prompt | None:
     The result is None if the instructions differ, are empty, or include earlier messages other than
     a system message.
     """
-    found = list(kinds)
-    if len(found) != 1:
+    distinct = list(kinds)
+    if len(distinct) != 1:
         return None
-    before, context = found[0]
+    before, context = distinct[0]
     systems = [text for role, text in context if role == "system"]
     if len(systems) < len(context) or not (before or systems):
         return None
@@ -263,15 +263,15 @@ def wording_of(one: Asked, prompt: Prompt) -> Wording:
         one: the task or record, which may have a prompt of its own.
         prompt: settings of the prompt for all tasks of the run.
     """
-    own = one.prompt.strip() not in ("", one.question.strip())
+    own_prompt = one.prompt.strip() not in ("", one.question.strip())
     style_data = prompt.style == "data"
-    messages = messages_of(one, prompt) if style_data or own else None
+    messages = messages_of(one, prompt) if style_data or own_prompt else None
     return Wording(
         1,
         (one.protocol,),
         int(not one.prompt),
-        int(own),
-        own and messages is not None and messages.user.strip() != one.prompt.strip(),
+        int(own_prompt),
+        own_prompt and messages is not None and messages.user.strip() != one.prompt.strip(),
         (_kind(messages, one.question),) if style_data and messages is not None else (),
     )
 
@@ -300,10 +300,10 @@ def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any
     }
 
 
-def _whole(asked: Sequence[Asked] | Wording, prompt: Prompt) -> Wording:
-    if isinstance(asked, Wording):
-        return asked
-    return sum((wording_of(one, prompt) for one in asked), Wording())
+def _whole(items: Sequence[Asked] | Wording, prompt: Prompt) -> Wording:
+    if isinstance(items, Wording):
+        return items
+    return sum((wording_of(one, prompt) for one in items), Wording())
 
 
 def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:

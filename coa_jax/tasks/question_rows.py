@@ -71,11 +71,11 @@ def question_task(row: Fields, split: str, protocol: str, source: str) -> Task |
     identity = row.get("id", digest)
     if not isinstance(identity, str | int):
         raise ValueError("the field 'id' must be a string or a whole number")
-    asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
+    messages = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
     gold, grader = _gold(row, name, metadata)
     if grader and "scorer" not in metadata:
         metadata = {"grader": grader, **metadata}
-    task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
+    task = Task(str(identity), question.strip(), name, gold, source, metadata, *messages[:2])
     return checked(task) if of_split in (None, split) else None
 
 
@@ -150,13 +150,13 @@ def _task_of_row(row: Fields, index: int, protocol: str, graded: bool) -> Task:
     if not name:
         columns = ", ".join(map(str, row)) or "none"
         raise ValueError(f"there is no column 'question' or 'prompt'; the columns are {columns}")
-    known: dict[str, Any] = {"id": str(row.pop("id", index)), "question": row.pop(name)}
+    fields: dict[str, Any] = {"id": str(row.pop("id", index)), "question": row.pop(name)}
     answer = next((key for key in ANSWERS if key in row), "answer")
-    known |= {key: row.pop(key) for key in ("prompt", "protocol", answer) if key in row}
+    fields |= {key: row.pop(key) for key in ("prompt", "protocol", answer) if key in row}
     metadata = {**row.pop("metadata", {}), **row}
-    if not graded and answer not in known:
+    if not graded and answer not in fields:
         metadata.setdefault("grader", "environment")
-    task = question_task({**known, "metadata": metadata}, "", protocol, "rows")
+    task = question_task({**fields, "metadata": metadata}, "", protocol, "rows")
     assert task is not None  # the row names no split
     return task
 
@@ -213,18 +213,18 @@ class Columns:
                     f"{self.where}: columns.{part} is {column}; there is no such column"
                     f"{suggest(column, there)}"
                 )
-        found = {
+        columns = {
             part: next((name for name in usual if name in there), "")
             for part, usual in _USUAL.items()
         }
-        found |= self.columns
+        columns |= self.columns
         for part in ("question", "answer"):
-            if not found[part]:
+            if not columns[part]:
                 raise UserError(
                     f"{self.where}: there is no column {part!r}; give columns.{part} of "
                     f"{', '.join(there) or 'none'}"
                 )
-        return {part: column for part, column in found.items() if column}
+        return {part: column for part, column in columns.items() if column}
 
     def needed(self, there: list[str]) -> list[str]:
         """Returns the columns that the tasks are made of, so that only these are read.
@@ -253,12 +253,12 @@ class Columns:
                 return None
             names.update(names or self.resolved(row))
             value = {part: _at(row, column) for part, column in names.items()}
-            known = {part: value.pop(part) for part in _PARTS if part in value}
+            fields = {part: value.pop(part) for part in _PARTS if part in value}
             if self.answer_after:
-                known["answer"] = self._shortened(known["answer"])
-            known["id"] = str(number if known.get("id") is None else known["id"])
-            known["metadata"] = value | ({"grader": self.grader} if self.grader else {})
-            return question_task(known, split, self.protocol, self.where)
+                fields["answer"] = self._shortened(fields["answer"])
+            fields["id"] = str(number if fields.get("id") is None else fields["id"])
+            fields["metadata"] = value | ({"grader": self.grader} if self.grader else {})
+            return question_task(fields, split, self.protocol, self.where)
 
         return make
 

@@ -43,8 +43,8 @@ def _golds(gold: Sequence[str] | str) -> list[str]:
 
 
 def _last_answer(text: str) -> str | None:
-    found = _pairs(text, "answer")
-    return found[-1][1] if found else None
+    pairs = _pairs(text, "answer")
+    return pairs[-1][1] if pairs else None
 
 
 def _pairs(text: str, only: str = "") -> list[tuple[str, str]]:
@@ -58,17 +58,17 @@ def _pairs(text: str, only: str = "") -> list[tuple[str, str]]:
         only: name of the tags to return; "" for all tags.
     """
     closings: dict[str, list[int]] = {}
-    for found in _CLOSED.finditer(text):
-        closings.setdefault(found[1], []).append(found.start())
+    for match in _CLOSED.finditer(text):
+        closings.setdefault(match[1], []).append(match.start())
     pairs, end = [], 0
-    for found in _OPENED.finditer(text):
-        name = found[1]
-        if found.start() < end or (only and name != only):
+    for match in _OPENED.finditer(text):
+        name = match[1]
+        if match.start() < end or (only and name != only):
             continue
         starts = closings.get(name, [])
-        at = bisect.bisect_left(starts, found.end())
+        at = bisect.bisect_left(starts, match.end())
         if at < len(starts):
-            pairs.append((name, text[found.end() : starts[at]]))
+            pairs.append((name, text[match.end() : starts[at]]))
             end = starts[at] + len(f"</{name}>")
     return pairs
 
@@ -135,13 +135,13 @@ def f1(answer: str, gold: Sequence[str] | str) -> float:
         answer: answer of the policy.
         gold: accepted answers. The highest score over these answers is returned.
     """
-    given = Counter(normalize_answer(answer).split())
+    answer_words = Counter(normalize_answer(answer).split())
     best = 0.0
     for text in _golds(gold):
-        wanted = Counter(text.split())
-        same = sum((given & wanted).values())
+        gold_words = Counter(text.split())
+        same = sum((answer_words & gold_words).values())
         if same:
-            best = max(best, 2 * same / (given.total() + wanted.total()))
+            best = max(best, 2 * same / (answer_words.total() + gold_words.total()))
     return best
 
 
@@ -179,15 +179,15 @@ def validate_format(text: str) -> bool:
     """
     names: list[str] = []
     open_tag, start = "", 0
-    for found in _TAG.finditer(text):
-        closing, name = found[1] == "/", found[2]
+    for match in _TAG.finditer(text):
+        closing, name = match[1] == "/", match[2]
         if name not in _WEB_TAGS:
             return False
         if not closing:
             if open_tag or (names and names[-1] == name):
                 return False
-            open_tag, start = name, found.end()
-        elif name != open_tag or not text[start : found.start()].strip():
+            open_tag, start = name, match.end()
+        elif name != open_tag or not text[start : match.start()].strip():
             return False
         else:
             names.append(name)

@@ -61,8 +61,8 @@ def _task(row: Fields, number: int, protocol: str, source: str, default: str) ->
     metadata = {new: row[old] for old, new in _KEPT.items() if row.get(old) not in (None, "")}
     info = row.get("info")
     if isinstance(info, dict):
-        kept = (("Level", "level"), ("type", "kind"), ("lang", "lang"), ("domain", "topic"))
-        metadata |= {new: info[old] for old, new in kept if old in info}
+        keys = (("Level", "level"), ("type", "kind"), ("lang", "lang"), ("domain", "topic"))
+        metadata |= {new: info[old] for old, new in keys if old in info}
     if "reward_model" in row:
         return _verl_task(row, number, protocol, source, metadata, default)
     if "public_test_cases" in row or "public_tests" in row:
@@ -79,8 +79,8 @@ def _task(row: Fields, number: int, protocol: str, source: str, default: str) ->
         metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
     chat = row.get("prompt")  # only a list is a prompt; a string may be any text
-    asked = read_messages(chat) if chat and isinstance(chat, list) else Messages("")
-    return Task(str(identity), question, name, gold, source, metadata, *asked[:2])
+    messages = read_messages(chat) if chat and isinstance(chat, list) else Messages("")
+    return Task(str(identity), question, name, gold, source, metadata, *messages[:2])
 
 
 def _question(row: Fields) -> str:
@@ -104,8 +104,8 @@ def _verl_task(
     extra = row.get("extra_info") or {}
     data_source = str(row.get("data_source") or "")
     truth = _ground_truth(row["reward_model"]["ground_truth"])
-    asked = read_messages(row["prompt"])
-    _, question = split_message(asked.user)
+    messages = read_messages(row["prompt"])
+    _, question = split_message(messages.user)
     metadata |= {new: extra[old] for old, new in _KEPT.items() if extra.get(old) not in (None, "")}
     metadata["data_source"] = data_source
     if isinstance(truth, dict) and "target" in truth:
@@ -124,7 +124,7 @@ def _verl_task(
     default = "code" if grader in ("code", "math") else _by_tools(extra) or default
     identity = f"{data_source}/{extra.get('index', number)}"
     name = protocol or default
-    return Task(identity, question, name, gold, source, metadata, *asked[:2])
+    return Task(identity, question, name, gold, source, metadata, *messages[:2])
 
 
 def _by_tools(extra: Fields) -> str:
@@ -140,11 +140,11 @@ def _ground_truth(value: Any) -> Any:
         return value
     for read in (untrusted.parse_json, ast.literal_eval):
         try:
-            found = read(value)
+            parsed = read(value)
         except (SyntaxError, *untrusted.MALFORMED):
             continue
-        texts = isinstance(found, list) and all(isinstance(item, str) for item in found)
-        return found if found and (texts or isinstance(found, dict | str)) else value
+        texts = isinstance(parsed, list) and all(isinstance(item, str) for item in parsed)
+        return parsed if parsed and (texts or isinstance(parsed, dict | str)) else value
     return value
 
 
@@ -167,7 +167,7 @@ def contest_task(
         if row.get("starter_code"):
             question += f"\n\nUse this starting point:\n```py\n{row['starter_code']}\n```"
         identity = str(row["question_id"])
-        kept: dict[str, Any] = {
+        test_fields: dict[str, Any] = {
             "fn_name": tests.entry,
             "inputs": [case.given for case in tests.cases],
             "outputs": [case.expected for case in tests.cases],
@@ -175,12 +175,12 @@ def contest_task(
     else:
         question, identity = str(row["description"]).strip(), str(row.get("name") or number)
         groups = [row.get(key) for key in ("public_tests", "private_tests", "generated_tests")]
-        kept = {
+        test_fields = {
             "input": [text for group in groups if group for text in group["input"]],
             "output": [text for group in groups if group for text in group["output"]],
             "compare": "tokens",
         }
-        read_tests(kept)
+        read_tests(test_fields)
     metadata |= {"grader": "code", "question_id": identity}
-    gold = (json.dumps(kept, ensure_ascii=False),)
+    gold = (json.dumps(test_fields, ensure_ascii=False),)
     return Task(identity, question, protocol or "code", gold, source, metadata)

@@ -62,5 +62,5 @@ def _fields(task: Task, text: str) -> dict[str, Any]:
 
 def written(trajectory: Trajectory) -> str:
     """Returns the text that the policy wrote, without observations."""
-    own = (span.text for span in trajectory.segments if span.author == Author.POLICY)
-    return "".join(own)
+    policy_texts = (span.text for span in trajectory.segments if span.author == Author.POLICY)
+    return "".join(policy_texts)

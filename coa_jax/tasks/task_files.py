@@ -122,8 +122,8 @@ def split_path(source: str) -> tuple[str, str]:
     PATH may contain colons, as in the URL of a folder or ``hf:NAME:CONFIG:SPLIT``. The options
     begin after a suffix such as ``.csv``, or have the form ``KEY=VALUE``.
     """
-    found = _SOURCE.fullmatch(source)
-    return (found["path"], found["options"] or "") if found else (source, "")
+    match = _SOURCE.fullmatch(source)
+    return (match["path"], match["options"] or "") if match else (source, "")
 
 
 Make = Callable[[Fields, int], Task | None]
