@@ -326,9 +326,9 @@ class _Arranged:
     def _unused(self, last: str) -> str:
         """Removes and returns the thoughts that no tag has used yet; `last` is the newest."""
         waiting = self.messages[self.spoken :]
-        kept = [m for m in waiting if m.kind in (Kind.QUESTION, Kind.OBSERVATION)]
-        words = [t for m in waiting if m not in kept for t in (m.thought, m.content) if t.strip()]
-        self.messages[self.spoken :] = kept
+        used = [m for m in waiting if m.kind in (Kind.QUESTION, Kind.OBSERVATION)]
+        words = [t for m in waiting if m not in used for t in (m.thought, m.content) if t.strip()]
+        self.messages[self.spoken :] = used
         self.spoken = len(self.messages)
         return "\n".join([*words, *([last] if last.strip() else [])])
 

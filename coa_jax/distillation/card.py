@@ -29,8 +29,8 @@ _SIZES = {10**3: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<
 def tags_of(record: DistilledRecord) -> Counter[str]:
     """Counts how often each tag of the protocol occurs in the policy's text of a record."""
     rules = get_protocol(record.protocol)
-    said = "".join(text for author, text in record.parts if author == "policy")
-    return Counter(s.role for s in parse(rules, said).segments if s.role is not None)
+    policy_text = "".join(text for author, text in record.parts if author == "policy")
+    return Counter(s.role for s in parse(rules, policy_text).segments if s.role is not None)
 
 
 def card(
@@ -74,10 +74,10 @@ def card(
         for source in sorted({text.partition(":")[0] for text in sources})
     }
     lines += [f"- {source}: {licence}" for source, (licence, _) in licences.items()]
-    known = {identifier for _, identifier in licences.values()}
+    identifiers = {identifier for _, identifier in licences.values()}
     header = {
-        "license": [] if "" in known else sorted(known),
-        "language": ["en"] if known and "" not in known else [],
+        "license": [] if "" in identifiers else sorted(identifiers),
+        "language": ["en"] if identifiers and "" not in identifiers else [],
         "task_categories": ["question-answering", "text-generation"],
         "size_categories": [next((s for n, s in _SIZES.items() if len(records) < n), "n>1M")],
         "tags": ["agent-traces", "chain-of-agents", "coa_jax"],
@@ -116,9 +116,9 @@ def _lengths(records: Iterable[DistilledRecord]) -> list[str]:
         "policy": [sum(len(t) for author, t in r.parts if author == "policy") for r in records],
     }
     lines = ["| characters | mean | median | longest |", "| --- | --- | --- | --- |"]
-    for what, values in rows.items():
+    for label, values in rows.items():
         middle = statistics.median(values)
-        lines.append(f"| {what} | {statistics.fmean(values):.0f} | {middle:.0f} | {max(values)} |")
+        lines.append(f"| {label} | {statistics.fmean(values):.0f} | {middle:.0f} | {max(values)} |")
     return [*lines, ""]
 
 

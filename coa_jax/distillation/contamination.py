@@ -49,18 +49,18 @@ def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
 
     A text with fewer than ``n`` words is a single n-gram.
     """
-    found = words(text)
-    size = min(n, len(found))
-    return _ngrams(found, size) if size else frozenset()
+    tokens = words(text)
+    size = min(n, len(tokens))
+    return _ngrams(tokens, size) if size else frozenset()
 
 
-def _ngrams(found: Sequence[str], n: int) -> frozenset[tuple[str, ...]]:
-    return frozenset(tuple(found[i : i + n]) for i in range(len(found) - n + 1))
+def _ngrams(tokens: Sequence[str], n: int) -> frozenset[tuple[str, ...]]:
+    return frozenset(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 
 def entities(question: str) -> frozenset[str]:
     """Returns the names (runs of capitalised words) and the numbers in a question, normalised."""
-    names, found = [], []
+    names, texts = [], []
     name: list[str] = []
     linked: list[str] = []  # words inside a name if another capitalised word follows
 
@@ -82,14 +82,14 @@ def entities(question: str) -> frozenset[str]:
             linked.append(word)
         elif piece[0] != "." or not _INITIALS.fullmatch(name[-1] if name else ""):
             close()
-            found += [piece["number"]] if piece["number"] else []
+            texts += [piece["number"]] if piece["number"] else []
     close()
     for text in names:
         while opening := _OPENING.match(text):  # capitalised only because it begins the question
             text = text[opening.end() :]
         if text[:1].isupper():
-            found.append(text)
-    return frozenset(map(normalize_answer, found))
+            texts.append(text)
+    return frozenset(map(normalize_answer, texts))
 
 
 def content_words(question: str) -> frozenset[str]:
@@ -132,10 +132,10 @@ class Contamination:
 
     def in_text(self, text: str) -> bool:
         """Returns whether a text contains enough n-grams of an evaluation question to reveal it."""
-        said, lengths = words(text), {len(run) for run in self.shown}
-        runs = (run for n in lengths for run in _ngrams(said, n))
-        found = Counter(question for run in runs for question in self.shown.get(run, ()))
-        return any(count >= self.share * self.questions[q].runs for q, count in found.items())
+        tokens, lengths = words(text), {len(run) for run in self.shown}
+        runs = (run for n in lengths for run in _ngrams(tokens, n))
+        matches = Counter(question for run in runs for question in self.shown.get(run, ()))
+        return any(count >= self.share * self.questions[q].runs for q, count in matches.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
         """Returns whether a question asks the same as an evaluation question, in other words.
@@ -148,7 +148,7 @@ class Contamination:
         """
         if not self.entity_share:
             return False
-        named, said = entities(question), content_words(question)
+        named, content = entities(question), content_words(question)
         answers = {normalize_answer(text) for text in gold}
         plain = f" {normalize_answer(question)} "
 
@@ -157,8 +157,8 @@ class Contamination:
                 return len(theirs.entities & named) >= self.entity_share * len(theirs.entities)
             if not all(name in named or f" {name} " in plain for name in theirs.entities):
                 return False
-            known = theirs.content
-            return len(known) >= 2 and len(known & said) >= self.entity_share * len(known)
+            terms = theirs.content
+            return len(terms) >= 2 and len(terms & content) >= self.entity_share * len(terms)
 
         return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
@@ -188,8 +188,8 @@ def contamination(
         for run in runs:
             shown[run].append(number)
         answers = frozenset(normalize_answer(text) for text in task.gold)
-        named, said = entities(task.question), content_words(task.question)
-        questions.append(_Indexed(len(runs), named, said, answers))
+        named, content = entities(task.question), content_words(task.question)
+        questions.append(_Indexed(len(runs), named, content, answers))
     return Contamination(ngram, share, entity_share, dict(shown), questions)
 
 
@@ -208,10 +208,10 @@ def opens_blocked(run: TeacherRun, blocked: Sequence[str]) -> bool:
     """
     pages = [tuple(text.lower().strip("/").split("/")) for text in blocked]
     hosts = {page[0] for page in pages}
-    found = [a for _, arguments in run.log.calls for a in _addresses(arguments, hosts)]
+    addresses = [a for _, arguments in run.log.calls for a in _addresses(arguments, hosts)]
     return any(
         segments[at + 1 : at + len(page)] == page[1:] and _is_at(page[0], segments[at])
-        for segments in found
+        for segments in addresses
         for page in pages
         for at in range(len(segments))
     )
@@ -232,15 +232,15 @@ def _addresses(arguments: str, hosts: Collection[str]) -> set[tuple[str, ...]]:
         Each URL as its segments: the URL is split at every separator of a path or query, and ports,
         user names, empty segments and dots are removed.
     """
-    found = set()
+    addresses = set()
     text, before = arguments.lower(), ""
     while text != before:  # a URL may be percent-encoded several times
         for address in _URL.findall(text):
             while (plain := urllib.parse.unquote(address)) != address:
                 address = plain
-            found.add(_segments(address.lower(), hosts))
+            addresses.add(_segments(address.lower(), hosts))
         text, before = urllib.parse.unquote(text), text
-    return found
+    return addresses
 
 
 def _segments(address: str, hosts: Collection[str]) -> tuple[str, ...]:

@@ -122,11 +122,11 @@ def verdict_score(content: str) -> int | None:
     score = parse_double_check(content)
     if score is not None:
         return score
-    found = {int(score) for score in _OF_FOUR.findall(content)}
-    if len(found) == 1:
-        return found.pop()
+    scores = {int(score) for score in _OF_FOUR.findall(content)}
+    if len(scores) == 1:
+        return scores.pop()
     alone = _OWN_PLACE.fullmatch(content)
-    if found or alone is None or len(_NUMBER.findall(content)) != 1:
+    if scores or alone is None or len(_NUMBER.findall(content)) != 1:
         return None
     return int(alone[1] or alone[2])
 

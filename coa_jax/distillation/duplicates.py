@@ -23,8 +23,8 @@ def policy_shingles(run: TeacherRun) -> frozenset[tuple[str, ...]]:
 
     They come from the question, and from the text that the policy will learn to write.
     """
-    said = " ".join(text for author, text in run.record.parts if author == "policy")
-    return ngrams(f"{run.task.question} {said}", _SHINGLE)
+    policy_text = " ".join(text for author, text in run.record.parts if author == "policy")
+    return ngrams(f"{run.task.question} {policy_text}", _SHINGLE)
 
 
 def repeats_another(runs: Sequence[TeacherRun], threshold: float, seed: int) -> list[bool]:
@@ -52,15 +52,15 @@ def repeats_another(runs: Sequence[TeacherRun], threshold: float, seed: int) -> 
     # The hash uses half the threshold, so that it misses few pairs: a missed pair leaves a
     # duplicate, but a false candidate only costs one comparison.
     index = datasketch.MinHashLSH(threshold=threshold / 2, num_perm=_PERMUTATIONS)
-    kept: dict[int, frozenset[tuple[str, ...]]] = {}
+    kept_shingles: dict[int, frozenset[tuple[str, ...]]] = {}
     repeated = []
     for number, run in enumerate(runs):
         shingles = policy_shingles(run)
         sketch = datasketch.MinHash(num_perm=_PERMUTATIONS, seed=seed + 1)
         sketch.update_batch([" ".join(shingle).encode() for shingle in sorted(shingles)])
-        near = any(similarity(shingles, kept[k]) >= threshold for k in index.query(sketch))
+        near = any(similarity(shingles, kept_shingles[k]) >= threshold for k in index.query(sketch))
         repeated.append(near)
         if not near:
-            kept[number] = shingles
+            kept_shingles[number] = shingles
             index.insert(number, sketch)
     return repeated

@@ -132,8 +132,8 @@ class Endpoint:
         config.check(where)
         self.config, self.record, self.spent = config, record, Spent()
         self._purse = Purse(config, config.model, where)
-        asked = config if Secret(config.key_env) else dataclasses.replace(config, key_env="")
-        self._client = Client(asked, self._purse)
+        chat = config if Secret(config.key_env) else dataclasses.replace(config, key_env="")
+        self._client = Client(chat, self._purse)
         jsonl.append_lines(record, [])  # creates the file, or removes a partial last line
         self._stopping = False
         self._answered = False  # in this process; earlier processes may have had other settings
@@ -199,8 +199,8 @@ class Endpoint:
         if self._trial is None:
             plain = [m for m in chat if m["role"] == "system"]
             plain.append({"role": "user", "content": _PLAIN})
-            asked = plain, "trial", str(self.spent.calls)  # a number not used before
-            self._trial = asyncio.ensure_future(self._exchange(self._key(*asked), *asked))
+            request = plain, "trial", str(self.spent.calls)  # a number not used before
+            self._trial = asyncio.ensure_future(self._exchange(self._key(*request), *request))
         try:
             await self._trial
         except RequestRefusedError as error:
@@ -247,8 +247,8 @@ class Endpoint:
             await self.close()
 
     def _key(self, chat: Chat, episode: str, turn: str) -> str:
-        asked = [self.config.model, self.config.temperature, self.config.max_tokens, episode, turn]
-        text = jsonl.dumps([*asked, list(map(dict, chat))])
+        key = [self.config.model, self.config.temperature, self.config.max_tokens, episode, turn]
+        text = jsonl.dumps([*key, list(map(dict, chat))])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _account(self, row: Mapping[str, Any]) -> None:

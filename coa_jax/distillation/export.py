@@ -143,10 +143,10 @@ def masked_by_markers(record: DistilledRecord) -> bool:
     - In the tokenizers of GPT-2 and SmolLM2, a newline is a token of its own. The policy is then
       trained on one token of each observation.
     """
-    wanted = [(start + 1, end) for start, end in _spans(record, "environment")]
-    found = [match.span() for match in _MARKED.finditer(record.text)]
+    expected = [(start + 1, end) for start, end in _spans(record, "environment")]
+    marked = [match.span() for match in _MARKED.finditer(record.text)]
     tags = (record.text.count(tag) for tag in ("<observation>", "</observation>"))
-    return found == wanted and len(set(tags)) == 1
+    return marked == expected and len(set(tags)) == 1
 
 
 def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
@@ -159,15 +159,15 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
     turns = [*record.context, ("user", prompt_of(record, style))]
     runs = itertools.groupby(record.parts, key=lambda part: part[0])
-    said = tuple((author, "".join(text for _, text in run)) for author, run in runs)
-    if not said or not said[0][0] == said[-1][0] == "policy":
+    reply = tuple((author, "".join(text for _, text in run)) for author, run in runs)
+    if not reply or not reply[0][0] == reply[-1][0] == "policy":
         raise UserError(
             f"{record.id}: the form sharegpt needs records that begin and end with the policy's "
             "text; leave it out of --forms, or export filtered records"
         )
-    rows = [{"from": names.get(w, "observation"), "value": text} for w, text in (*turns, *said)]
+    rows = [{"from": names.get(w, "observation"), "value": text} for w, text in (*turns, *reply)]
     try:
-        same = parts_of_turns(get_protocol(record.protocol), said) == record.parts
+        same = parts_of_turns(get_protocol(record.protocol), reply) == record.parts
     except ValueError:  # only the parts show what the policy wrote
         same = False
     return {"conversations": rows, **_about(record, not same)}
@@ -241,8 +241,11 @@ def export(
     if "alpaca" in forms or "sharegpt" in forms:
         entries = _dataset_info(name, marked).items()
         info = {key: entry for key, entry in entries if key.rpartition("_")[2] in forms}
-        known = out / "dataset_info.json"
-        _write(known, {**(durable.read_json_object(known) if known.is_file() else {}), **info})
+        info_file = out / "dataset_info.json"
+        _write(
+            info_file,
+            {**(durable.read_json_object(info_file) if info_file.is_file() else {}), **info},
+        )
     if "messages" in forms:
         rows = (messages(record, style) for record in records)
         jsonl.write_lines(out / f"{name}_messages.jsonl", rows)
@@ -257,7 +260,7 @@ def export(
 
 def _configs(out: Path) -> list[dict[str, Any]]:
     """Returns the forms in a folder with their files, for the header of the folder's card."""
-    found: list[dict[str, Any]] = []
+    configs: list[dict[str, Any]] = []
     for form, suffix in (("messages", "jsonl"), ("sharegpt", "json"), ("alpaca", "json")):
         ending = f"_{form}.{suffix}"
         splits = [
@@ -265,8 +268,8 @@ def _configs(out: Path) -> list[dict[str, Any]]:
             for path in sorted(out.glob(f"*{ending}"))
         ]
         if splits:
-            found.append({"config_name": form, "data_files": splits, "default": not found})
-    return found
+            configs.append({"config_name": form, "data_files": splits, "default": not configs})
+    return configs
 
 
 def _write(path: Path, value: Any) -> None:
@@ -298,8 +301,8 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         import tensorflow_datasets as tfds
     except ImportError:
         raise missing("the form tfds", "tensorflow-datasets", "tfds") from None
-    place, new = folder / "coa" / VERSION, folder / ".new"
-    splits = {**_others(tfds, place, split), split: records}
+    target, new = folder / "coa" / VERSION, folder / ".new"
+    splits = {**_others(tfds, target, split), split: records}
     texts = ("id", "question", "protocol", "answer", "metadata", "prompt", "context")
     lists = ("gold", "authors", "texts")
     features = dict.fromkeys(texts, tfds.features.Text())
@@ -329,30 +332,30 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     try:
         builder = Coa(data_dir=str(new), file_format="array_record")
         builder.download_and_prepare()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace_folder(Path(builder.data_path), place)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        durable.replace_folder(Path(builder.data_path), target)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return place
+    return target
 
 
-def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
+def _others(tfds: Any, target: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
     """Reads the other splits of an existing data set, which may be damaged."""
-    info = place / "dataset_info.json"
-    known = durable.read_json_object(info).get("splits", []) if info.is_file() else []
-    names = [entry["name"] for entry in known if entry["name"] != split]
+    info = target / "dataset_info.json"
+    listed_splits = durable.read_json_object(info).get("splits", []) if info.is_file() else []
+    names = [entry["name"] for entry in listed_splits if entry["name"] != split]
     if not names:
         return {}
     try:
-        builder = tfds.builder_from_directory(str(place))
+        builder = tfds.builder_from_directory(str(target))
         return {
             name: [from_tfds(example) for example in builder.as_data_source(split=name)]
             for name in names
         }
     except Exception as error:  # TFDS, ArrayRecord and protobuf raise their own exceptions
         raise UserError(
-            f"{place}: {' and '.join(names)} of an earlier export cannot be read ({error}); remove "
-            "the folder and export each set again"
+            f"{target}: {' and '.join(names)} of an earlier export cannot be read ({error}); "
+            "remove the folder and export each set again"
         ) from error
 
 
@@ -389,8 +392,8 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
     value: Any = durable.read_json_object(summary) if summary.is_file() else None
     for key in ("data", data.stem, "filters"):
         value = value.get(key) if isinstance(value, dict) else None
-    told = isinstance(value, dict) and value.keys() >= {"total", "kept", "dropped"}
-    return value if told else None
+    complete = isinstance(value, dict) and value.keys() >= {"total", "kept", "dropped"}
+    return value if complete else None
 
 
 def define_flags() -> None:

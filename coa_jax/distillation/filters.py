@@ -259,9 +259,9 @@ def failures_of(
     """
     failures = [first_failure(run, filters) for run in runs]
     for each in set_filters:
-        left = [number for number, failure in enumerate(failures) if failure is None]
-        dropped = each.drops([runs[number] for number in left])
-        for number, drop in zip(left, dropped, strict=True):
+        passing = [number for number, failure in enumerate(failures) if failure is None]
+        dropped = each.drops([runs[number] for number in passing])
+        for number, drop in zip(passing, dropped, strict=True):
             failures[number] = each.name if drop else None
     return failures
 

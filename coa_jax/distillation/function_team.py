@@ -137,6 +137,6 @@ def _is_right(task: Task, answer: str) -> bool | None:
     """Grades an answer; returns None if the task has no accepted answer."""
     parts = (("policy", f"<answer>{answer}</answer>"),)
     record = DistilledRecord(task.id, task.question, task.protocol, task.gold, parts, answer)
-    said = (Message(0, "manager", "user", Kind.ANSWER, answer),)
-    log = MessageLog(task.id, task.question, task.protocol, said, Ending.ANSWER)
+    messages = (Message(0, "manager", "user", Kind.ANSWER, answer),)
+    log = MessageLog(task.id, task.question, task.protocol, messages, Ending.ANSWER)
     return grade_of(task, grade(task, as_trajectory(record, log)))

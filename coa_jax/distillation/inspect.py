@@ -35,11 +35,11 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
         tags: tags from which the protocol was inferred; () if the file names the protocol.
     """
     rules = get_protocol(record.protocol)
-    told = f", told by {', '.join(tags)}" if tags else ""
+    mistakes = f", told by {', '.join(tags)}" if tags else ""
     dropped = f", dropped by {reason}" if reason else ""
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]
     lines = [
-        f"=== {record.id} ({record.protocol}{told}){dropped}",
+        f"=== {record.id} ({record.protocol}{mistakes}){dropped}",
         *(f"{role:9} {' '.join(text.split())[:100]}" for role, text in record.context),
         *([f"prompt    its own, {len(record.prompt)} characters"] if record.prompt else []),
         f"question  {record.question}",
@@ -80,17 +80,17 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax inspect``: prints trajectories."""
     values, shown, left_out = flags.FLAGS, 0, 0
-    for found in iterate_records(values.data, values.protocol):
-        if isinstance(found, LeftOut):
+    for row in iterate_records(values.data, values.protocol):
+        if isinstance(row, LeftOut):
             left_out += 1
             if left_out <= values.number:
-                print(f"!! {found.row.where}: left out: {found.reason}\n")
+                print(f"!! {row.row.where}: left out: {row.reason}\n")
             continue
         if shown == values.number:
             break
-        if values.id in ("", found.record.id) and values["filter"].value in ("", found.dropped):
-            (record,) = with_level([found.record], values.level, values.format)
-            print(page(record, found.dropped, found.tags))
+        if values.id in ("", row.record.id) and values["filter"].value in ("", row.dropped):
+            (record,) = with_level([row.record], values.level, values.format)
+            print(page(record, row.dropped, row.tags))
             shown += 1
     if not shown:
         raise UserError(f"{values.data}: no record matches; leave out --id and --filter to see all")

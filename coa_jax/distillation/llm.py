@@ -53,7 +53,7 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
     forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
     if any(to == "code" and kind is Kind.CALL for to, kind in moves):
         forms.append("content of a call of code: the Python program, which prints its result")
-    said = "\n".join(
+    transcript = "\n".join(
         f"[{m.index}] {m.sender} -> {m.recipient} ({m.kind}): {m.content}" for m in view.messages
     )
     system = "\n".join(
@@ -65,8 +65,8 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
             *forms,
         ]
     )
-    asked = f"Question: {view.question}\n\nMessages so far:\n{said}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+    prompt = f"Question: {view.question}\n\nMessages so far:\n{transcript}"
+    return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
 
 
 def read_object(reply: str) -> dict[str, Any]:
@@ -77,17 +77,17 @@ def read_object(reply: str) -> dict[str, Any]:
             model.
     """
     text = without_thought(reply)
-    found: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
     problem: Exception | None = None
     start = text.find("{")
     while start >= 0:
         try:
-            found, start = _JSON.raw_decode(text, start)
+            value, start = _JSON.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             problem, start = problem or error, start + 1
         start = text.find("{", start)
-    if found is not None:
-        return found
+    if value is not None:
+        return value
     if problem is not None:
         raise ValueError(f"the reply is not valid JSON ({problem})")
     raise ValueError("the reply contains no JSON object")
@@ -183,8 +183,8 @@ async def ask(
         except ValueError as error:
             problem = str(error)
         again = f"That could not be used: {problem}. Reply with the JSON object alone."
-        said = ({"role": "assistant", "content": reply}, {"role": "user", "content": again})
-        chat = [*chat, *said]
+        correction = ({"role": "assistant", "content": reply}, {"role": "user", "content": again})
+        chat = [*chat, *correction]
     raise UnusableReplyError(f"no usable reply in {attempts} attempts: {problem}")
 
 

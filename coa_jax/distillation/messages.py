@@ -149,5 +149,5 @@ def from_json(row: Any) -> MessageLog:
     )
     if not messages or any(m.index != i for i, m in enumerate(messages)):
         raise ValueError("messages are missing or not numbered from 0")
-    found = {**jsonl.fields(MessageLog, row), "messages": messages}
-    return MessageLog(**{**found, "ending": Ending(row["ending"])})
+    fields = {**jsonl.fields(MessageLog, row), "messages": messages}
+    return MessageLog(**{**fields, "ending": Ending(row["ending"])})

@@ -128,9 +128,9 @@ async def run_teacher(
 
     async def work() -> None:
         for task in waiting:
-            asked = task.question, task.protocol, task.id
+            request = task.question, task.protocol, task.id
             held = {**tools, **tools_of(task)}
-            log = await solve(*asked, minds, held, config.max_messages)
+            log = await solve(*request, minds, held, config.max_messages)
             logs[task.id] = log
             if journal is not None:
                 journal.append(log)
@@ -182,8 +182,8 @@ def graded_runs(
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
     """
-    known: Sequence[DistilledRecord | None] = records or [None] * len(logs)
-    runs = [as_run(*run) for run in zip(tasks, logs, known, strict=True)]
+    records_or_none: Sequence[DistilledRecord | None] = records or [None] * len(logs)
+    runs = [as_run(*run) for run in zip(tasks, logs, records_or_none, strict=True)]
     return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
 
 
@@ -216,8 +216,8 @@ def select(
     if on_example is not None:
         for example in filters.dropped_examples(runs, failures):
             on_example(example)
-    kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
-    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
+    passed = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
+    records = [record for run in passed for record in filters.copies(run, config.corrected_copies)]
     return records, filters.report_of(failures, (*single, *together))
 
 

@@ -72,9 +72,9 @@ def with_figures(record: DistilledRecord, log: MessageLog) -> DistilledRecord:
 
     The statistics are added to the record's metadata, where filters and summaries look for them.
     """
-    known = record.metadata
+    metadata = record.metadata
     figures = figures_of(log, record.protocol)
-    mistakes = known.get("mistakes")
+    mistakes = metadata.get("mistakes")
     if isinstance(mistakes, list) and all(isinstance(mistake, str) for mistake in mistakes):
         figures["mistakes"] = mistakes
-    return dataclasses.replace(record, metadata={"source": "records", **known, **figures})
+    return dataclasses.replace(record, metadata={"source": "records", **metadata, **figures})

@@ -151,11 +151,11 @@ def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
         config: the thresholds.
         seed: seed of hash functions and random choices.
     """
-    own = [each for each in _own(config) if isinstance(each, SetFilter)]
+    custom = [each for each in _own(config) if isinstance(each, SetFilter)]
     if not (threshold := config.near_duplicate):
-        return tuple(own)
+        return tuple(custom)
     near = SetFilter("near_duplicate", lambda runs: repeats_another(runs, threshold, seed))
-    return (near, *own)
+    return (near, *custom)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,18 +169,18 @@ class _Own:
         return self._checked(self.call(run=run))
 
     def drops(self, runs: Sequence[TeacherRun]) -> list[bool]:
-        found = list(self.call(runs=runs))
-        if len(found) != len(runs):
-            raise self._misfit(found, f"a verdict for each of {len(runs)} runs")
-        return [not self._checked(kept) for kept in found]
+        verdicts = list(self.call(runs=runs))
+        if len(verdicts) != len(runs):
+            raise self._misfit(verdicts, f"a verdict for each of {len(runs)} runs")
+        return [not self._checked(verdict) for verdict in verdicts]
 
-    def _checked(self, kept: object) -> bool:
-        if not isinstance(kept, bool):
-            raise self._misfit(kept, "True to keep a run, or False")
-        return kept
+    def _checked(self, verdict: object) -> bool:
+        if not isinstance(verdict, bool):
+            raise self._misfit(verdict, "True to keep a run, or False")
+        return verdict
 
-    def _misfit(self, found: object, wanted: str) -> UserError:
-        return refuse_result(FILTERS, self.name, found, wanted, f"selection.own.{self.name}")
+    def _misfit(self, result: object, expected: str) -> UserError:
+        return refuse_result(FILTERS, self.name, result, expected, f"selection.own.{self.name}")
 
 
 def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
@@ -193,9 +193,9 @@ def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
     for name, settings in config.own.items():
         where = f"selection.own.{name}"
         named = build_config(Extension, settings, where)
-        own = _Own(name, bind(FILTERS, named.path or name, named.options, where))
-        single = "run" in own.call.asks
-        filters.append(Filter(name, own.keeps) if single else SetFilter(name, own.drops))
+        custom = _Own(name, bind(FILTERS, named.path or name, named.options, where))
+        single = "run" in custom.call.asks
+        filters.append(Filter(name, custom.keeps) if single else SetFilter(name, custom.drops))
     return filters
 
 
@@ -222,8 +222,8 @@ def _near_repeat(run: TeacherRun, threshold: float) -> bool:
         (tool, query_terms(text)) for tool, text in run.log.calls if TOOL_FORMS.get(tool) == "text"
     ]
     return any(
-        tool == other and asked and similarity(asked, before) >= threshold
-        for number, (tool, asked) in enumerate(calls)
+        tool == other and terms and similarity(terms, before) >= threshold
+        for number, (tool, terms) in enumerate(calls)
         for other, before in calls[:number]
     )
 

@@ -54,14 +54,14 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
         UserError: smolagents is not installed, or there is no description of the tool.
     """
     if tool.name not in TOOL_FORMS:
-        known = ", ".join(TOOL_FORMS)
-        raise UserError(f"smolagents: {tool.name} has no description; known are {known}")
+        described = ", ".join(TOOL_FORMS)
+        raise UserError(f"smolagents: {tool.name} has no description; known are {described}")
     argument, about = next(iter(arguments_of(tool.name).items()))
     history: list[tuple[str, str]] = []
 
-    def forward(self: Any, *given: str, **arguments: str) -> str:
+    def forward(self: Any, *positional: str, **arguments: str) -> str:
         # A ToolCallingAgent passes the argument by name; the program of a CodeAgent may not.
-        body = body_of(tool.name, {**dict(zip((argument,), given, strict=False)), **arguments})
+        body = body_of(tool.name, {**dict(zip((argument,), positional, strict=False)), **arguments})
         context = ToolContext(episode, len(history), None, tuple(history))
         history.append((tool.name, body))
         return asyncio.run(call_tool(tool, body, context)).text

@@ -145,12 +145,12 @@ def run_smolagents(
     purse = Purse(limits, limits.model, "config.endpoint")
     usable = False  # in this process; earlier processes may have had other settings
     done: set[str] = set()
-    asked = {task.id: task.question for task in tasks}
+    questions = {task.id: task.question for task in tasks}
 
     def account(dump: dict[str, Any]) -> None:
         for each in (spent, purse.spent):
             _add(each, dump, purse.price)
-        if asked.get(dump["task_id"]) == dump["question"]:
+        if questions.get(dump["task_id"]) == dump["question"]:
             done.add(dump["task_id"])
 
     for row in jsonl.read_lines(path, _dump):

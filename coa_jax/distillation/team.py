@@ -31,8 +31,8 @@ def tools_of(role: str, protocol: str, tools: Iterable[str]) -> tuple[str, ...]:
     Raises:
         UserError: the protocol is unknown.
     """
-    known = get_protocol(protocol).tools
-    return tuple(name for name in tools if name in known and agent_of(name) == role)
+    protocol_tools = get_protocol(protocol).tools
+    return tuple(name for name in tools if name in protocol_tools and agent_of(name) == role)
 
 
 async def solve(
@@ -95,5 +95,5 @@ async def _observe(tool: Tool, messages: list[Message], episode: str) -> Message
     history = tuple((m.recipient, m.content) for m in messages[:-1] if m.kind is Kind.CALL)
     context = ToolContext(episode, len(history), None, history)
     observation = await call_tool(tool, request.content, context)
-    place = len(messages), tool.name, request.sender, Kind.OBSERVATION
-    return Message(*place, observation.text, outcome=observation.outcome)
+    header = len(messages), tool.name, request.sender, Kind.OBSERVATION
+    return Message(*header, observation.text, outcome=observation.outcome)

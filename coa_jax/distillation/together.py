@@ -25,10 +25,10 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as stopped:
-        told: BaseException | None = stopped.subgroup(UserError)
-        while isinstance(told, BaseExceptionGroup):
-            told = told.exceptions[0]
-        if told is None:
+        error: BaseException | None = stopped.subgroup(UserError)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is None:
             raise
-        raise told from None
+        raise error from None
     return [task.result() for task in tasks]

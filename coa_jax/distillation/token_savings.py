@@ -46,9 +46,9 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
             continue
         before, held = log.messages[: message.index], tools_of(message.sender, log.protocol, tools)
         view = AgentView(message.sender, log.question, log.protocol, log.episode, before, held)
-        said = {"thought": message.thought, "to": message.recipient, "kind": str(message.kind)}
+        header = {"thought": message.thought, "to": message.recipient, "kind": str(message.kind)}
         prompt += sum(count(part["content"]) for part in chat_of(view))
-        completion += count(jsonl.dumps({**said, "content": message.content}))
+        completion += count(jsonl.dumps({**header, "content": message.content}))
     return prompt, completion
 
 
@@ -71,10 +71,10 @@ def economy(runs: Iterable[TeacherRun], tools: Sequence[str], count: CountTokens
     """
     rows = []
     for run in filter(is_correct, runs):
-        asked, replied = team_tokens(run.log, tools, count)
-        whole = count(messages_of(run.record, Prompt()).user) + count(run.record.text)
+        prompted, replied = team_tokens(run.log, tools, count)
+        full = count(messages_of(run.record, Prompt()).user) + count(run.record.text)
         written = sum(count(text) for author, text in run.record.parts if author == "policy")
-        rows.append((asked, replied, whole, written))
+        rows.append((prompted, replied, full, written))
     names = ("team_prompt", "team_completion", "trajectory", "trajectory_written")
     if not rows:
         return {"questions": 0, **dict.fromkeys((*names, "saved"))}
@@ -132,7 +132,7 @@ def policy_economy(
     team_right, policy_right = table[:, 0] == 1, table[:, 1] == 1
     both = table[team_right & policy_right, 2:]
     names = ("team", "policy", "policy_resent", "policy_written")
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "samples": len(table),
         "left_out": left_out,
         "team": _side(team_right, table[:, 2:3], ("tokens",)),
@@ -140,16 +140,16 @@ def policy_economy(
         "both_solved": {"samples": len(both)},
     }
     if len(both):
-        told["both_solved"] |= dict(zip(names, both.mean(axis=0).tolist(), strict=True))
+        summary["both_solved"] |= dict(zip(names, both.mean(axis=0).tolist(), strict=True))
         team, once, resent, _ = both.mean(axis=0)
-        side, all_team = told["policy"], told["team"]["tokens_per_solved"]
-        told["saved"] = {
+        side, all_team = summary["policy"], summary["team"]["tokens_per_solved"]
+        summary["saved"] = {
             "both_solved": float(1 - once / team),
             "both_solved_resent": float(1 - resent / team),
             "per_solved": 1 - side["tokens_per_solved"] / all_team,
             "per_solved_resent": 1 - side["resent_per_solved"] / all_team,
         }
-    return told
+    return summary
 
 
 def _side(right: np.ndarray, tokens: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def _side(right: np.ndarray, tokens: np.ndarray, names: Sequence[str]) -> dict[s
         names: name of each column of ``tokens``.
     """
     solved = int(right.sum())
-    told: dict[str, Any] = {"success": float(right.mean()) if len(right) else None}
+    summary: dict[str, Any] = {"success": float(right.mean()) if len(right) else None}
     for name, values in zip(names, tokens.T, strict=True):
-        told[f"{name}_per_attempt"] = float(values.mean()) if len(values) else None
-        told[f"{name}_per_solved"] = float(values.sum()) / solved if solved else None
-    return told
+        summary[f"{name}_per_attempt"] = float(values.mean()) if len(values) else None
+        summary[f"{name}_per_solved"] = float(values.sum()) / solved if solved else None
+    return summary

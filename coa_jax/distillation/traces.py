@@ -117,20 +117,20 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
         made.reading.append({**report, "problems": len(report["problems"])})
         made.refusals.extend(report["problems"])
         for trace in traces:
-            name, known = trace.log.episode, None
+            name, source_task = trace.log.episode, None
             if tasks is not None:
                 # If the question of a task was corrected, there are two runs, and the name of one
                 # differs from the id of the task.
-                name, known = trace.task, tasks.get(trace.task)
-                if known is None or known.question != trace.log.question:
+                name, source_task = trace.task, tasks.get(trace.task)
+                if source_task is None or source_task.question != trace.log.question:
                     why = "a run of another task than those that were asked"
                     made.refuse(path, trace.line, why)
                     continue
             # Another file may contain a run with the same name.
             name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
             names.add(name)
-            if known is not None:
-                trace = dataclasses.replace(trace, gold=known.gold)
+            if source_task is not None:
+                trace = dataclasses.replace(trace, gold=source_task.gold)
             try:
                 log, _ = trajectory_of(trace, config.protocol, config.completion)
             except Unconvertible as error:
@@ -138,11 +138,11 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
                 continue
             about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
             task = Task(name, log.question, config.protocol, trace.gold, config.format)
-            if known is None:
+            if source_task is None:
                 about |= _grader(config.protocol, trace.gold)
             else:
-                task = dataclasses.replace(known, id=name, protocol=config.protocol)
-                about = {**known.metadata, **about}
+                task = dataclasses.replace(source_task, id=name, protocol=config.protocol)
+                about = {**source_task.metadata, **about}
             made.tasks.append(dataclasses.replace(task, metadata=about))
             made.logs.append(dataclasses.replace(log, episode=name))
             if trace.usage:
@@ -163,15 +163,15 @@ def _read_records(config: TraceFilesConfig) -> Converted:
     made, names, counts = Converted(), set[str](), Counts()
     for path in (path for source in filter(None, config.files) for path in find_files(source)):
         used = rows = 0
-        for found in iterate_records(path, config.protocol):
-            counts.add(found)
-            rows, line = rows + 1, found.row.number
-            if isinstance(found, LeftOut):
-                made.refuse(str(path), line, found.reason)
+        for row in iterate_records(path, config.protocol):
+            counts.add(row)
+            rows, line = rows + 1, row.row.number
+            if isinstance(row, LeftOut):
+                made.refuse(str(path), line, row.reason)
                 continue
-            name = unused(found.record.id, f"{path.name}:{line}:{found.record.id}", names)
+            name = unused(row.record.id, f"{path.name}:{line}:{row.record.id}", names)
             names.add(name)
-            record = dataclasses.replace(found.record, id=name)
+            record = dataclasses.replace(row.record, id=name)
             log = log_of(record)
             about = {"trace": {"file": path.name, "line": line}}
             about |= _grader(record.protocol, record.gold)
@@ -182,8 +182,8 @@ def _read_records(config: TraceFilesConfig) -> Converted:
             used += 1
         read = {"records": rows, "used": used, "ignored": 0, "traces": used}
         made.reading.append({"path": str(path), **read, "problems": rows - used})
-    for told in counts.lines()[: len(counts.told)]:  # skipped rows are counted in `refused`
-        logging.warning("%s", told)
+    for message in counts.lines()[: len(counts.told)]:  # skipped rows are counted in `refused`
+        logging.warning("%s", message)
     return made
 
 

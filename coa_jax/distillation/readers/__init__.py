@@ -85,18 +85,18 @@ def read_traces(
     lines = _lines(str(path), data.removeprefix(codecs.BOM_UTF8), form)
     problems, traces, names = list[dict[str, Any]](), list[Trace](), set[str]()
     used = 0
-    for line, found, counts in read(lines=lines) if "lines" in read.asks else single(lines):
-        if isinstance(found, Malformed):
-            problems.append({"path": str(path), "line": line.number, "reason": str(found)})
+    for line, trace, counts in read(lines=lines) if "lines" in read.asks else single(lines):
+        if isinstance(trace, Malformed):
+            problems.append({"path": str(path), "line": line.number, "reason": str(trace)})
             continue
         used += counts
-        if found is not None:
-            task = found.log.episode
+        if trace is not None:
+            task = trace.log.episode
             name = task or f"{Path(path).name}:{line.number}"
             name = unused(name, f"{name}@{line.number}", names)
             names.add(name)
-            log = dataclasses.replace(found.log, episode=name)
-            traces.append(dataclasses.replace(found, log=log, line=line.number, task=task))
+            log = dataclasses.replace(trace.log, episode=name)
+            traces.append(dataclasses.replace(trace, log=log, line=line.number, task=task))
     problems.sort(key=lambda problem: problem["line"])
     numbers = {"used": used, "ignored": len(lines) - used - len(problems), "traces": len(traces)}
     return traces, {"path": str(path), "records": len(lines), **numbers, "problems": problems}
@@ -106,14 +106,14 @@ def _lines(path: str, data: bytes, form: str) -> list[Line]:
     """Returns the records of a file."""
     if not path.endswith(".json") or not data.strip():
         return decode_lines(data)
-    whole = decode_line(data)
-    if isinstance(whole.value, Malformed):
+    document = decode_line(data)
+    if isinstance(document.value, Malformed):
         single = decode_lines(data)
         records = sum(isinstance(line.value, dict | list) for line in single)
-        return single if 2 * records >= len(single) > 1 else [whole]
-    if isinstance(whole.value, list) and not (form == "smolagents" and is_run(whole.value)):
-        return [Line(number, item) for number, item in enumerate(whole.value, start=1)]
-    return [whole]
+        return single if 2 * records >= len(single) > 1 else [document]
+    if isinstance(document.value, list) and not (form == "smolagents" and is_run(document.value)):
+        return [Line(number, item) for number, item in enumerate(document.value, start=1)]
+    return [document]
 
 
 def _one(form: str, read: BoundFunction, value: Any) -> Trace | None:
@@ -125,6 +125,6 @@ def _one(form: str, read: BoundFunction, value: Any) -> Trace | None:
     except (ValueError, KeyError, TypeError) as error:
         raise Malformed(f"{type(error).__name__}: {untrusted.reason(error)}") from error
     if trace is not None and not isinstance(trace, Trace):
-        wanted = "a coa_jax.distillation.readers.Trace, or None"
-        raise refuse_result(READERS, form, trace, wanted, "traces.format")
+        expected = "a coa_jax.distillation.readers.Trace, or None"
+        raise refuse_result(READERS, form, trace, expected, "traces.format")
     return trace

@@ -66,8 +66,8 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     end = words.index(boxed, start + len(_BOX)) + len(boxed)
     end = words.index("}", end) + 1
     around = words[:start] + words[end:]
-    said = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
-    return said.strip(), _bare(boxed)
+    sentence = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
+    return sentence.strip(), _bare(boxed)
 
 
 def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:

@@ -246,9 +246,9 @@ class Field:
         kinds = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
         return kinds.get(type(self.value), "a number") if self else "null"
 
-    def _checked(self, kind: type, wanted: str) -> Any:
+    def _checked(self, kind: type, expected: str) -> Any:
         if not isinstance(self.value, kind):
-            raise Malformed(f"{self} is {self._kind}, not {wanted}")
+            raise Malformed(f"{self} is {self._kind}, not {expected}")
         return self.value
 
 

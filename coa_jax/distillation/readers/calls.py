@@ -126,12 +126,12 @@ def _program(body: str, stdin: str | None) -> str:
     fenced = parse_code(body)
     if stdin is None:
         return body if fenced else format_code(body.strip("\n"))
-    source, given = fenced or (body.strip("\n"), None)
-    whole = format_code(source, clean(stdin))
-    read = parse_code(whole)
-    if given is not None or read is None or read[1] is None:
+    source, fenced_stdin = fenced or (body.strip("\n"), None)
+    block = format_code(source, clean(stdin))
+    read = parse_code(block)
+    if fenced_stdin is not None or read is None or read[1] is None:
         raise Malformed("a call of code with a standard input that cannot be written in the tag")
-    return whole
+    return block
 
 
 def _maybe_json(arguments: str) -> Any:

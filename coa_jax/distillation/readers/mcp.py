@@ -79,13 +79,13 @@ def _facts(session: _Session, record: Field) -> bool:
     Raises:
         Malformed: a fact differs from the one that is known, because two runs are mixed.
     """
-    given = [name for name in _FACTS if record.get(name)]
-    for name in given:
+    names = [name for name in _FACTS if record.get(name)]
+    for name in names:
         value = _FACTS[name](record[name])
         if (session.facts.get(name) or value) != value:
             raise Malformed(f"a second {name} in the session: give each run a 'session' of its own")
         session.facts[name] = value
-    return bool(given)
+    return bool(names)
 
 
 def _message(session: _Session, message: Field) -> bool:
@@ -160,7 +160,7 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
     all its lines belong to one session.
     """
     sessions: dict[str, _Session] = {}
-    taken = [(line, *_take(sessions, line)) for line in lines]
+    entries = [(line, *_take(sessions, line)) for line in lines]
     for line in lines:
         if isinstance(line.value, Malformed):
             for session in sessions.values():
@@ -173,9 +173,9 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
             ends[name] = session.trace()
         except Malformed as error:
             ends[name] = error
-    for line, session_name, found, used in taken:
+    for line, session_name, trace, used in entries:
         if session_name is None or not used:
-            yield line, found, used
+            yield line, trace, used
         elif isinstance(end := ends[session_name], Malformed):
             yield line, end, False
         else:

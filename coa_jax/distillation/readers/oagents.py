@@ -142,10 +142,10 @@ def _join(
         run.mapping()
     if len(runs) < len(raw):
         raise Malformed("two tasks in 'search_agent_actions' differ in blanks only")
-    asked = {n: [t for _, t in p.requests] for n, p in enumerate(analyses) if p and p.requests}
-    joined: dict[int, list[_Run]] = {number: [] for number in asked}
+    requested = {n: [t for _, t in p.requests] for n, p in enumerate(analyses) if p and p.requests}
+    joined: dict[int, list[_Run]] = {number: [] for number in requested}
     stated: set[str] = set()
-    for number, tasks in asked.items():
+    for number, tasks in requested.items():
         for key in (_key(task) for task in tasks if task is not None):
             if key in stated:
                 raise Malformed(
@@ -156,18 +156,18 @@ def _join(
                 raise Malformed(f"step {number} asks {AGENT} for a task that has no run")
             stated.add(key)
             joined[number].append((key, runs.get(key, Field(None))))
-    left = [key for key in runs if key not in stated]
-    sites = [number for number, tasks in asked.items() for task in tasks if task is None]
+    unstated = [key for key in runs if key not in stated]
+    sites = [number for number, tasks in requested.items() for task in tasks if task is None]
     if len(set(sites)) == 1:  # a loop asks several times at the same place of the program
-        sites = sites[:1] * len(left)
-    if len(left) != len(sites):
+        sites = sites[:1] * len(unstated)
+    if len(unstated) != len(sites):
         raise Malformed(
-            f"{len(left)} runs of {AGENT} for {len(sites)} places that ask for a task that is put "
-            "together: no telling which is whose"
+            f"{len(unstated)} runs of {AGENT} for {len(sites)} places that ask for a task that is "
+            "put together: no telling which is whose"
         )
-    for number, key in zip(sites, left, strict=True):
+    for number, key in zip(sites, unstated, strict=True):
         joined[number].append((key, runs[key]))
     order = {key: position for position, key in enumerate(runs)}
-    for found in joined.values():
-        found.sort(key=lambda run: order.get(run[0], len(order)))
+    for joined_runs in joined.values():
+        joined_runs.sort(key=lambda run: order.get(run[0], len(order)))
     return joined

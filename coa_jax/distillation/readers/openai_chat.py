@@ -54,11 +54,11 @@ def read_chat(record: Any) -> Trace:
     roles = [message["role"].text() for message in messages]
     if "user" not in roles:
         raise Malformed("no message of the role 'user', so no question")
-    asked = roles.index("user")
-    talk = Conversation(_content(messages[asked]))
-    _paired([], _results(messages[asked + 1 :]))
+    question_index = roles.index("user")
+    talk = Conversation(_content(messages[question_index]))
+    _paired([], _results(messages[question_index + 1 :]))
     final = None
-    for number, message in enumerate(messages[asked + 1 :], start=asked + 1):
+    for number, message in enumerate(messages[question_index + 1 :], start=question_index + 1):
         words, reasoning = _content(message), _reasoning(message)
         if roles[number] == "user":
             raise Malformed("a second message of the role 'user': no run of a single question")
@@ -87,7 +87,7 @@ def read_chat(record: Any) -> Trace:
             talk.say(thought)
     episode = (fields.get("id") or response.get("id")).optional_scalar()
     counts = fields.get("usage")
-    if not counts and "assistant" not in roles[asked:-1]:
+    if not counts and "assistant" not in roles[question_index:-1]:
         counts = response.get("usage")  # counts the last call of the model only
     usage = total_usage([counts.value], "prompt_tokens", "completion_tokens")
     return Trace(talk.finish(episode), fields.get("gold").answers(), usage=usage)
@@ -139,16 +139,16 @@ def _call(function: Field, identity: str) -> _Call:
 
 def _results(following: Sequence[Field]) -> list[tuple[str, str]]:
     """Returns (id of the call, result) for each result before the next turn."""
-    found = []
+    results = []
     for message in following:
         match message["role"].text():
             case "assistant" | "user":
                 break
             case "tool":
-                found.append((message["tool_call_id"].scalar(), _content(message)))
+                results.append((message["tool_call_id"].scalar(), _content(message)))
             case "function":
-                found.append(("function", _content(message)))
-    return found
+                results.append(("function", _content(message)))
+    return results
 
 
 def _paired(calls: Sequence[_Call], results: Sequence[tuple[str, str]]) -> list[str | None]:

@@ -112,14 +112,14 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
-    asked = [node for name, node in zip(names, calls, strict=True) if name in agents]
+    agent_calls = [node for name, node in zip(names, calls, strict=True) if name in agents]
     binds, used = _bound(nodes), [node for node in nodes if isinstance(node, ast.Name)]
     read = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
     missing = [] if "*" in {*binds, *known} else sorted(read - defined)
     unknown = tuple(name for name in missing if name not in _MATH)
     roots = {_root(node.func) for node in calls}
-    adds = _adds(nodes, asked) or any(name in roots or is_tool(name) for name in unknown)
+    adds = _adds(nodes, agent_calls) or any(name in roots or is_tool(name) for name in unknown)
     computes = adds
     if "final_answer" not in names:
         computes = any(name not in _GLUE and name not in agents for name in names)
@@ -128,7 +128,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         unknown = ()  # the file itself contains the answer
     return StepProgram(
         source,
-        requests=tuple((_root(node.func), _task(node)) for node in asked),
+        requests=tuple((_root(node.func), _task(node)) for node in agent_calls),
         computes=computes or "*" in binds,
         adds=adds,
         unknown=unknown,
@@ -146,11 +146,11 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
         sources: source of each step's program; None for a step without a program.
         agents: names by which programs can call managed agents.
     """
-    known: set[str] = set()
+    defined: set[str] = set()
     programs: list[StepProgram | None] = []
     for source in sources:
-        program = None if source is None else examine(source, agents, known)
-        known.update(() if program is None else program.binds)
+        program = None if source is None else examine(source, agents, defined)
+        defined.update(() if program is None else program.binds)
         programs.append(program)
     return programs
 
@@ -222,10 +222,10 @@ def _returned(observation: str, prints: bool) -> str:
     # The result may itself contain the line that announces the last output. If the program prints,
     # the last output is None, the value of `print`, at the end of the text. If the program only
     # stores the result, there are no logs.
-    found = (_PRINTED if prints else _KEPT).fullmatch(observation)
-    if found is None:
+    match = (_PRINTED if prints else _KEPT).fullmatch(observation)
+    if match is None:
         return observation
-    return (found[1] if prints or found[2] is None else found[2]).strip()
+    return (match[1] if prints or match[2] is None else match[2]).strip()
 
 
 def _works(node: ast.AST) -> bool:
@@ -305,8 +305,8 @@ def _only_call(tree: ast.Module, unknown: Collection[str]) -> tuple[str, Any] | 
 
 
 def _task(call: ast.Call) -> str | None:
-    given = call.args[:1] or [k.value for k in call.keywords if k.arg in ("task", "request")]
-    values = _literals(given[:1])
+    arguments = call.args[:1] or [k.value for k in call.keywords if k.arg in ("task", "request")]
+    values = _literals(arguments[:1])
     return values[0] if values and isinstance(values[0], str) else None
 
 
@@ -349,9 +349,9 @@ def split_plan(text: str) -> tuple[str, str]:
     If the text has no heading of the plan, the survey is "" and the whole text is the plan.
     """
     text = unwrap(text)
-    found = list(_PLAN_HEAD.finditer(text))
-    if not found:
+    headings = list(_PLAN_HEAD.finditer(text))
+    if not headings:
         return "", text
-    facts = _FACT_HEAD.sub("", text[: found[-1].start()]).strip()
-    plan = text[found[-1].end() :].strip()
+    facts = _FACT_HEAD.sub("", text[: headings[-1].start()]).strip()
+    plan = text[headings[-1].end() :].strip()
     return (facts, plan) if plan else ("", text)

@@ -59,8 +59,8 @@ def read_run(record: Any) -> Trace:
     answer = _write(talk, steps, runs, agents)
     if runs:
         raise Malformed(f"a managed run belongs to step {next(iter(runs))}, which is not there")
-    given = next(filter(None, (fields.get("answer"), fields.get("output"), answer)), Field(None))
-    talk.answer(given.optional_scalar().strip())
+    final = next(filter(None, (fields.get("answer"), fields.get("output"), answer)), Field(None))
+    talk.answer(final.optional_scalar().strip())
     usage = total_usage(
         (step.get("token_usage").value for step in every), "input_tokens", "output_tokens"
     )
@@ -153,13 +153,13 @@ def _tools(
     """Adds a step of a ToolCallingAgent."""
     thought, (seen, error) = _thought(step), programs.outcome_of(step)
     calls = [call for call in calls if call[0] != "final_answer"]
-    asked = sum(name in agents for name, _ in calls)
-    if len(calls) > 1 and asked < len(calls):
+    agent_calls = sum(name in agents for name, _ in calls)
+    if len(calls) > 1 and agent_calls < len(calls):
         raise Malformed(f"{step} makes {len(calls)} calls at once and keeps one observation")
-    if runs and not asked:
+    if runs and not agent_calls:
         raise Malformed(f"{step} asks no managed agent, and a managed run belongs to it")
-    if asked:
-        _delegations(talk, step, asked, runs)
+    if agent_calls:
+        _delegations(talk, step, agent_calls, runs)
         return
     for name, field in calls:
         tag, arguments = tag_of(name), field.value
@@ -172,10 +172,10 @@ def _tools(
         talk.say(thought)
 
 
-def _delegations(talk: Conversation, step: Field, asked: int, runs: Sequence[Field]) -> None:
+def _delegations(talk: Conversation, step: Field, agent_calls: int, runs: Sequence[Field]) -> None:
     """Adds the managed runs that a step asked for, of which a failed step may lack some."""
     _, error = programs.outcome_of(step)
-    if len(runs) < asked and not error:
+    if len(runs) < agent_calls and not error:
         raise Malformed(f"{step} asks a managed agent whose run is not in the file")
     thought = _thought(step)
     if not runs:  # the step failed before it asked an agent

@@ -156,7 +156,7 @@ class Synthesis:
         self._config, self._index, self._author = config, index, author
         self._with_tools, self._without_tools = with_tools, without_tools
         self._source = source
-        self._tell = on_kept or (lambda stage, kept, wanted: None)
+        self._tell = on_kept or (lambda stage, kept, target: None)
         self._duplicates = Duplicates(config.text.near_duplicate)
         self.items: list[Item] = []
         self.funnels: dict[str, Funnel] = {}
@@ -201,29 +201,29 @@ class Synthesis:
         """Returns the documents of the wanted splits, in an order that depends on the seed."""
         seed, splits = self._config.seed, self._config.splits
         documents = dict.fromkeys(map(document_of, self._index.passages))
-        wanted = [d for d in documents if d.split in splits and self._author.reads(d)]
-        return sorted(wanted, key=lambda d: fraction(seed, "document", d.title, d.text))
+        allowed = [d for d in documents if d.split in splits and self._author.reads(d)]
+        return sorted(allowed, key=lambda d: fraction(seed, "document", d.title, d.text))
 
     def _deepenings(self, drafts: Sequence[Draft]) -> Iterator[Job]:
         """Yields jobs that deepen each draft by its first document, then by its second, ..."""
-        found = {draft.id: self._about_answer(draft) for draft in drafts}
+        related = {draft.id: self._about_answer(draft) for draft in drafts}
         for round_ in range(self._config.candidates):
             for draft in drafts:
-                if round_ < len(found[draft.id]):
-                    yield functools.partial(self._author.deepen, draft, found[draft.id][round_])
+                if round_ < len(related[draft.id]):
+                    yield functools.partial(self._author.deepen, draft, related[draft.id][round_])
 
     def _about_answer(self, draft: Draft) -> list[Document]:
         """Returns other documents of the split that mention the draft's answer, in seeded order."""
         answer = draft.steps[-1][1]
         if parse_number(answer) is not None or "|" in answer or ";" in answer:
             return []
-        found = []
+        related = []
         for hit in self._index.search(answer, 16 * self._config.candidates):
             document = document_of(hit.passage)
             fits = document.split == draft.split and document not in draft.documents
             speaks = told([answer], f"{document.title}\n{document.text}")
             if fits and speaks and self._author.reads(document):
-                found.append(document)
+                related.append(document)
 
         # Pages about the answer come first. The seed decides the order among equals, because
         # otherwise all drafts would ask for the same fact.
@@ -232,7 +232,7 @@ class Synthesis:
             key = self._config.seed, draft.id, document.title, document.text
             return not about, fraction(*key)
 
-        return sorted(found, key=order)[: self._config.candidates]
+        return sorted(related, key=order)[: self._config.candidates]
 
     def _pairs(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, Draft]]:
         """Yields pairs of drafts with the same split and topic, in random order."""
@@ -250,26 +250,26 @@ class Synthesis:
 
     # --- checks -----------------------------------------------------------------------------
 
-    async def _stage(self, name: str, wanted: int, jobs: Iterable[Job]) -> list[Draft]:
+    async def _stage(self, name: str, target: int, jobs: Iterable[Job]) -> list[Draft]:
         """Runs jobs until enough drafts are kept; returns the kept drafts."""
-        funnel = self.funnels[name] = Funnel(wanted)
-        kept: list[Draft] = []
-        left = iter(jobs)
-        while funnel.kept < wanted:
-            size = min(self._config.batch, wanted - funnel.kept + 4)
-            batch = [job for _, job in zip(range(size), left, strict=False)]
+        funnel = self.funnels[name] = Funnel(target)
+        accepted: list[Draft] = []
+        remaining = iter(jobs)
+        while funnel.kept < target:
+            size = min(self._config.batch, target - funnel.kept + 4)
+            batch = [job for _, job in zip(range(size), remaining, strict=False)]
             if not batch:
                 break
             drafts = await self._write(batch, funnel)
-            for item in await self._check(drafts, wanted - funnel.kept):
+            for item in await self._check(drafts, target - funnel.kept):
                 self.items.append(item)
                 if item.reason is None:
-                    kept.append(item.draft)
+                    accepted.append(item.draft)
                     funnel.kept += 1
                 else:
                     funnel.dropped[item.reason] += 1
-            self._tell(name, funnel.kept, wanted)
-        return kept
+            self._tell(name, funnel.kept, target)
+        return accepted
 
     async def _write(self, jobs: Sequence[Job], funnel: Funnel) -> list[Draft]:
         async def attempt(job: Job) -> list[Draft] | None:
@@ -292,11 +292,11 @@ class Synthesis:
         faults = screen(drafts, self._config.text, self._duplicates)
         figures: list[dict[str, Any]] = [{} for _ in drafts]
         for solver in (self._with_tools, self._without_tools):
-            left = [number for number, fault in enumerate(faults) if fault is None]
-            tasks = [drafts[n].task(self._config.protocol, self._source) for n in left]
-            for number, (reason, found) in zip(left, await solver(tasks), strict=True):
+            passing = [number for number, fault in enumerate(faults) if fault is None]
+            tasks = [drafts[n].task(self._config.protocol, self._source) for n in passing]
+            for number, (reason, details) in zip(passing, await solver(tasks), strict=True):
                 faults[number] = reason
-                figures[number] |= found
+                figures[number] |= details
         for number in [n for n, fault in enumerate(faults) if fault is None][room:]:
             faults[number] = "more_than_wanted"
         return [Item(*row) for row in zip(drafts, faults, figures, strict=True)]

@@ -46,12 +46,12 @@ _WIDEN = (
 
 
 def _text(value: dict[str, Any], name: str) -> str:
-    found = value.get(name)
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        found = str(found)
-    if not isinstance(found, str) or not found.strip():
+    text = value.get(name)
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        text = str(text)
+    if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{name!r} is missing or not text")
-    return " ".join(found.split())
+    return " ".join(text.split())
 
 
 @dataclasses.dataclass(frozen=True)

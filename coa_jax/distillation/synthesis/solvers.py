@@ -64,10 +64,10 @@ class WithTools:
         """Returns a verdict for each task."""
         verdicts: dict[str, Verdict] = {}
         for attempt in range(self._attempts):
-            left = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
-            again = [dataclasses.replace(task, id=f"{task.id}#{attempt}") for task in left]
+            unsolved = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
+            again = [dataclasses.replace(task, id=f"{task.id}#{attempt}") for task in unsolved]
             logs = await run_teacher(again, self._tools, self._team, self._minds, self._journal)
-            for task, log in zip(left, logs, strict=True):
+            for task, log in zip(unsolved, logs, strict=True):
                 reason = await self._reason(task, log)
                 calls = len(log.calls)
                 verdicts[task.id] = reason, {"tool_calls": calls, "attempts": attempt + 1}
