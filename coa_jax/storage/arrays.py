@@ -28,8 +28,8 @@ def checkpoints_of(path: Path) -> Path:
     mirror = mirror_of(path)
     if mirror is None:
         return path / CHECKPOINTS
-    found: Path = prepared(join(mirror.url, *path.relative_to(mirror.path).parts, CHECKPOINTS))
-    return found
+    folder: Path = prepared(join(mirror.url, *path.relative_to(mirror.path).parts, CHECKPOINTS))
+    return folder
 
 
 def prepared(place: str | os.PathLike[str]) -> Any:
@@ -60,11 +60,11 @@ def is_bucket(path: os.PathLike[str]) -> bool:
     except OSError:
         return False
     for line in lines:
-        left, _, right = line.partition(" - ")
-        kinds[left.split()[4]] = right.split()[:2]
+        mount, _, right = line.partition(" - ")
+        kinds[mount.split()[4]] = right.split()[:2]
     folder = Path(path).resolve()
-    found = next((kinds[str(p)] for p in (folder, *folder.parents) if str(p) in kinds), ["", ""])
-    return found[0].startswith("fuse") and any(name in " ".join(found) for name in MOUNTS)
+    kind = next((kinds[str(p)] for p in (folder, *folder.parents) if str(p) in kinds), ["", ""])
+    return kind[0].startswith("fuse") and any(name in " ".join(kind) for name in MOUNTS)
 
 
 _UNREACHED = ("UNAVAILABLE", "DEADLINE_EXCEEDED")

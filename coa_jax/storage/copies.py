@@ -55,8 +55,8 @@ def own_folder() -> Path:
     """
     path = Path(tempfile.gettempdir()) / f"coa_jax-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(f"{path}: belongs to another user; set TMPDIR to a folder of your own")
     return path
 
@@ -97,13 +97,13 @@ def local(place: str, leave_out: str = "") -> str:
     root = inside.partition("*")[0].rpartition("/")[0]
     with telling(place):
         below = _objects(fs, inside)
-        found = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
-        if not found:
+        objects = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
+        if not objects:
             raise UserError(f"{place}: there is no such file or folder; correct the address")
         sides = {name: _optional(fs, name) for name in (join(root, name) for name in SIDECARS)}
-        found |= {name: info for name, info in sides.items() if info is not None}
-        gone = functools.partial(_is_gone, inside, {**below, **found}, sides)
-        folder = _copy(fs, found, root, f"{scheme_of(place)}://{root}", gone)
+        objects |= {name: info for name, info in sides.items() if info is not None}
+        gone = functools.partial(_is_gone, inside, {**below, **objects}, sides)
+        folder = _copy(fs, objects, root, f"{scheme_of(place)}://{root}", gone)
     return str(folder / inside.removeprefix(root).lstrip("/"))
 
 
@@ -155,13 +155,13 @@ def _is_gone(inside: str, below: Collection[str], sides: Collection[str], name: 
 
 
 def _copy(
-    fs: Any, found: Mapping[str, Any], root: str, url: str, gone: Callable[[str], bool]
+    fs: Any, objects: Mapping[str, Any], root: str, url: str, gone: Callable[[str], bool]
 ) -> Path:
     """Copies new and changed objects of the bucket folder ``root`` (its URL is ``url``).
 
     Args:
         fs: file system of the bucket.
-        found: the objects to copy, info by name.
+        objects: the objects to copy, info by name.
         root, url: the folder, and its URL.
         gone: function that returns whether an object that was copied earlier no longer exists.
 
@@ -172,7 +172,7 @@ def _copy(
     folder = own_folder() / "copies" / digest
     folder.mkdir(parents=True, exist_ok=True)
     stands_for(folder, url)
-    sizes = {name: int(info["size"] or 0) for name, info in found.items()}
+    sizes = {name: int(info["size"] or 0) for name, info in objects.items()}
     with locked(folder / ".lock"):
         marks_file = folder / ".marks"
         marks = durable.read_json_object(marks_file, None) if marks_file.exists() else {}
@@ -180,15 +180,15 @@ def _copy(
             (folder / relative).unlink(missing_ok=True)
             del marks[relative]
             durable.write_json(marks_file, marks)
-        for whole in (name for name in found if PART not in name):
-            pieces = joined(whole, sizes)
-            relative = whole.removeprefix(root).lstrip("/")
-            path, mark = folder / relative, " ".join(_mark(found[name]) for name in pieces)
+        for name_of_object in (name for name in objects if PART not in name):
+            pieces = joined(name_of_object, sizes)
+            relative = name_of_object.removeprefix(root).lstrip("/")
+            path, mark = folder / relative, " ".join(_mark(objects[name]) for name in pieces)
             if marks.get(relative) == mark and path.is_file():
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_name(f".{path.name}.fresh")
-            fs.get_file(whole, str(fresh))
+            fs.get_file(name_of_object, str(fresh))
             with open(fresh, "ab") as file:
                 for name in pieces[1:]:
                     file.write(fs.cat_file(name))
@@ -228,8 +228,8 @@ def version(place: str) -> str:
         OSError: the local file does not exist.
     """
     if not is_url(place):
-        found = Path(place).expanduser().resolve()
-        return f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"
+        file = Path(place).expanduser().resolve()
+        return f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
     fs, inside = opened(place)
     with telling(place):
         return f"{place} {_mark(fs.info(inside))}"

@@ -40,25 +40,25 @@ def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
         if ".mcp." in name:
             continue
         for text in value if isinstance(value, tuple | list) else (value,):
-            for place in str(text).split(",") if isinstance(text, str) else ():
-                _check_place(name, place.strip(), ask)
+            for address in str(text).split(",") if isinstance(text, str) else ():
+                _check_place(name, address.strip(), ask)
 
 
-def _check_place(name: str, place: str, ask: bool) -> None:
-    found = _SCHEME.search(place)
-    if found is None:
+def _check_place(name: str, address: str, ask: bool) -> None:
+    scheme = _SCHEME.search(address)
+    if scheme is None:
         return
     names_files = _NAMES_FILES.fullmatch(name) is not None
-    if found[1] in ("http", "https") and not names_files:
+    if scheme[1] in ("http", "https") and not names_files:
         return
-    whole = _PLACE.fullmatch(place)
-    if whole is None or not whole["url"].startswith(found[0]):
-        raise UserError(f"{name}={place}: a URL must begin with {found[0]}; correct the address")
+    match = _PLACE.fullmatch(address)
+    if match is None or not match["url"].startswith(scheme[0]):
+        raise UserError(f"{name}={address}: a URL must begin with {scheme[0]}; correct the address")
     try:
-        is_url(whole["url"])  # raises an error if the scheme is not supported
+        is_url(match["url"])  # raises an error if the scheme is not supported
         if name in _LOCAL_ONLY or not names_files:
-            raise UserError(f"{place}: this setting needs a local path")
+            raise UserError(f"{address}: this setting needs a local path")
         if ask:
-            check(whole["url"])
+            check(match["url"])
     except UserError as error:
         raise type(error)(f"{name}: {error}") from error

@@ -40,10 +40,10 @@ def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None, str | None] 
         existing local path.
     """
     text = os.fspath(place)
-    found = ID.fullmatch(text)
-    if found is None or os.path.exists(text):
+    match = ID.fullmatch(text)
+    if match is None or os.path.exists(text):
         return None
-    return found["name"], found["revision"], found["file"]
+    return match["name"], match["revision"], match["file"]
 
 
 def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path:
@@ -66,9 +66,9 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
     text = os.fspath(place)
     if is_url(text):
         return Path(local(text, leave_out="*.safetensors"))
-    if (found := hub_id(text)) is None:
+    if (repository := hub_id(text)) is None:
         return Path(text)
-    name, revision, file = found
+    name, revision, file = repository
     if file is None:
         # Subfolders are not needed: they contain the same weights in other formats.
         patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
@@ -114,11 +114,11 @@ def cached_files(place: str | os.PathLike[str], *, weights: bool) -> list[Path]:
     The model must be on the Hub (`hub_cache` returns a folder). See `model_folder` for the
     arguments and errors.
     """
-    found = model_folder(place, weights=weights)
-    snapshot = snapshot_of(place, found)
+    model = model_folder(place, weights=weights)
+    snapshot = snapshot_of(place, model)
     patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     there = {path for pattern in patterns for path in snapshot.glob(pattern) if path.is_file()}
-    return sorted(there | ({found} if found.is_file() else set()))
+    return sorted(there | ({model} if model.is_file() else set()))
 
 
 def _download(
@@ -128,11 +128,11 @@ def _download(
     from huggingface_hub import snapshot_download
 
     with _telling(text):
-        found = snapshot_download(
+        folder = snapshot_download(
             name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored
         )
-    stands_for(Path(found), name if revision is None else f"{name}@{revision}")
-    return Path(found)
+    stands_for(Path(folder), name if revision is None else f"{name}@{revision}")
+    return Path(folder)
 
 
 def _only_gguf(text: str, name: str, revision: str | None, folder: Path) -> str | None:
@@ -161,14 +161,14 @@ def _only_gguf(text: str, name: str, revision: str | None, folder: Path) -> str 
                 pass  # the Hub cannot be reached, so the files in the cache count
     if any(fnmatch.fnmatch(file, *_WEIGHTS) for file in names):
         return None
-    found = sorted(file for file in names if file.endswith(".gguf"))
-    if len(found) > 1:
-        shown = ", ".join(found[:30]) + (", ..." if len(found) > 30 else "")
+    gguf_files = sorted(file for file in names if file.endswith(".gguf"))
+    if len(gguf_files) > 1:
+        shown = ", ".join(gguf_files[:30]) + (", ..." if len(gguf_files) > 30 else "")
         raise UserError(
-            f"{text}: the repository has {len(found)} GGUF files; name one of them, as in "
-            f"{text}:{found[0]} ({shown})"
+            f"{text}: the repository has {len(gguf_files)} GGUF files; name one of them, as in "
+            f"{text}:{gguf_files[0]} ({shown})"
         )
-    return found[0] if found else None
+    return gguf_files[0] if gguf_files else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +206,8 @@ class RemoteFiles:
         if stop <= start:
             return b""
         with self.telling(f"{self.where}/{name}"):
-            found = self.fs.cat_file(f"{self.root}/{name}", start=start, end=stop, **self.options)
-        return bytes(found)
+            data = self.fs.cat_file(f"{self.root}/{name}", start=start, end=stop, **self.options)
+        return bytes(data)
 
 
 def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
@@ -224,9 +224,9 @@ def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
         return None
     fs, root = opened(text)
     with telling(text):
-        found = sorted(name.rpartition("/")[2] for name in fs.glob(f"{root}/*.safetensors"))
-    where = text.rstrip("/")
-    return RemoteFiles(where, tuple(found), where, fs)
+        names = sorted(name.rpartition("/")[2] for name in fs.glob(f"{root}/*.safetensors"))
+    url = text.rstrip("/")
+    return RemoteFiles(url, tuple(names), url, fs)
 
 
 def weights_on_hub(place: str | os.PathLike[str]) -> bool:
@@ -237,8 +237,8 @@ def weights_on_hub(place: str | os.PathLike[str]) -> bool:
     """
     from huggingface_hub import constants
 
-    found = hub_id(place)
-    return found is not None and found[2] is None and not constants.HF_HUB_OFFLINE
+    repository = hub_id(place)
+    return repository is not None and repository[2] is None and not constants.HF_HUB_OFFLINE
 
 
 def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> RemoteFiles:
@@ -251,9 +251,9 @@ def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) 
     """
     from huggingface_hub import HfFileSystem
 
-    found = hub_id(place)
-    assert found is not None
-    root = f"{found[0]}@{commit}"
+    repository = hub_id(place)
+    assert repository is not None
+    root = f"{repository[0]}@{commit}"
     # Without this option, HfFileSystem reads more than the requested bytes.
     options = {"cache_type": "none"}
     return RemoteFiles(os.fspath(place), tuple(names), root, HfFileSystem(), _telling_file, options)
@@ -284,9 +284,9 @@ def hub_description(place: str | os.PathLike[str]) -> Path | None:
     """
     from huggingface_hub import HfApi, constants, errors, hf_hub_download
 
-    if (found := hub_id(place)) is None or found[2] is not None:
+    if (repository := hub_id(place)) is None or repository[2] is not None:
         return None
-    name, revision, _ = found
+    name, revision, _ = repository
     reached, missing = not constants.HF_HUB_OFFLINE, errors.EntryNotFoundError()
     with _telling(os.fspath(place)):
         if reached:
@@ -371,8 +371,8 @@ def check_push(name: str) -> None:
         UserError: the name is not a Hub id, huggingface_hub is in offline mode, or there is no
             token.
     """
-    found = ID.fullmatch(name)
-    if found is None or found["revision"] or found["file"]:
+    match = ID.fullmatch(name)
+    if match is None or match["revision"] or match["file"]:
         raise UserError(f"--push={name}: give a Hub id, Org/Name")
     from huggingface_hub import constants, get_token
 

@@ -86,12 +86,12 @@ class Lease:
     def _read(self) -> dict[str, Any] | None:
         with telling(self.url):
             try:
-                found = json.loads(self._fs.cat_file(self._path))
+                holder = json.loads(self._fs.cat_file(self._path))
             except FileNotFoundError:
                 return None
             except ValueError:
                 return {}
-        return found if isinstance(found, dict) else {}
+        return holder if isinstance(holder, dict) else {}
 
     def _read_token(self) -> str:
         return str((self._read() or {}).get("token"))

@@ -113,8 +113,8 @@ class Mirror:
         """
         skipped = tuple(names_only)
         with self._syncing, telling(self.url):
-            found, stale = _files_of(self._objects())
-            for relative, file in found.items():
+            files, stale = _files_of(self._objects())
+            for relative, file in files.items():
                 path = self.path / relative
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if relative.split("/")[0] in skipped:
@@ -151,8 +151,8 @@ class Mirror:
                 return
             data = self._fs.cat_file(f"{self._root}/{chunk.name}")
             chunk.size, chunk.crc = len(data), zlib.crc32(data)
-            with open(path, "ab") as whole:
-                whole.write(data)
+            with open(path, "ab") as target:
+                target.write(data)
 
     # --- to the bucket ---------------------------------------------------------------------
 
@@ -193,28 +193,28 @@ class Mirror:
             if file.seen == seen:
                 return
             with open(path, "rb") as data:
-                kept = _kept(data, file.chunks) if _has_grown(file.seen, seen) else []
-                start = kept[-1].offset + kept[-1].size if kept else 0
-                name = f"{relative}{PART}{start:015d}" if kept else relative
+                unchanged = _kept(data, file.chunks) if _has_grown(file.seen, seen) else []
+                start = unchanged[-1].offset + unchanged[-1].size if unchanged else 0
+                name = f"{relative}{PART}{start:015d}" if unchanged else relative
                 # If the file grows during the upload, it is uploaded up to this size.
                 chunk = self._put_chunk(data, _Chunk(name, start, seen[1] - start, 0))
         except FileNotFoundError:
             if path.exists():
                 raise
             return  # The file was removed during the upload. The next `sync` removes its objects.
-        self._remove(old for old in file.chunks[len(kept) :] if old.name != name)
-        self._files[relative] = _File([*kept, chunk], seen)
+        self._remove(old for old in file.chunks[len(unchanged) :] if old.name != name)
+        self._files[relative] = _File([*unchanged, chunk], seen)
 
     def _put_chunk(self, data: IO[bytes], chunk: _Chunk) -> _Chunk:
         """Uploads a part of a file; returns the part with its size and its checksum."""
-        place = f"{self._root}/{chunk.name}"
+        target = f"{self._root}/{chunk.name}"
         data.seek(chunk.offset)
         if chunk.offset or chunk.size <= WHOLE:
             block = data.read(chunk.size)
-            self._fs.pipe_file(place, block)
+            self._fs.pipe_file(target, block)
             return dataclasses.replace(chunk, size=len(block), crc=zlib.crc32(block))
-        self._fs.put_file(str(data.name), place)
-        size = int(self._fs.info(place)["size"])
+        self._fs.put_file(str(data.name), target)
+        size = int(self._fs.info(target)["size"])
         return dataclasses.replace(chunk, size=size, crc=_checksum(data, size))
 
     def _remove(self, chunks: Iterable[_Chunk]) -> None:
@@ -273,12 +273,12 @@ def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], lis
     """
     sizes = dict(objects)
     files, used = {}, set[str]()
-    for whole in (name for name in sizes if PART not in name):
+    for main in (name for name in sizes if PART not in name):
         chunks, end = [], 0
-        for name in joined(whole, sizes):
+        for name in joined(main, sizes):
             chunks.append(_Chunk(name, end, sizes[name], 0))
             end += sizes[name]
-        files[whole] = _File(chunks)
+        files[main] = _File(chunks)
         used |= {chunk.name for chunk in chunks}
     return files, [name for name in sizes if name not in used]
 
@@ -288,24 +288,24 @@ def _kept(data: IO[bytes], chunks: Sequence[_Chunk]) -> list[_Chunk]:
 
     A file changes only at its end, so the last parts are compared first.
     """
-    kept = list(chunks)
-    while kept and _checksum(data, kept[-1].size, kept[-1].offset) != kept[-1].crc:
-        kept.pop()
-    return kept[:-1] if kept and kept[-1].size < WHOLE else kept
+    prefix = list(chunks)
+    while prefix and _checksum(data, prefix[-1].size, prefix[-1].offset) != prefix[-1].crc:
+        prefix.pop()
+    return prefix[:-1] if prefix and prefix[-1].size < WHOLE else prefix
 
 
 def _checksum(data: IO[bytes], size: int = sys.maxsize, offset: int = 0) -> int:
     """Returns the checksum of up to ``size`` bytes of a file."""
     data.seek(offset)
-    found = 0
+    crc = 0
     while size > 0 and (block := data.read(min(size, 1 << 20))):
-        found, size = zlib.crc32(block, found), size - len(block)
-    return found
+        crc, size = zlib.crc32(block, crc), size - len(block)
+    return crc
 
 
 def _seen(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _has_grown(before: tuple[int, int, int] | None, now: tuple[int, int, int]) -> bool:
@@ -324,8 +324,8 @@ def _new_folder() -> tuple[Path, int]:
     root.mkdir(exist_ok=True)
     for old in root.iterdir():
         # An error means that the folder is locked, or that it is just being created.
-        with contextlib.suppress(OSError), open(old / ".lock", "r+") as left:
-            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), open(old / ".lock", "r+") as old_lock:
+            fcntl.flock(old_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(dir=root))
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -357,7 +357,7 @@ def run_folder(place: str | os.PathLike[str]) -> Path:
     if not is_url(place):
         return Path(place)
     url = os.fspath(place).rstrip("/")
-    mirror = next((known for known in _mirrors.values() if known.url == url), None) or Mirror(url)
+    mirror = next((each for each in _mirrors.values() if each.url == url), None) or Mirror(url)
     _mirrors[mirror.path] = mirror
     return mirror.path
 

@@ -79,10 +79,10 @@ def local_copy(name: str, weights: str, folder: Path) -> Path | None:
         folder: folder of an adapter. The folder ``base`` beside it, to which a pipeline copies its
             base model, is searched after the folders in `FETCHED`.
     """
-    for place in (*sorted(FETCHED.glob("*")), folder.parent / "base"):
-        found = origin_of(place)
-        if (found.name, found.weights) == (name, weights):
-            return place
+    for candidate in (*sorted(FETCHED.glob("*")), folder.parent / "base"):
+        origin = origin_of(candidate)
+        if (origin.name, origin.weights) == (name, weights):
+            return candidate
     return None
 
 
@@ -110,5 +110,5 @@ def with_header(header: Mapping[str, Any], text: str) -> str:
     """Returns the text of a card: a YAML header with the known values, and a text."""
     from huggingface_hub import CardData
 
-    known = {key: value for key, value in header.items() if value not in ("", None, [], {})}
-    return f"---\n{CardData(**known).to_yaml()}\n---\n\n{text}"
+    values = {key: value for key, value in header.items() if value not in ("", None, [], {})}
+    return f"---\n{CardData(**values).to_yaml()}\n---\n\n{text}"

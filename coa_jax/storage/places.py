@@ -45,12 +45,12 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     Raises:
         UserError: the place is a URL whose scheme is not supported.
     """
-    found = _URL.match(os.fspath(place))
-    if found is None:
+    match = _URL.match(os.fspath(place))
+    if match is None:
         return False
-    if found[1] not in SCHEMES:
+    if match[1] not in SCHEMES:
         raise UserError(
-            f"{os.fspath(place)}: {found[0]} is not supported; give a local path, or an address "
+            f"{os.fspath(place)}: {match[0]} is not supported; give a local path, or an address "
             f"that begins with {' or '.join(f'{name}://' for name in SCHEMES)}"
         )
     return True
@@ -82,13 +82,13 @@ def file_system(scheme: str) -> Any:
         fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
     try:
         with telling(f"{scheme}://"):
-            found = fsspec.filesystem(scheme)
+            fs = fsspec.filesystem(scheme)
     except ImportError:
         raise missing(f"a place that begins with {scheme}://", package, extra) from None
     # These packages log a traceback for each failed request, in addition to the exception.
     for name in ("gcsfs", "gcsfs.retry", "s3fs"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    return found
+    return fs
 
 
 def opened(url: str) -> tuple[Any, str]:
@@ -162,16 +162,16 @@ def check(url: str) -> None:
     """
     if not is_url(url):
         return
-    fs, place = opened(url)
+    fs, path = opened(url)
     # If the URL is a pattern, the folder before the first wildcard is checked.
-    fixed = re.split(r"[*?\[]", place)[0]
-    place = place if fixed == place else fixed.rpartition("/")[0]
-    bucket = place.partition("/")[0]
+    fixed = re.split(r"[*?\[]", path)[0]
+    path = path if fixed == path else fixed.rpartition("/")[0]
+    bucket = path.partition("/")[0]
     if not bucket:
         raise UserError(f"{url}: the bucket is missing; give {scheme_of(url)}://BUCKET/FOLDER")
     with telling(url):
         try:
-            fs.ls(place, detail=False)
+            fs.ls(path, detail=False)
         except FileNotFoundError:
             if not fs.exists(bucket):
                 raise UserError(

@@ -137,12 +137,12 @@ class SharedCache:
 
 def _entries(url: str) -> Iterator[dict[str, Any]]:
     """Yields the entries of all processes; leaves out a last line that a kill has cut off."""
-    place = join(url, f"{ENTRIES}*")
-    fs, inside = opened(place)
+    pattern_url = join(url, f"{ENTRIES}*")
+    fs, inside = opened(pattern_url)
     with telling(url):
         if not fs.glob(inside):
             return
-    pattern = Path(local(place))
+    pattern = Path(local(pattern_url))
     for path in sorted(pattern.parent.glob(pattern.name)):
         for number, line in untrusted.lines(path):
             if line.endswith(b"\n"):
