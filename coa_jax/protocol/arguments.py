@@ -48,15 +48,15 @@ def describe(protocol: Protocol, tool: str) -> str:
         protocol: protocol that contains the tool.
         tool: tag of the tool.
     """
-    said = protocol.described.get(tool) or _DOES[tool]
+    description = protocol.described.get(tool) or _DOES[tool]
     if tool in protocol.schemas:  # the schema describes the body
-        said = said.partition(" The body is ")[0]
-    return " ".join(filter(None, (said, protocol.notes.get(tool, ""))))
+        description = description.partition(" The body is ")[0]
+    return " ".join(filter(None, (description, protocol.notes.get(tool, ""))))
 
 
 def schemas(protocol: Protocol) -> list[dict[str, Any]]:
     """Returns the JSON schemas of a protocol's tools, in the format of OpenAI's API."""
-    found = []
+    tools = []
     for tool in protocol.tools:
         named = arguments_of(tool)
         plain: dict[str, object] = {
@@ -66,8 +66,8 @@ def schemas(protocol: Protocol) -> list[dict[str, Any]]:
         }
         parameters = protocol.schemas.get(tool, plain)
         function = {"name": tool, "description": describe(protocol, tool)}
-        found.append({"type": "function", "function": {**function, "parameters": parameters}})
-    return found
+        tools.append({"type": "function", "function": {**function, "parameters": parameters}})
+    return tools
 
 
 def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
@@ -88,7 +88,7 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
             if name not in arguments:
                 raise ValueError(f"The tool {tool} needs the argument {name!r}.")
         return json.dumps(dict(arguments), ensure_ascii=False)
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name in arguments_of(tool):
         value = arguments.get(name)
         if name == "urls" and isinstance(value, list) and all(isinstance(v, str) for v in value):
@@ -98,14 +98,14 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
         if not isinstance(value, str | None):
             raise ValueError(f"The argument {name!r} of {tool} must be a string.")
         if value is not None:
-            given[name] = value
+            texts[name] = value
     form = TOOL_FORMS.get(tool, "text")
     if form == "code":
-        fenced = "stdin" not in given and parse_code(given["code"]) is not None
-        return given["code"] if fenced else format_code(given["code"], given.get("stdin"))
+        fenced = "stdin" not in texts and parse_code(texts["code"]) is not None
+        return texts["code"] if fenced else format_code(texts["code"], texts.get("stdin"))
     if form == "inspection":
-        return f"```json\n{json.dumps(given, ensure_ascii=False)}\n```"
-    (text,) = given.values()
+        return f"```json\n{json.dumps(texts, ensure_ascii=False)}\n```"
+    (text,) = texts.values()
     return text
 
 
@@ -135,12 +135,12 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
         return {next(iter(properties)): text}
     form = TOOL_FORMS.get(tool, "text")
     if form == "code" and (program := parse_code(text)) is not None:
-        given: tuple[str | None, ...] = program
-    elif form == "inspection" and (asked := parse_inspection(text)) is not None:
-        given = asked
+        values: tuple[str | None, ...] = program
+    elif form == "inspection" and (inspection := parse_inspection(text)) is not None:
+        values = inspection
     else:
-        given = (text,)
-    named = zip(arguments_of(tool), given, strict=False)
+        values = (text,)
+    named = zip(arguments_of(tool), values, strict=False)
     return {name: value for name, value in named if value is not None}
 
 

@@ -142,7 +142,7 @@ def check(
     """
     if authors is not None and len(authors) != len(segments):
         raise ValueError(f"{len(authors)} authors for {len(segments)} segments")
-    found: list[Violation] = []
+    violations: list[Violation] = []
     state, answered, end = State(), False, 0
     for index, segment in enumerate(segments):
         role, end = segment.role, segment.end
@@ -151,21 +151,21 @@ def check(
             if by_policy and segment.body.strip():
                 kind = "after_answer" if state.action == protocol.answer else "stray_text"
                 position = end - len(segment.body.lstrip())
-                found.append(Violation(kind, position, "text outside of tags"))
+                violations.append(Violation(kind, position, "text outside of tags"))
             continue
         if role == protocol.observation and by_policy:
             message = "an observation that no tool wrote"
-            found.append(Violation("forged_observation", segment.start, message))
+            violations.append(Violation("forged_observation", segment.start, message))
         elif role != protocol.observation and not by_policy:
             continue
-        found.extend(_transition_violations(protocol, state, segment))
+        violations.extend(_transition_violations(protocol, state, segment))
         if by_policy and segment.closed:
-            found.extend(body_violations(protocol, segment))
+            violations.extend(body_violations(protocol, segment))
             answered = answered or role == protocol.answer
         state = advance(protocol, state, role, segment.body)
     if not answered:
-        found.append(Violation("missing_answer", end, f"no closed <{protocol.answer}>"))
-    return found
+        violations.append(Violation("missing_answer", end, f"no closed <{protocol.answer}>"))
+    return violations
 
 
 def _transition_violations(protocol: Protocol, state: State, segment: Segment) -> list[Violation]:

@@ -95,10 +95,10 @@ def parse_double_check(body: str) -> int | None:
     """
     body = _SCALE.sub(" ", body)
     bare = _BARE_SCORE.fullmatch(body)
-    found = {bare[1]} if bare else set(_NAMED_SCORE.findall(body))
-    if len(found) != 1:
+    scores = {bare[1]} if bare else set(_NAMED_SCORE.findall(body))
+    if len(scores) != 1:
         return None
-    (score,) = found
+    (score,) = scores
     return int(score) if score in ("1", "2", "3", "4") else None
 
 

@@ -308,9 +308,9 @@ def find_format(name: str, by_setting: bool = False) -> Format:
 @functools.cache
 def _made(name: str) -> Format:
     try:
-        found: Any = find(FORMATS, name, "format")()
+        created: Any = find(FORMATS, name, "format")()
     except TypeError as error:
         raise UserError(f"format: {name} cannot be created: {error}") from None
-    if not isinstance(found, Format):
-        raise refuse_result(FORMATS, name, found, "a coa_jax.protocol.formats.Format", "format")
-    return found
+    if not isinstance(created, Format):
+        raise refuse_result(FORMATS, name, created, "a coa_jax.protocol.formats.Format", "format")
+    return created

@@ -85,12 +85,12 @@ def compile_protocol(protocol: Protocol) -> ByteAutomaton:
     def start(state: State) -> _Node:
         if state.waiting or state.action == protocol.answer:
             return _Closed(state)
-        found: dict[State, Regex] = {}
+        targets: dict[State, Regex] = {}
         for role in sorted(allowed_after(protocol, state)):
             for regex, body in languages[role]:
                 target = advance(protocol, state, role, body)
-                found[target] = found.get(target, NOTHING) | regex
-        return _Open(tuple((BLANKS_BETWEEN + regex, target) for target, regex in found.items()))
+                targets[target] = targets.get(target, NOTHING) | regex
+        return _Open(tuple((BLANKS_BETWEEN + regex, target) for target, regex in targets.items()))
 
     def follow(node: _Node) -> Iterator[tuple[list[int], _Node]]:
         if isinstance(node, _Closed):

@@ -85,16 +85,16 @@ class Hermes(Format):
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
         """Returns (start, end) offsets of the tags that are single tokens, see `Format.marks`."""
-        reader, found = HermesReader(protocol), []
+        reader, offsets = HermesReader(protocol), []
         for segment in reader.feed(text):
             if segment.role is None:
                 continue
             name = THINK if segment.role == THINK else "tool_call"
-            whole = text[segment.start : segment.end]
-            if whole.startswith(f"<{name}>"):
-                found.append((segment.start, segment.start + len(name) + 2))
-            found.append((segment.end - len(name) - 3, segment.end))
-        return found
+            tagged = text[segment.start : segment.end]
+            if tagged.startswith(f"<{name}>"):
+                offsets.append((segment.start, segment.start + len(name) + 2))
+            offsets.append((segment.end - len(name) - 3, segment.end))
+        return offsets
 
     def quote(self, text: str) -> str:
         """Escapes ``</tool_response>`` in the text of a tool, see `Format.quote`."""
@@ -105,12 +105,12 @@ def call_text(name: str, arguments: Mapping[str, Any]) -> str:
     """Writes a tool call as the policy writes it."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     # A mark in the arguments would end the call, so its first character is escaped.
-    call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
+    call = _TAG.sub(lambda match: f"\\u003c{match[0][1:]}", call)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _quoted(text: str) -> str:
-    return _TAG.sub(lambda found: f"&lt;{found[0][1:-1]}&gt;", text)
+    return _TAG.sub(lambda match: f"&lt;{match[0][1:-1]}&gt;", text)
 
 
 class HermesReader(Pieces):
@@ -137,16 +137,16 @@ class HermesReader(Pieces):
 
     def feed(self, chunk: str) -> list[Segment]:
         """Parses more text; returns the segments that this text completes."""
-        data, taken, done = self.carry + chunk, 0, list[Segment]()
+        data, consumed, done = self.carry + chunk, 0, list[Segment]()
         for match in _TAG.finditer(data):
             tag = match[0]
             name, closes = tag.strip("</>"), tag[1] == "/"
-            before, here = data[taken : match.start()], self.end + match.start() - taken
+            before, here = data[consumed : match.start()], self.end + match.start() - consumed
             # Some chat templates write the opening <think> as the end of the prompt.
             opened = self._open or (THINK if not self._segments else "")
             if closes and name == opened:
                 self.text += before + tag
-                taken = match.end()
+                consumed = match.end()
                 done += self._closed(name)
             elif self._open:
                 if self._open == "tool_call":
@@ -157,14 +157,14 @@ class HermesReader(Pieces):
                 self.broken("unexpected_close", f"{tag} closes nothing", here)
             else:
                 self.text += before
-                said = bool(self.text.strip())
-                if name == THINK and (said or self._calls):
+                has_text = bool(self.text.strip())
+                if name == THINK and (has_text or self._calls):
                     self.broken("misplaced_think", "thoughts stand first in a turn", here)
                 done += self._loose()
                 self.text, self._open = tag, name
-                taken = match.end()
-        keep = undecided(data[taken:], _TAGS)
-        self.text += data[taken : len(data) - keep]
+                consumed = match.end()
+        keep = undecided(data[consumed:], _TAGS)
+        self.text += data[consumed : len(data) - keep]
         self.carry = data[len(data) - keep :] if keep else ""
         return done
 

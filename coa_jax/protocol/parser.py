@@ -91,10 +91,10 @@ class Parser:
             raise ValueError("Parser.feed was called after Parser.finish; create a new Parser")
         data = self._carry + chunk
         done: list[Segment] = []
-        taken = 0  # number of characters of data that are in _pieces or in a segment
+        consumed = 0  # number of characters of data that are in _pieces or in a segment
         for match in _TAG.finditer(data):
             closing, name = bool(match[1]), match[2]
-            position = self._end + match.start() - taken
+            position = self._end + match.start() - consumed
             if self._role is None:
                 if name not in self._roles:
                     message = f"{match[0]} is not a tag of the {self.protocol.name} protocol"
@@ -102,20 +102,20 @@ class Parser:
                 elif closing:
                     self._violation("unexpected_close", position, f"{match[0]} closes nothing")
                 else:
-                    self._take(data[taken : match.start()])
+                    self._take(data[consumed : match.start()])
                     if self._pieces:
                         done.append(self._close())
                     self._role = name
                     self._take(match[0])
-                    taken = match.end()
+                    consumed = match.end()
             elif closing and name == self._role:
-                self._take(data[taken : match.end()])
+                self._take(data[consumed : match.end()])
                 done.append(self._close())
-                taken = match.end()
+                consumed = match.end()
             elif name in self._roles and self._role not in self.protocol.verbatim:
                 self._violation("nested", position, f"{match[0]} inside <{self._role}> is text")
-        keep = _undecided(data, taken)
-        self._take(data[taken : len(data) - keep])
+        keep = _undecided(data, consumed)
+        self._take(data[consumed : len(data) - keep])
         self._carry = data[len(data) - keep :] if keep else ""
         return done
 
@@ -163,9 +163,9 @@ class Parser:
         self.violations.append(Violation(kind, position, message))
 
 
-def _undecided(data: str, taken: int) -> int:
+def _undecided(data: str, consumed: int) -> int:
     """Returns the length of the end of ``data[taken:]`` that may be the beginning of a tag."""
-    start = data.rfind("<", max(taken, len(data) - _MAX_PARTIAL))
+    start = data.rfind("<", max(consumed, len(data) - _MAX_PARTIAL))
     if start < 0 or not _PARTIAL_TAG.fullmatch(data, start):
         return 0
     return len(data) - start

@@ -34,7 +34,7 @@ def part_violations(
         return _format_violations(rules, parts, ended)
     segments: list[Segment] = []
     authors: list[AuthorName] = []
-    found: list[Violation] = []
+    violations: list[Violation] = []
     offset = 0
     for policy, run in itertools.groupby(parts, key=lambda part: part[0] == "policy"):
         texts = [text for _, text in run]
@@ -44,7 +44,7 @@ def part_violations(
                 dataclasses.replace(s, start=s.start + offset, end=s.end + offset)
                 for s in parsed.segments
             ]
-            found += [
+            violations += [
                 dataclasses.replace(v, position=v.position + offset) for v in parsed.violations
             ]
             authors += ["policy"] * len(parsed.segments)
@@ -56,8 +56,8 @@ def part_violations(
                 segments.append(Segment(rules.observation, text, offset, end, True))
                 authors.append("environment")
             offset += len(text)
-    found += check(rules, segments, authors)
-    return sorted(found, key=lambda violation: violation.position)
+    violations += check(rules, segments, authors)
+    return sorted(violations, key=lambda violation: violation.position)
 
 
 def _format_violations(
@@ -86,8 +86,8 @@ def _format_violations(
     def place(position: int) -> int:
         return position + max((shift for start, shift in shifts if start <= position), default=0)
 
-    found = [dataclasses.replace(v, position=place(v.position)) for v in reader.violations]
+    violations = [dataclasses.replace(v, position=place(v.position)) for v in reader.violations]
     if not any(segment.role == rules.answer for segment in segments):
         message = "the last turn is not an answer"
-        found.append(Violation("missing_answer", policy + environment, message))
-    return sorted(found, key=lambda violation: violation.position)
+        violations.append(Violation("missing_answer", policy + environment, message))
+    return sorted(violations, key=lambda violation: violation.position)

@@ -91,9 +91,9 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.style not in PROMPT_STYLES and QUESTION not in self.style:
-            known = ", ".join(PROMPT_STYLES)
+            styles = ", ".join(PROMPT_STYLES)
             raise UserError(
-                f"prompt style {self.style[:40]!r} is unknown; use {known} or a template with "
+                f"prompt style {self.style[:40]!r} is unknown; use {styles} or a template with "
                 f"{QUESTION}"
             )
 
@@ -196,8 +196,8 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
         UserError: ``style`` is neither the name of a style nor a template.
     """
     if Prompt(style).is_template:
-        told = " ".join(filter(None, protocol.notes.values()))
-        before, _, behind = style.replace(LIBRARIES, told).rpartition(QUESTION)
+        libraries = " ".join(filter(None, protocol.notes.values()))
+        before, _, behind = style.replace(LIBRARIES, libraries).rpartition(QUESTION)
         return f"{before}{question}{behind}"
     if not protocol.roles:
         return question

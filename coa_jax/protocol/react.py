@@ -101,8 +101,8 @@ class React(Format):
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
         """Returns the observation for a call of a tool that does not exist, see `Format.error`."""
-        known = ", ".join(protocol.tools)
-        return f"There is no tool {segment.body[:100]!r}; there are {known}."
+        tools = ", ".join(protocol.tools)
+        return f"There is no tool {segment.body[:100]!r}; there are {tools}."
 
 
 class ReactReader(Pieces):
@@ -127,7 +127,7 @@ class ReactReader(Pieces):
 
     def feed(self, chunk: str) -> list[Segment]:
         """Parses more text; returns the segments that this text completes."""
-        data, taken, done = self.carry + chunk, 0, list[Segment]()
+        data, consumed, done = self.carry + chunk, 0, list[Segment]()
         self.carry = ""
         # A mark counts only at the start of a line. If the data does not begin at the start of a
         # line, a character before the data keeps the pattern from matching there.
@@ -136,19 +136,19 @@ class ReactReader(Pieces):
         for match in _MARK.finditer(searched):
             start, end = match.start() - added, match.end() - added
             if self._mark == "Final Answer:":
-                at = self.end + start - taken
+                at = self.end + start - consumed
                 self.broken("after_answer", f"{match[0]} behind the answer", at)
                 continue
-            self.text += data[taken:start]
+            self.text += data[consumed:start]
             done += self._marked(match[0])
-            taken = end
+            consumed = end
         line = data.rfind("\n") + 1
-        begins = taken <= line and (line > 0 or self._line_start)
-        last = data[max(line, taken) :]
+        begins = consumed <= line and (line > 0 or self._line_start)
+        last = data[max(line, consumed) :]
         if begins and undecided(last, _MARKS) == len(last):
             self.carry = last
         self._line_start = begins and (not last or bool(self.carry))
-        self.text += data[taken : len(data) - len(self.carry)]
+        self.text += data[consumed : len(data) - len(self.carry)]
         return done
 
     def _marked(self, mark: str) -> list[Segment]:
@@ -162,11 +162,11 @@ class ReactReader(Pieces):
             self.broken("stray_text", f"text before {mark}", self.start)
         if last == "Action Input:" and mark == "Observation:":
             self.text += mark
-            known = self._tool in self.protocol.tools
-            if not known:
+            is_tool = self._tool in self.protocol.tools
+            if not is_tool:
                 self.broken("bad_call", f"there is no tool {self._tool[:100]!r}", self.start)
             self._mark, self._begins = "", 0
-            return self.close(self._tool, body) if known else self.close(BAD_CALL, self._tool)
+            return self.close(self._tool, body) if is_tool else self.close(BAD_CALL, self._tool)
         if last == "Action:" and mark == "Action Input:":
             self._tool = body
         elif last == "Thought:":

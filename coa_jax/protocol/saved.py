@@ -45,9 +45,9 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
             made[protocol.name] = {"tools": list(protocol.tools), "described": described}
             if schemas:
                 made[protocol.name]["schemas"] = schemas
-    known = durable.read_json_object(path) if path.exists() else {}
-    if known | made != known:
-        durable.write_json(path, known | made)
+    saved = durable.read_json_object(path) if path.exists() else {}
+    if saved | made != saved:
+        durable.write_json(path, saved | made)
 
 
 def find_protocols(path: str | os.PathLike[str]) -> None:
@@ -64,19 +64,19 @@ def find_protocols(path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: the file ``protocols.json`` is damaged.
     """
-    place = Path(path).expanduser().absolute()
+    absolute = Path(path).expanduser().absolute()
     runs = [
-        folder for folder in place.parents[1 : _AROUND + 1] if (folder / "config.json").is_file()
+        folder for folder in absolute.parents[1 : _AROUND + 1] if (folder / "config.json").is_file()
     ]
-    for folder in (place, place.parent, *runs):
+    for folder in (absolute, absolute.parent, *runs):
         if (folder / FILE).is_file():
             _enter(folder / FILE)
             return
 
 
 def _enter(path: Path) -> None:
-    found = durable.read_json_object(path)
-    for name, made in found.items():
+    saved = durable.read_json_object(path)
+    for name, made in saved.items():
         if name in protocol_names():
             continue
         try:

@@ -188,15 +188,15 @@ def at_level(name: str, level: str, form: str = "") -> str:
     """
     if level not in ("", *LEVELS):
         raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
-    family, own = split_level(name)
+    family, suffix = split_level(name)
     if form not in ("", TAGS):
         find_format(form, by_setting=True)
-        own = form
-    elif form == TAGS and own not in LEVELS:
-        own = LEVELS[0]
-    if own not in LEVELS and level == LEVELS[1]:
-        raise UserError(f"only {TAGS} has the level {level}; the format {own} has no levels")
-    chosen = own if own not in LEVELS else level or own
+        suffix = form
+    elif form == TAGS and suffix not in LEVELS:
+        suffix = LEVELS[0]
+    if suffix not in LEVELS and level == LEVELS[1]:
+        raise UserError(f"only {TAGS} has the level {level}; the format {suffix} has no levels")
+    chosen = suffix if suffix not in LEVELS else level or suffix
     return family if chosen == LEVELS[0] else f"{family}:{chosen}"
 
 
@@ -265,9 +265,9 @@ def get_protocol(name: str) -> Protocol:
     """
     family, level = split_level(name)
     if family not in _PROTOCOLS:
-        known = ", ".join(name for name in _PROTOCOLS if name[0] != "_")
+        names = ", ".join(name for name in _PROTOCOLS if name[0] != "_")
         raise UserError(
-            f"protocol {family!r} is unknown; use one of: {known}, or one of your tools "
+            f"protocol {family!r} is unknown; use one of: {names}, or one of your tools "
             "(tools.protocol; its protocols.json is in the directory of the data or the run)"
         )
     protocol = _PROTOCOLS[family]
@@ -342,9 +342,9 @@ def protocol_with_tools(
     described = described or {}
     unknown = [tool for tool in tools if tool not in TOOL_FORMS and tool not in described]
     if unknown or len(set(tools)) != len(tools):
-        known = ", ".join((*TOOL_FORMS, *described))
+        allowed = ", ".join((*TOOL_FORMS, *described))
         raise UserError(
-            f"protocol {name!r} cannot have the tools {tools!r}; use any, once each, of: {known}"
+            f"protocol {name!r} cannot have the tools {tools!r}; use any, once each, of: {allowed}"
         )
     made = _verifying(name, tools)
     return dataclasses.replace(made, described=dict(described), schemas=dict(schemas or {}))
