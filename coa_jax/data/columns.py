@@ -71,14 +71,14 @@ def _turn(turn: Any, tags: Mapping[str, str]) -> Any:
     role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     roles = {tags[tag]: name for tag, name in _ROLES.items() if tag in tags}
     rest = {key: value for key, value in turn.items() if key not in (role, content)}
-    said = turn.get(role)
-    known = roles.get(said, said) if isinstance(said, str) else said
-    return {**rest, "role": known, "content": turn.get(content)}
+    label = turn.get(role)
+    target_role = roles.get(label, label) if isinstance(label, str) else label
+    return {**rest, "role": target_role, "content": turn.get(content)}
 
 
 def _texts(info: Mapping[str, Any], key: str) -> dict[str, str]:
-    found = info.get(key)
-    found = {} if found is None else found
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+    texts = info.get(key)
+    texts = {} if texts is None else texts
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise UserError(f"dataset_info.json: {key!r} must be an object whose values are strings")
-    return found
+    return texts

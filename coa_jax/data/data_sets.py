@@ -76,22 +76,22 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
 
     def load() -> Any:
         with _telling(where):
-            given = {"split": part or split, "revision": revision or None}
-            return datasets.load_dataset(name, config or None, **given)
+            options = {"split": part or split, "revision": revision or None}
+            return datasets.load_dataset(name, config or None, **options)
 
     if processes.count() == 1 or all(present):
         return load()
     root = Path(datasets.config.HF_DATASETS_CACHE) / "coa_jax"
 
     def fetch() -> list[Path]:
-        found = load()
-        folder = root / found._fingerprint
+        data_set = load()
+        folder = root / data_set._fingerprint
         with _telling(where):
             try:
                 datasets.load_from_disk(folder)
             except Exception:  # there is no folder, or a killed process left a part of one
                 shutil.rmtree(folder, ignore_errors=True)
-                durable.make_folder(folder, found.save_to_disk)
+                durable.make_folder(folder, data_set.save_to_disk)
         return sorted(folder.glob("[!.]*"))
 
     from coa_jax.parallel.transfer import from_first  # here, because it loads JAX
@@ -137,10 +137,10 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
         else:
             builder = tfds.builder(name, file_format="array_record", data_dir=data_dir or None)
             builder.download_and_prepare()
-        known = list(builder.info.splits)
-        rows = builder.as_data_source(split=part) if part.partition("[")[0] in known else None
+        splits = list(builder.info.splits)
+        rows = builder.as_data_source(split=part) if part.partition("[")[0] in splits else None
     if rows is None:
-        raise UserError(f"{where}: there is no split {part!r}; there are {', '.join(known)}")
+        raise UserError(f"{where}: there is no split {part!r}; there are {', '.join(splits)}")
     return rows
 
 
@@ -157,8 +157,8 @@ def local_tfds(source: str) -> str:
 def _name_and_split(source: str) -> tuple[str, str]:
     name = source.partition(":")[2]
     # URLs and slices contain colons too, which do not begin a split.
-    found = re.fullmatch(r"(.+):([^:/\[\]]*(?:\[.*\])?)", name)
-    return (found[1], found[2]) if found else (name, "")
+    match = re.fullmatch(r"(.+):([^:/\[\]]*(?:\[.*\])?)", name)
+    return (match[1], match[2]) if match else (name, "")
 
 
 @contextlib.contextmanager

@@ -75,16 +75,16 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if {"authors", "texts"} <= value.keys():
         return Made(_checked(from_tfds(value)))
     conversation = _present(value, _CONVERSATIONS)
-    asked, replied = _present(value, _USER), _present(value, _REPLY)
-    pair = None not in (asked and value[asked], replied and value[replied])
+    user_key, replied = _present(value, _USER), _present(value, _REPLY)
+    pair = None not in (user_key and value[user_key], replied and value[replied])
     if conversation is not None and (value[conversation] is not None or not pair):
         return _of_messages(value, value[conversation], name, protocol)
     if isinstance(value.get("prompt"), list) and replied is not None:
-        said = value[replied]
-        last = said if isinstance(said, list) else [{"role": "assistant", "content": said}]
+        reply = value[replied]
+        last = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
         return _of_messages(value, value["prompt"] + last, name, protocol)
-    if asked is not None and replied is not None:
-        return _of_alpaca(value, asked, replied, name, protocol)
+    if user_key is not None and replied is not None:
+        return _of_alpaca(value, user_key, replied, name, protocol)
     if "parts" in value:
         optional = ("metadata", "prompt", "context")  # tables have null for a missing value
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
@@ -138,10 +138,12 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 # --- forms ---------------------------------------------------------------------------------
 
 
-def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
+def _of_alpaca(
+    value: dict[str, Any], user_key: str, replied: str, name: str, protocol: str
+) -> Made:
     """Converts an alpaca row, whose ``instruction`` and ``input`` form the user message."""
-    more = _text(value, "input") if asked == "instruction" else ""
-    prompt = "\n".join(filter(None, (_text(value, asked), more)))
+    more = _text(value, "input") if user_key == "instruction" else ""
+    prompt = "\n".join(filter(None, (_text(value, user_key), more)))
     output, system = _text(value, replied), _text(value, "system")
     context = [("system", system)] if system else []
     for user, assistant in _pairs(value.get("history") or [], "history"):
@@ -164,10 +166,10 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     for number, turn in enumerate(listed, start=1):
         if not isinstance(turn, dict):
             raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
-        said = turn.get("role", turn.get("from"))
-        role = _ROLES.get(said.lower()) if isinstance(said, str) else None
+        source_role = turn.get("role", turn.get("from"))
+        role = _ROLES.get(source_role.lower()) if isinstance(source_role, str) else None
         if role is None:
-            raise Unusable(f"turn {number} has the unknown role {str(said)[:40]!r}")
+            raise Unusable(f"turn {number} has the unknown role {str(source_role)[:40]!r}")
         text = _content(turn["content"] if "content" in turn else turn.get("value"), number)
         if role == "assistant":
             text = _with_thought(turn, text)
@@ -189,7 +191,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     start = end
     while start and users[start - 1]:  # consecutive user messages form one message
         start -= 1
-    before, asked, after = turns[:start], turns[start:end], turns[end:]
+    before, question_turns, after = turns[:start], turns[start:end], turns[end:]
     if any(turn.role in ("tool", "call") for turn in before):
         raise Unusable("the user speaks again after a tool: not the run of a single question")
     if any(turn.unlearned for turn in after if turn.role in _POLICY):
@@ -200,7 +202,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         raise Unusable("a system message is in the middle of the trajectory")
     rules = get_protocol(named) if named else any_protocol()
     context = tuple((turn.role, turn.text) for turn in before if turn.text or turn.role != "system")
-    prompt = "\n".join(turn.text for turn in asked)
+    prompt = "\n".join(turn.text for turn in question_turns)
     reply = tuple(
         (POLICY if turn.role in _POLICY else ENVIRONMENT, _written(rules, turn)) for turn in after
     )
@@ -254,8 +256,8 @@ def _with_thought(turn: Mapping[str, Any], text: str) -> str:
     """Returns an assistant's text after the reasoning that some servers give in its own field."""
     for key in ("reasoning_content", "reasoning"):
         thought = turn.get(key)
-        said = isinstance(thought, str) and thought.strip()
-        if said and not text.lstrip().startswith("<think>"):
+        has_thought = isinstance(thought, str) and thought.strip()
+        if has_thought and not text.lstrip().startswith("<think>"):
             return f"<think>{thought}</think>\n{text}".rstrip()
     return text
 
@@ -352,9 +354,9 @@ def _assemble(
         raise Unusable("the assistant says nothing")
     named, tags = _text(value, "protocol") or protocol, tuple[str, ...]()
     if not named:
-        instructions = "\n".join([*(said for _, said in context), prompt[:begin]])
-        said = "\n".join(text for author, text in exact or turns if author == POLICY)
-        named, tags = infer_protocol(said, instructions)
+        instructions = "\n".join([*(text for _, text in context), prompt[:begin]])
+        policy_text = "\n".join(text for author, text in exact or turns if author == POLICY)
+        named, tags = infer_protocol(policy_text, instructions)
     rules = get_protocol(named)
     parts = parts_of_turns(rules, turns) if exact is None else exact
     record = DistilledRecord(
@@ -376,15 +378,15 @@ def _identity(value: Mapping[str, Any], name: str) -> str:
 
 
 def _answer(rules: Protocol, parts: Parts) -> str:
-    said = "".join(text for author, text in parts if author == POLICY)
-    _, opened, body = said.rpartition(f"<{rules.answer}>")
+    policy_text = "".join(text for author, text in parts if author == POLICY)
+    _, opened, body = policy_text.rpartition(f"<{rules.answer}>")
     body, closed, _ = body.partition(f"</{rules.answer}>")
     return body.strip() if opened and closed else ""
 
 
 def _gold(value: Mapping[str, Any]) -> tuple[str, ...]:
-    found: Any = next((value[key] for key in _GOLD if value.get(key) is not None), [])
-    answers = found if isinstance(found, list) else [found]
+    gold: Any = next((value[key] for key in _GOLD if value.get(key) is not None), [])
+    answers = gold if isinstance(gold, list) else [gold]
     if not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         raise TypeError("an accepted answer is neither a string nor a number")
     return tuple(map(str, answers))
@@ -394,11 +396,11 @@ def _text(value: Mapping[str, Any], key: str) -> str:
     return _string(value.get(key), f"the field {key!r}")
 
 
-def _string(found: Any, what: str) -> str:
+def _string(value: Any, name: str) -> str:
     """Returns a string; "" for null."""
-    if found is not None and not isinstance(found, str):
-        raise TypeError(f"{what} cannot be {type(found).__name__}")
-    return found or ""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} cannot be {type(value).__name__}")
+    return value or ""
 
 
 def _content(content: Any, number: int) -> str:

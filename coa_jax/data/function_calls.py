@@ -96,19 +96,19 @@ def parts_of_calls(turns: Sequence[Turn]) -> Parts:
     kinds = [(_KINDS.get(turn.role, turn.role), turn) for turn in turns]
     before = "user"
     for kind, group in itertools.groupby(kinds, key=lambda pair: pair[0]):
-        said = [turn for _, turn in group]
+        run = [turn for _, turn in group]
         if kind == "system":
             raise Unusable("a system message is in the middle of the conversation")
         if (before, kind) not in _ORDER:
             raise Unusable(f"a turn of the role {kind} follows one of the role {before}")
         if kind == POLICY:
-            texts = (text for turn in said for text in (*_content(turn), *_written(turn)))
+            texts = (text for turn in run for text in (*_content(turn), *_written(turn)))
             parts.append((POLICY, "\n".join(texts)))
         elif kind == "tool":
-            quoted = (protocol.format.quote(text) for turn in said for text in _results(turn.text))
+            quoted = (protocol.format.quote(text) for turn in run for text in _results(turn.text))
             parts += [(ENVIRONMENT, f"{head}{text}{tail}") for text in quoted]
         else:
-            parts.append((ENVIRONMENT, "\n".join(turn.text for turn in said)))
+            parts.append((ENVIRONMENT, "\n".join(turn.text for turn in run)))
         before = kind
     while parts and parts[-1][0] == ENVIRONMENT:
         parts.pop()  # nothing follows that the policy could learn

@@ -37,10 +37,10 @@ def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
     The share is an exact fraction of the task's graded samples. Tasks without graded samples are
     left out.
     """
-    found = {}
+    rate_of = {}
     for task in outcome["tasks"]:
         values = [s["value"] for s in task["samples"] if s["value"] is not None]
         if values:
             solved = sum(value == 1.0 for value in values)
-            found[task["id"]] = fractions.Fraction(solved, len(values))
-    return found
+            rate_of[task["id"]] = fractions.Fraction(solved, len(values))
+    return rate_of

@@ -161,8 +161,8 @@ class Records:
             raise IndexError(index)
         file = bisect.bisect_right(self._ends, index)
         rows = self._files[file]
-        place = index - self._ends[file] + len(rows)
-        return _found(rows[place], self._columns[file], self.protocol)
+        position = index - self._ends[file] + len(rows)
+        return _found(rows[position], self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
         """Returns a text for each file, which changes when the file is rewritten.
@@ -186,10 +186,10 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
         UserError: a file cannot be read, a row is damaged, or all rows are left out.
     """
     counts, records = Counts(), list[DistilledRecord]()
-    for found in iterate_records(source, protocol):
-        counts.add(found)
-        if isinstance(found, Read):
-            records.append(found.record)
+    for outcome in iterate_records(source, protocol):
+        counts.add(outcome)
+        if isinstance(outcome, Read):
+            records.append(outcome.record)
     if not records:
         counts.check_some()
     for line in counts.lines():
@@ -240,15 +240,15 @@ class Counts:
 
     def merge(self, later: Counts) -> None:
         """Adds the counts of rows that follow the rows counted here."""
-        for reason, (number, where) in later.left_out.items():
-            self._leave_out(reason, number, where)
+        for reason, (number, locations) in later.left_out.items():
+            self._leave_out(reason, number, locations)
         self.told.update(later.told)
         for name, tags in later.tags.items():
             self.tags[name].update(tags)
 
-    def _leave_out(self, reason: str, number: int, where: tuple[str, ...]) -> None:
+    def _leave_out(self, reason: str, number: int, locations: tuple[str, ...]) -> None:
         before, first = self.left_out.get(reason, (0, ()))
-        self.left_out[reason] = before + number, (*first, *where)[:2]
+        self.left_out[reason] = before + number, (*first, *locations)[:2]
 
     def check_some(self) -> None:
         """Reports why there is no record. Must be called only if no row has become a record.
@@ -256,9 +256,9 @@ class Counts:
         Raises:
             UserError: rows were left out. The message contains the first reason.
         """
-        for reason, (_, where) in self.left_out.items():
+        for reason, (_, locations) in self.left_out.items():
             number = sum(number for number, _ in self.left_out.values())
-            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be used")
+            raise UserError(f"{locations[0]}: {reason}; none of the {number} rows can be used")
 
     def lines(self) -> list[str]:
         """Returns the counts as log messages, one per inferred protocol and per reason."""
@@ -268,6 +268,6 @@ class Counts:
             for name, number in self.told.items()
         ] + [
             f"rows left out: {number}, because {reason} "
-            f"({', '.join(where)}{', ...' if number > 2 else ''})"
-            for reason, (number, where) in self.left_out.items()
+            f"({', '.join(locations)}{', ...' if number > 2 else ''})"
+            for reason, (number, locations) in self.left_out.items()
         ]

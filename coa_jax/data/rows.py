@@ -164,10 +164,10 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
         elif path.is_dir():
             files += _in_folder(path)
         elif any(sign in name for sign in "*?[") and not path.exists():
-            found = sorted(map(Path, glob.glob(name)))
-            if not found:
+            matches = sorted(map(Path, glob.glob(name)))
+            if not matches:
                 raise UserError(f"{name}: no file matches; correct the pattern")
-            files += found
+            files += matches
         else:
             files.append(path)
     if not files:
@@ -181,12 +181,12 @@ def _in_folder(folder: Path) -> list[Path]:
             f"{folder}: may have the same records in several files (it has a dataset_info.json); "
             "name the file to read"
         )
-    found = [p for p in sorted(folder.iterdir()) if p.suffix in SUFFIXES and p.name[0] not in "._"]
-    kinds = sorted({path.suffix for path in found})
+    files = [p for p in sorted(folder.iterdir()) if p.suffix in SUFFIXES and p.name[0] not in "._"]
+    kinds = sorted({path.suffix for path in files})
     if len(kinds) != 1:
         held = " and ".join(kinds) or f"no {', '.join(SUFFIXES)}"
         raise UserError(f"{folder}: holds {held} files; give a pattern such as {folder}/*.jsonl")
-    return found
+    return files
 
 
 def open_rows(

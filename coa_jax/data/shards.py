@@ -108,11 +108,11 @@ def shard_files(path: str | os.PathLike[str]) -> list[Path]:
 
     path = Path(local(os.fspath(path)))
     one = path.name.endswith(_SUFFIXES) or not path.exists()
-    found = [path] if one else of_run(path) or _shards(path)
-    if not found:
-        wanted = ", ".join(_SUFFIXES)
-        raise UserError(f"{path}: no file of trajectories; their names end in {wanted}")
-    return found
+    files = [path] if one else of_run(path) or _shards(path)
+    if not files:
+        suffixes = ", ".join(_SUFFIXES)
+        raise UserError(f"{path}: no file of trajectories; their names end in {suffixes}")
+    return files
 
 
 def _shards(folder: Path) -> list[Path]:

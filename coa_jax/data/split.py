@@ -88,7 +88,7 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
     """
     text = text.strip()
     parts: list[tuple[str, str]] = []
-    said, call = "", ""  # text of the policy so far; tool that was called at its end, or ""
+    policy, call = "", ""  # text of the policy so far; tool that was called at its end, or ""
     for segment in parse(protocol, text).segments:
         raw = text[segment.start : segment.end]
         if segment.role == protocol.observation:
@@ -96,18 +96,18 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
                 raise Unusable("an observation is never closed")
             if not call:
                 raise Unusable("an observation follows no call: the policy may have written it")
-            parts += [(POLICY, said.strip()), (ENVIRONMENT, frame(protocol, _body(segment.body)))]
-            said = call = ""
+            parts += [(POLICY, policy.strip()), (ENVIRONMENT, frame(protocol, _body(segment.body)))]
+            policy = call = ""
             continue
-        said += raw
+        policy += raw
         if segment.role is None and not raw.strip():
             continue
         if call and segment.role is None:
             raise Unusable(f"untagged text follows a call of {call}, before its observation")
         _check(protocol, segment, raw)
         call = segment.role if segment.role in protocol.tools and segment.closed else ""
-    if said.strip():
-        parts.append((POLICY, said.strip()))
+    if policy.strip():
+        parts.append((POLICY, policy.strip()))
     return tuple(parts)
 
 
@@ -123,8 +123,8 @@ def _check(protocol: Protocol, segment: Segment, raw: str) -> None:
     """
     if not re.search(rf"<\s*/?\s*{protocol.observation}\b", raw, re.IGNORECASE):
         return
-    whole = segment.closed and f"<{segment.role}>" not in segment.body
-    if segment.role in protocol.verbatim and whole:
+    complete = segment.closed and f"<{segment.role}>" not in segment.body
+    if segment.role in protocol.verbatim and complete:
         return
     where = f"inside <{segment.role}>" if segment.role else "outside an observation"
     raise Unusable(f"an observation tag is {where}")
@@ -155,13 +155,13 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
         if author == ENVIRONMENT:
             parts += [(ENVIRONMENT, observation(protocol, text)) for text in texts]
             continue
-        said = "\n".join(texts).strip()
-        for segment in parse(protocol, said).segments:
+        policy_text = "\n".join(texts).strip()
+        for segment in parse(protocol, policy_text).segments:
             if segment.role == protocol.observation:
                 raise Unusable("an observation stands in a turn of the assistant")
-            _check(protocol, segment, said[segment.start : segment.end])
-        if said:
-            parts.append((POLICY, said))
+            _check(protocol, segment, policy_text[segment.start : segment.end])
+        if policy_text:
+            parts.append((POLICY, policy_text))
     return tuple(parts)
 
 
@@ -170,13 +170,13 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
 
 def any_protocol() -> Protocol:
     """Returns a protocol with the tags of all registered protocols, to parse any text."""
-    known = [get_protocol(name) for name in protocol_names()]
+    protocols = [get_protocol(name) for name in protocol_names()]
     return dataclasses.replace(
         get_protocol("universal"),
         name="any",
-        roles=tuple(dict.fromkeys(role for protocol in known for role in protocol.roles)),
-        tools=tuple(dict.fromkeys(tool for protocol in known for tool in protocol.tools)),
-        verbatim=frozenset().union(*(protocol.verbatim for protocol in known)),
+        roles=tuple(dict.fromkeys(role for protocol in protocols for role in protocol.roles)),
+        tools=tuple(dict.fromkeys(tool for protocol in protocols for tool in protocol.tools)),
+        verbatim=frozenset().union(*(protocol.verbatim for protocol in protocols)),
     )
 
 
@@ -201,7 +201,7 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
         Unusable: no protocol contains every used tag, or several such protocols have the same
             smallest number of tags.
     """
-    known = {name: get_protocol(name) for name in protocol_names()}
+    protocols = {name: get_protocol(name) for name in protocol_names()}
     named = _BRIEF.search(instructions)
     if named and named[1] in {protocol.name for protocol in known_protocols()}:
         return named[1], (named[0],)
@@ -209,7 +209,7 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
     used = {segment.role for segment in parse(every, text).segments if segment.role is not None}
     shown = used | ({match[1] for match in _ROLE.finditer(instructions)} & set(every.roles))
     for tags in (shown, used):
-        fitting = [protocol for protocol in known.values() if tags <= set(protocol.roles)]
+        fitting = [protocol for protocol in protocols.values() if tags <= set(protocol.roles)]
         fewest = min((len(protocol.roles) for protocol in fitting), default=0)
         smallest = [protocol.name for protocol in fitting if len(protocol.roles) == fewest]
         if len(smallest) == 1:

@@ -267,8 +267,8 @@ class Trajectory:
     @property
     def answer(self) -> str | None:
         """Body of the policy's answer; None if the policy wrote no complete answer."""
-        own = (span for span in self.segments if span.author == Author.POLICY)
-        return next((s.body for s in own if s.role == "answer" and s.body is not None), None)
+        spans = (span for span in self.segments if span.author == Author.POLICY)
+        return next((s.body for s in spans if s.role == "answer" and s.body is not None), None)
 
     @property
     def num_policy_tokens(self) -> int:
@@ -345,10 +345,10 @@ class DistilledRecord:
 
 def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
     """Reads a field that contains a list of pairs; a missing field counts as an empty list."""
-    found = fields.get(name, [])
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+    pairs = fields.get(name, [])
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise TypeError(f"the field {name!r} must hold lists of two texts")
-    return tuple((first, second) for first, second in found)
+    return tuple((first, second) for first, second in pairs)
 
 
 def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
