@@ -135,24 +135,24 @@ def make(home: Group, memory: int) -> Group:
 
 def machine_memory() -> int:
     """Returns the memory in bytes of this machine, or of the container if that is less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path, top, version in _memory_groups():
         name = "memory.limit_in_bytes" if version == 1 else "memory.max"
         while path.startswith(top):
             with contextlib.suppress(OSError, ValueError):  # the top has no file; or it says "max"
-                found.append(int(_read(path, name)))
+                sizes.append(int(_read(path, name)))
             if path == top:
                 break
             path = os.path.dirname(path)
-    return min(found)
+    return min(sizes)
 
 
 def _candidates() -> list[Group]:
-    found = []
+    groups = []
     for path, top, version in _memory_groups():
-        found += [Group(place, 2) for place in _delegated(path, top)] if version == 2 else []
-        found += [Group(path, 1)] if version == 1 else []
-    return found
+        groups += [Group(parent, 2) for parent in _delegated(path, top)] if version == 2 else []
+        groups += [Group(path, 1)] if version == 1 else []
+    return groups
 
 
 def _memory_groups() -> list[tuple[str, str, int]]:
@@ -163,29 +163,29 @@ def _memory_groups() -> list[tuple[str, str, int]]:
         fields, (kind, _, options) = before.split(), after.split()[:3]
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
             mounts.append((kind, fields[3], fields[4]))
-    found = []
+    groups = []
     for line in _read("/proc/self", "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for kind, root, point in mounts:
-            own = os.path.join(point, os.path.relpath(path, root))
+            group_path = os.path.join(point, os.path.relpath(path, root))
             if kind == "cgroup2" and controllers == "":
-                found.append((os.path.normpath(own), point, 2))
+                groups.append((os.path.normpath(group_path), point, 2))
             elif kind == "cgroup" and "memory" in controllers.split(","):
-                found.append((own if os.path.isdir(own) else point, point, 1))
-    return found
+                groups.append((group_path if os.path.isdir(group_path) else point, point, 1))
+    return groups
 
 
 def _delegated(path: str, top: str) -> list[str]:
     """Returns the paths of a group and its parents that give children the memory controller."""
-    found, path = [], os.path.normpath(path)
+    paths, path = [], os.path.normpath(path)
     while path.startswith(top):
         with contextlib.suppress(OSError):
             if "memory" in _read(path, "cgroup.subtree_control").split():
-                found.append(path)
+                paths.append(path)
         if path == top:
             break
         path = os.path.dirname(path)
-    return found
+    return paths
 
 
 def _remove_stale(path: str) -> None:
@@ -194,10 +194,10 @@ def _remove_stale(path: str) -> None:
         maker = name.removeprefix(PREFIX)
         if maker == name or os.path.exists(f"/proc/{maker}"):
             continue
-        place = os.path.join(path, name)
+        group = os.path.join(path, name)
         with contextlib.suppress(OSError):
-            if time.time() - os.stat(place).st_mtime > _STALE_S:
-                os.rmdir(place)
+            if time.time() - os.stat(group).st_mtime > _STALE_S:
+                os.rmdir(group)
 
 
 def _read(path: str, name: str) -> str:

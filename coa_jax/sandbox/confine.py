@@ -120,7 +120,7 @@ def _give_way() -> None:
 def _set_limits(limits: Limits, count: int) -> None:
     seconds = math.ceil(limits.cpu_s)
     memory = limits.memory_mb << 20
-    wanted = {
+    limit_pairs = {
         # At the soft limit the program gets SIGXCPU. If it ignores the signal, the hard limit ends
         # the program.
         resource.RLIMIT_CPU: (seconds, seconds + 1),
@@ -133,7 +133,7 @@ def _set_limits(limits: Limits, count: int) -> None:
         resource.RLIMIT_MEMLOCK: (0, 0),
         resource.RLIMIT_SIGPENDING: (1024, 1024),
     }
-    for limit, (soft, hard) in wanted.items():
+    for limit, (soft, hard) in limit_pairs.items():
         ceiling = resource.getrlimit(limit)[1]
         if ceiling != resource.RLIM_INFINITY:  # the limits of the caller cannot be exceeded
             soft, hard = min(soft, ceiling), min(hard, ceiling)
@@ -166,9 +166,9 @@ def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_mem
     arguments += ["--symlink", PRIVATE_TMP, "/dev/shm"]
     for path in job.readable:  # after the scratch space, because a library may be in /tmp
         arguments += ["--ro-bind", path, path]
-        for place in job.hidden:  # before the next path, which may be a library in this place
-            if os.path.dirname(place) == path:
-                arguments += ["--size", "4096", "--tmpfs", place]
+        for directory in job.hidden:  # before the next path, which may be a library in this place
+            if os.path.dirname(directory) == path:
+                arguments += ["--size", "4096", "--tmpfs", directory]
     for target, path in job.links:
         arguments += ["--symlink", target, path]
     program = f"{PRIVATE_TMP}/{PROGRAM}"

@@ -145,8 +145,8 @@ def _why_not(backend: str) -> str | None:
     if backend == "bubblewrap" and shutil.which("bwrap", path=_search_path()) is None:
         return "bwrap is not installed"
     if backend == "landlock" and (version := landlock.abi()) < landlock.MINIMUM_ABI:
-        found = f"has ABI {version}" if version else "has none"
-        return f"needs Landlock ABI {landlock.MINIMUM_ABI} (Linux 6.2), the kernel {found}"
+        support = f"has ABI {version}" if version else "has none"
+        return f"needs Landlock ABI {landlock.MINIMUM_ABI} (Linux 6.2), the kernel {support}"
     job = Isolation(backend, find_interpreter()).job(_PROBE_LIMITS)
     with tempfile.NamedTemporaryFile(prefix="coa_jax_probe_") as secret:
         os.chmod(secret.name, 0o644)
@@ -175,17 +175,17 @@ def find_interpreter() -> Interpreter:
     places = [sys.executable, os.path.join(sys.base_prefix, "bin", "python3")]
     for directory in ("/usr/bin", "/usr/local/bin", "/opt/conda/bin"):
         places += [os.path.join(directory, name) for name in ("python3", *names)]
-    found = dict.fromkeys(os.path.realpath(place) for place in places if place)
-    tried = list(filter(os.path.exists, found))
-    for place in filter(reachable, tried):
-        command = [place, "-I", "-S", "-c", _DESCRIBE]
+    candidates = dict.fromkeys(os.path.realpath(candidate) for candidate in places if candidate)
+    tried = list(filter(os.path.exists, candidates))
+    for candidate in filter(reachable, tried):
+        command = [candidate, "-I", "-S", "-c", _DESCRIBE]
         answer = subprocess.run(command, capture_output=True, text=True, env={})
         if answer.returncode != 0:
             continue
         *library, version = json.loads(answer.stdout)
         library = dict.fromkeys(map(os.path.realpath, library))
         if all(map(reachable, library)):
-            return Interpreter(place, tuple(library), version)
+            return Interpreter(candidate, tuple(library), version)
     raise NoIsolationError(
         "no isolation available: no python that an unprivileged user may start among "
         f"{', '.join(tried) or 'the usual places'} (install python3 into /usr/bin)"
@@ -203,7 +203,7 @@ def reachable(path: str) -> bool:
     needed = [(parent, stat.S_IXOTH) for parent in target.parents]
     needed.append((target, stat.S_IXOTH | stat.S_IROTH))
     try:
-        return all(os.stat(place).st_mode & bits == bits for place, bits in needed)
+        return all(os.stat(directory).st_mode & bits == bits for directory, bits in needed)
     except OSError:
         return False
 
@@ -246,10 +246,10 @@ def _contents(roots: tuple[str, ...], hidden: list[str]) -> tuple[list[str], lis
     """Returns (shared libraries in some directory trees, targets of links that leave the trees)."""
     extensions, outside = [], []
     for root in roots:
-        for place, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if os.path.join(place, name) not in hidden]
+        for directory, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if os.path.join(directory, name) not in hidden]
             for name in (*folders, *files):
-                path = os.path.join(place, name)
+                path = os.path.join(directory, name)
                 if os.path.islink(path):
                     outside.append(os.path.realpath(path))
                 elif ".so" in name and not {":", " "} & set(path):
@@ -259,26 +259,26 @@ def _contents(roots: tuple[str, ...], hidden: list[str]) -> tuple[list[str], lis
 
 def _shared_libraries(interpreter: str, extensions: list[str]) -> list[str]:
     """Returns the paths of all shared libraries that an interpreter and its extensions load."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for start in range(0, len(extensions) or 1, _AT_A_TIME):
         # With these variables, the dynamic linker prints the libraries instead of loading them.
-        wanted = ":".join(extensions[start : start + _AT_A_TIME])
-        variables = {"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": wanted}
+        preload = ":".join(extensions[start : start + _AT_A_TIME])
+        variables = {"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": preload}
         answer = subprocess.run(
             [interpreter, "-V"], capture_output=True, text=True, env=variables, check=False
         )
         for name in re.findall(r"(?:=>|^)\s+(/.*) \(0x", answer.stdout, re.MULTILINE):
             folder, file = os.path.split(name)
-            found[os.path.join(os.path.realpath(folder), file)] = None
+            paths[os.path.join(os.path.realpath(folder), file)] = None
     # The C library loads this library, which is in the same directory, when a thread is cancelled.
-    beside = {os.path.dirname(path) for path in found if os.path.basename(path).startswith("libc.")}
-    return [*found, *(os.path.join(folder, "libgcc_s.so.1") for folder in beside)]
+    beside = {os.path.dirname(path) for path in paths if os.path.basename(path).startswith("libc.")}
+    return [*paths, *(os.path.join(folder, "libgcc_s.so.1") for folder in beside)]
 
 
 def _scratch() -> str:
-    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
-        if reachable(place) and os.access(place, os.W_OK):
-            return place
+    for directory in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+        if reachable(directory) and os.access(directory, os.W_OK):
+            return directory
     raise NoIsolationError("the sandbox finds no directory for temporary files: set TMPDIR")
 
 

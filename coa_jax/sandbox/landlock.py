@@ -63,7 +63,7 @@ def _allow_to_read(ruleset: int, path: str, hidden: tuple[str, ...]) -> None:
     in ``hidden``.
     """
     rights = _EXECUTE | _READ_FILE | _READ_DIR
-    if not any(os.path.dirname(place) == path for place in hidden):
+    if not any(os.path.dirname(directory) == path for directory in hidden):
         return _allow(ruleset, path, rights)
     _allow(ruleset, path, _READ_DIR)
     with os.scandir(path) as entries:

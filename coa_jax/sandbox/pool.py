@@ -44,8 +44,8 @@ class Pool:
             return False
         # A supervisor that was killed has not freed its slot.
         alive = [
-            self._table[place + 1]
-            for place in range(0, 2 * _SLOTS, 2)
-            if self._table[place] and os.path.exists(f"/proc/{self._table[place]}")
+            self._table[slot + 1]
+            for slot in range(0, 2 * _SLOTS, 2)
+            if self._table[slot] and os.path.exists(f"/proc/{self._table[slot]}")
         ]
         return sum(alive) > self.limit and held >= max(alive)

@@ -60,8 +60,8 @@ class Captured:
         if old not in self.head and old not in self.tail:
             return self
         head, tail = self.head.replace(old, new), self.tail.replace(old, new)
-        whole = self.length <= len(self.head)
-        return Captured(head, tail, len(head) if whole else self.length)
+        complete = self.length <= len(self.head)
+        return Captured(head, tail, len(head) if complete else self.length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,10 +296,10 @@ async def _run_once(
         out, error, report = readers
         out.flood = error.flood = Flood(job.limits.output_bytes, control_write.fileno())
 
-        given, taken = input_read, outputs[0]
+        stdin_end, stdout_end = input_read, outputs[0]
         if streams is not None:
-            given, taken = opened(streams[0], "r"), opened(streams[1], "w")
-        theirs = [program, given, taken, outputs[1], control_read, outputs[2]]
+            stdin_end, stdout_end = opened(streams[0], "r"), opened(streams[1], "w")
+        theirs = [program, stdin_end, stdout_end, outputs[1], control_read, outputs[2]]
         SERVER.send(job.encode(), [end.fileno() for end in theirs])
         for end in (*theirs, input_read, outputs[0]):
             end.close()
@@ -335,5 +335,5 @@ def _result(report: str, out: _Reader, error: _Reader) -> ProgramResult:
     streams = [reader.captured() for reader in (out, error)]
     if fields["directory"]:  # a random name, which would make the output nondeterministic
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
-    told = (fields[name] for name in ("cpu_s", "uid", "ended", "totals"))
-    return ProgramResult(streams[0], streams[1], reason, code, *told)
+    usage = (fields[name] for name in ("cpu_s", "uid", "ended", "totals"))
+    return ProgramResult(streams[0], streams[1], reason, code, *usage)

@@ -108,8 +108,8 @@ def claim_uid() -> int | None:
     if os.geteuid() != 0:
         return None
     locks = os.open(LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    found = os.fstat(locks)
-    if found.st_uid != 0 or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISREG(found.st_mode):
+    info = os.fstat(locks)
+    if info.st_uid != 0 or stat.S_IMODE(info.st_mode) & 0o077 or not stat.S_ISREG(info.st_mode):
         raise OSError(f"{LOCKS} must be a file that only root can open; remove it")
     # The search starts at different user ids, so that the next program rarely gets the user id of
     # an earlier program, which may have left something behind.
@@ -193,11 +193,11 @@ def _new_namespaces() -> bool:
     This process itself gets a new mount namespace, in which it may mount file systems.
     """
     user, group = os.geteuid(), os.getegid()
-    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNS
+    flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNS
     if user != 0:
-        wanted |= kernel.CLONE_NEWUSER
+        flags |= kernel.CLONE_NEWUSER
     try:
-        kernel.unshare(wanted)
+        kernel.unshare(flags)
     except OSError:
         return False
     if user != 0:  # without these maps, no file can be created in a new file system

@@ -58,39 +58,39 @@ class Scene:
         Returns:
             One description per change; [] if the program has changed and reached nothing.
         """
-        found = []
+        traces = []
         for path, directory in zip(self.files, self._directories, strict=True):
             if not path.exists() or path.read_text() != _CONTENT:
-                found.append(f"{path} was changed")
+                traces.append(f"{path} was changed")
             elif path.stat().st_mode & 0o777 != 0o666:
-                found.append(f"the mode of {path} was changed")
+                traces.append(f"the mode of {path} was changed")
             ours = (path, Path(self.targets.unix))
-            found += [f"{new} was made" for new in directory.iterdir() if new not in ours]
+            traces += [f"{new} was made" for new in directory.iterdir() if new not in ours]
         for name, listener in self._listeners.items():
             with contextlib.suppress(BlockingIOError):
                 listener.recv(1) if name in ("udp", "unix") else listener.accept()
-                found.append(f"something arrived at the {name} listener")
-        return found + _remains(result.uid, self.targets.marker)
+                traces.append(f"something arrived at the {name} listener")
+        return traces + _remains(result.uid, self.targets.marker)
 
 
 def _remains(uid: int, marker: str) -> list[str]:
     """Describes the processes and directories of a program that are left after three seconds."""
     end = time.monotonic() + _SETTLE_S
     while True:
-        found = []
+        remains = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 arguments = (entry / "cmdline").read_bytes().split(b"\0")
                 ours = entry.stat().st_uid == uid
                 program = any(part.endswith(f"/{PROGRAM}".encode()) for part in arguments)
                 if marker.encode() in arguments or (ours and (program or uid != os.geteuid())):
-                    found.append(f"process {entry.name} is left: {arguments[:2]}")
+                    remains.append(f"process {entry.name} is left: {arguments[:2]}")
         for path in Path(tempfile.gettempdir()).glob("coa_jax_*"):
             with contextlib.suppress(OSError):
                 if path.stat().st_uid == uid and (path / PROGRAM).exists():
-                    found.append(f"directory {path} is left")
-        if not found or time.monotonic() > end:
-            return found
+                    remains.append(f"directory {path} is left")
+        if not remains or time.monotonic() > end:
+            return remains
         time.sleep(0.05)
 
 
@@ -157,7 +157,7 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
     except SandboxError as error:
         return Attempt((f"the sandbox failed: {error}",), time.monotonic() - start)
     seconds = time.monotonic() - start
-    found = around.damage(result)
+    faults = around.damage(result)
     over_mb = over_s = 0.0
     if canary.hoards:
         limit = job.limits.memory_mb if canary.hoards == "memory" else job.limits.disk_mb
@@ -166,14 +166,14 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
     if canary.hoards and over_mb == 0.0:
         pass  # the program stayed within its limit, so any end is acceptable
     elif result.reason not in canary.endings:
-        found.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
+        faults.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
     elif result.reason == "exit" and not result.stdout.head.startswith(canary.says):
-        said = result.stdout.head.strip() or result.stderr.tail.strip()
-        found.append(f"it said {said[-300:]!r}")
+        output = result.stdout.head.strip() or result.stderr.tail.strip()
+        faults.append(f"it said {output[-300:]!r}")
     after = await run(job, "print(6 * 7)")
     if after.stdout.head != "42\n":
-        found.append(f"the next program failed: {after.stderr.tail.strip()!r}")
-    return Attempt(tuple(found), seconds, over_mb, over_s)
+        faults.append(f"the next program failed: {after.stderr.tail.strip()!r}")
+    return Attempt(tuple(faults), seconds, over_mb, over_s)
 
 
 LEAST_SHARE = 0.5

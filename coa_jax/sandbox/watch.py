@@ -97,8 +97,8 @@ class ProcessWatch:
         pause = _FIRST_LOOK_S
         try:
             while True:
-                left = max(0.0, min(pause, end - time.monotonic()))
-                ready = [descriptor for descriptor, _ in poll.poll(left * 1000 + 1)]
+                pause_s = max(0.0, min(pause, end - time.monotonic()))
+                ready = [descriptor for descriptor, _ in poll.poll(pause_s * 1000 + 1)]
                 if handle in ready:
                     return self.look() or "exit"
                 if ready:
@@ -188,14 +188,14 @@ class ProcessWatch:
 
         Only the time for which processes outside the program occupied the processors counts.
         """
-        waited = own = used = 0.0
+        waited = ran_s = used = 0.0
         for process in descendants(os.getpid()):
             ran, delay = (number / 1e9 for number in _numbers(process, "schedstat", (0, 1)))
             used += sum(_numbers(process, "stat", (11, 12, 13, 14))) / _TICKS
             if delay > waited:
-                waited, own = delay, ran
+                waited, ran_s = delay, ran
         # While a process waits, only the other processes of the program can occupy processors.
-        return max(0.0, waited - max(0.0, used - own))
+        return max(0.0, waited - max(0.0, used - ran_s))
 
 
 def process_ids() -> list[int]:
@@ -208,18 +208,18 @@ def descendants(root: int) -> list[int]:
 
     A process that was just created may be missing.
     """
-    found = [root]
-    for process in found:  # the list grows meanwhile
+    processes = [root]
+    for process in processes:  # the list grows meanwhile
         try:
             for task in os.listdir(f"/proc/{process}/task"):
                 with open(f"/proc/{process}/task/{task}/children") as file:
-                    found += map(int, file.read().split())
+                    processes += map(int, file.read().split())
         except FileNotFoundError:
             if process == root:
                 return every_descendant(root)  # a kernel without lists of children
         except OSError:
             continue
-    return found[1:]
+    return processes[1:]
 
 
 def every_descendant(root: int) -> list[int]:
@@ -231,10 +231,10 @@ def every_descendant(root: int) -> list[int]:
     for process in process_ids():
         parent = _numbers(process, "stat", (1,))[0]
         children.setdefault(parent, []).append(process)
-    found = [root]
-    for process in found:  # the list grows meanwhile
-        found += children.pop(process, [])
-    return found[1:]
+    processes = [root]
+    for process in processes:  # the list grows meanwhile
+        processes += children.pop(process, [])
+    return processes[1:]
 
 
 def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
@@ -248,7 +248,7 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        return [int(fields[place]) for place in places]
+        return [int(fields[index]) for index in places]
     except (OSError, IndexError):
         return [0] * len(places)
 
@@ -310,14 +310,14 @@ def _memory(processes: list[int], limit: int) -> int:
     return total + _socket_bytes() * len(sockets)
 
 
-def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
+def _kilobytes(process: int | str, name: str, labels: tuple[bytes, ...]) -> int:
     """Sums some lines of a file in /proc/PID, in bytes; 0 if the file cannot be read."""
     total = 0
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
             for line in file:
                 label, _, value = line.partition(b":")
-                if label in wanted:
+                if label in labels:
                     total += int(value.split()[0]) << 10
     except OSError:
         return 0
@@ -379,9 +379,9 @@ def _disk_usage(directory: str, limit: int) -> float:
     total = 0
     queue = [directory]
     while queue and total <= limit:
-        place = queue.pop()
+        folder = queue.pop()
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(folder) as entries:
                 for entry in entries:
                     total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
                     if entry.is_dir(follow_symlinks=False):
@@ -391,7 +391,7 @@ def _disk_usage(directory: str, limit: int) -> float:
         except FileNotFoundError:
             continue  # the directory was removed meanwhile
         except PermissionError:
-            if os.stat(place).st_mode & 0o300 == 0o300:
+            if os.stat(folder).st_mode & 0o300 == 0o300:
                 return math.inf  # the program can write here, but hides the content
         except OSError:
             return math.inf
