@@ -221,9 +221,9 @@ class Wrapper:
         inner = self.tool if begin is None else begin()
         if inner is self.tool:
             return self
-        own = copy.copy(self)
-        own.tool = inner
-        return own
+        wrapper = copy.copy(self)
+        wrapper.tool = inner
+        return wrapper
 
     async def close(self) -> None:
         """Ends the trajectory for which `begin` created this tool, and closes the wrapped tool."""

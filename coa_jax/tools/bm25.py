@@ -118,10 +118,10 @@ class WikiIndex(Index):
 
         Only passages with at least one word of the query are returned.
         """
-        known = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
-        if not known:
+        terms = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
+        if not terms:
             return []
-        scores = self._scorer.get_scores(known)
+        scores = self._scorer.get_scores(terms)
         return [(i, float(scores[i])) for i in best_rows(scores, top_k) if scores[i] > 0]
 
     def save(self, folder: Path) -> None:

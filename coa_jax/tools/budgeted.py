@@ -55,8 +55,8 @@ class Budgeted(Wrapper):
         await purse.turn()
         purse.begin()
         if context.deadline is not None:
-            left = max(context.deadline - (time.monotonic() - start), 0.001)
-            context = dataclasses.replace(context, deadline=left)
+            seconds = max(context.deadline - (time.monotonic() - start), 0.001)
+            context = dataclasses.replace(context, deadline=seconds)
         try:
             return await call_tool(self.tool, arguments, context)
         finally:

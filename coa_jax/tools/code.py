@@ -163,23 +163,23 @@ class CodeTool:
             return self._fault(f"no free sandbox within {patience:g} s", start)
         try:
             limits = self._job.limits
-            whole = Continued(source, limits, 0)
+            session = Continued(source, limits, 0)
             if self.remembers:
-                whole = continued(source, self.name, context, limits)
-            wall, starved = whole.limits.wall_s, whole.limits.starved_s
+                session = continued(source, self.name, context, limits)
+            wall, starved = session.limits.wall_s, session.limits.starved_s
             if context.deadline is not None:
-                left = context.deadline - _MARGIN_S - (time.monotonic() - start)
-                wall = max(0.01, min(wall, left))
-                starved = max(0.0, min(starved, left - wall))
-            within = dataclasses.replace(whole.limits, wall_s=wall, starved_s=starved)
+                remaining_s = context.deadline - _MARGIN_S - (time.monotonic() - start)
+                wall = max(0.01, min(wall, remaining_s))
+                starved = max(0.0, min(starved, remaining_s - wall))
+            within = dataclasses.replace(session.limits, wall_s=wall, starved_s=starved)
             job = dataclasses.replace(self._job, limits=within)
-            result = await run(job, whole.source, stdin or "", keep=self.max_output_chars)
+            result = await run(job, session.source, stdin or "", keep=self.max_output_chars)
         except SandboxError as error:
             return self._fault(str(error), start)
         finally:
             turn.release()
         outcome, text, result = describe(result, limits, self.max_output_chars, self.remembers)
-        detail: dict[str, Any] = {"remembered": whole.remembered} if self.remembers else {}
+        detail: dict[str, Any] = {"remembered": session.remembered} if self.remembers else {}
         detail |= {
             "isolation": self.isolation.backend,
             "reason": result.reason,
@@ -335,14 +335,14 @@ class RemoteCode:
         if parsed is None:
             return observe(start, BAD_CALL, "bad_call")
         limits = self._program
-        whole = Continued(parsed[0], limits, 0)
+        session = Continued(parsed[0], limits, 0)
         if self.remembers:
-            whole = continued(parsed[0], self.name, context, limits)
+            session = continued(parsed[0], self.name, context, limits)
         body = {
             "language": "python",
-            "code": whole.source,
+            "code": session.source,
             "stdin": parsed[1] or "",
-            "run_timeout": whole.limits.wall_s,
+            "run_timeout": session.limits.wall_s,
             "memory_limit_MB": limits.memory_mb,
         }
         try:

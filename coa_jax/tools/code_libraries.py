@@ -194,15 +194,15 @@ def _directory(entry: str) -> str:
 
 def _packages(directories: Sequence[str]) -> Iterator[Package]:
     installed = importlib.metadata.distributions(path=list(directories))
-    for found in sorted(installed, key=lambda one: str(one.name)):
-        modules = (found.read_text("top_level.txt") or "").split()
+    for distribution in sorted(installed, key=lambda one: str(one.name)):
+        modules = (distribution.read_text("top_level.txt") or "").split()
         if not modules:
-            files = [file.parts[0] for file in found.files or () if file.suffix == ".py"]
+            files = [file.parts[0] for file in distribution.files or () if file.suffix == ".py"]
             modules = sorted({part.removesuffix(".py") for part in files})
         public = [module for module in modules if not module.startswith(("_", "."))]
-        named = [module for module in public if _normal(module) == _normal(found.name)]
+        named = [module for module in public if _normal(module) == _normal(distribution.name)]
         if public:
-            yield Package(found.name, found.version, (named or public)[0])
+            yield Package(distribution.name, distribution.version, (named or public)[0])
 
 
 def _normal(name: str) -> str:
@@ -246,18 +246,18 @@ def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> Non
     pips = [python, "-m", "pip"], [sys.executable, "-m", "pip", "--python", python]
     call = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
     pip = next((pip for pip in pips if call([*pip, "--version"]).returncode == 0), None)
-    said = "no pip was found"
+    reason = "no pip was found"
     if pip is not None:
         try:
             call([*pip, *options], check=True, timeout=_INSTALL_S)
             return
         except subprocess.TimeoutExpired:
-            said = f"not ready after {_INSTALL_S:g} s"
+            reason = f"not ready after {_INSTALL_S:g} s"
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if line.startswith("ERROR")]
-            said = " ".join(lines[-1:]) or error.stderr.strip()[-300:]
+            reason = " ".join(lines[-1:]) or error.stderr.strip()[-300:]
     raise UserError(
-        f"tools.code.libraries: pip cannot install {' '.join(requirements)} for {python}: {said}"
+        f"tools.code.libraries: pip cannot install {' '.join(requirements)} for {python}: {reason}"
         " (without a network, name a directory with the packages)"
     )
 
@@ -267,8 +267,8 @@ def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     places = [home, Path("/var/cache"), Path("/var/tmp")]
-    for place in places:
-        cache = place / "coa_jax" / "code"
+    for parent in places:
+        cache = parent / "coa_jax" / "code"
         existing = next(path for path in (cache, *cache.parents) if path.exists())
         if not reachable(str(existing)) or not os.access(existing, os.W_OK):
             continue

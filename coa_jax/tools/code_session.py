@@ -189,11 +189,11 @@ def continued(source: str, name: str, context: ToolContext, limits: Limits) -> C
             earlier.append((parsed[0], parsed[1] or ""))
     number = 1 + len(earlier)
     wall_s = min(number * limits.wall_s, longest_s(limits.wall_s))
-    whole = dataclasses.replace(limits, wall_s=wall_s, cpu_s=number * limits.cpu_s)
+    all_limits = dataclasses.replace(limits, wall_s=wall_s, cpu_s=number * limits.cpu_s)
     programs = [*earlier, (source, "")]
     data = json.dumps([programs, limits.cpu_s, limits.wall_s, limits.starved_s])
     driver = f"{_DRIVER}\nimport json\nrun(*json.loads({data!r}))\n"
-    return Continued(driver, whole, len(earlier))
+    return Continued(driver, all_limits, len(earlier))
 
 
 def longest_s(wall_s: float) -> float:

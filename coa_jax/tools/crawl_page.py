@@ -170,8 +170,8 @@ class CrawlPage:
                 call.intent.cancel()
         texts = [text for text, _ in pages]
         if len(urls) > len(opened):
-            left = len(urls) - len(opened)
-            texts.append(f"[{left} more left out: at most {len(opened)} pages are read in a call]")
+            more = len(urls) - len(opened)
+            texts.append(f"[{more} more left out: at most {len(opened)} pages are read in a call]")
         errors = [error for _, error in pages if error is not None]
         outcome: Outcome = "ok"
         if len(errors) == len(opened):
@@ -255,10 +255,12 @@ class _Call:
                 raise FetchError("refused", why)
         request = HttpRequest(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
-        left = self.left()
+        left_s = self.left()
         # The limit on processor time is much lower than the limit on wall time, so that a slow page
         # is not taken for a busy tool.
-        ask = functools.partial(tool._workers.ask, timeout=min(left / 8, _CPU_S), wait=0.8 * left)
+        ask = functools.partial(
+            tool._workers.ask, timeout=min(left_s / 8, _CPU_S), wait=0.8 * left_s
+        )
 
         def parse() -> Any:
             body, headers = response.body, dict(response.headers)
@@ -288,8 +290,8 @@ class _Call:
         try:
             async with asyncio.timeout(self.left()):
                 aim = await self.aim()
-                left = self.left()
-                summary = await summarize(config.summarizer, text, aim, self.context, left)
+                remaining_s = self.left()
+                summary = await summarize(config.summarizer, text, aim, self.context, remaining_s)
                 return clip_text(summary, config.page_chars)
         except (FetchError, TimeoutError) as error:
             why = error.message if isinstance(error, FetchError) else "it took too long"

@@ -66,9 +66,9 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
     for start in range(0, len(vectors), _ROWS):
         block = queries @ vectors[start : start + _ROWS].T
         for i, scores in enumerate(block):
-            found = [(start + row, float(scores[row])) for row in best_rows(scores, top_k)]
+            candidates = [(start + row, float(scores[row])) for row in best_rows(scores, top_k)]
             # Indices ascend and the sort is stable, so the lowest index of equal products is first.
-            best[i] = sorted(best[i] + found, key=lambda item: -item[1])[:top_k]
+            best[i] = sorted(best[i] + candidates, key=lambda item: -item[1])[:top_k]
     return best
 
 

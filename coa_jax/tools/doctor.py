@@ -70,12 +70,12 @@ async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = Tr
     with trial.scene() as around:
         for canary in canaries(around.targets):
             tried = await trial.attempt(job, canary, around)
-            said = f"{tried.seconds:.2f} s"
+            text = f"{tried.seconds:.2f} s"
             if tried.over_mb:
-                said += f"; {tried.over_mb:.0f} MiB over, ended {1000 * tried.over_s:.0f} ms later"
+                text += f"; {tried.over_mb:.0f} MiB over, ended {1000 * tried.over_s:.0f} ms later"
                 over_mb[canary.hoards] = max(over_mb[canary.hoards], tried.over_mb)
                 over_s = max(over_s, tried.over_s)
-            print(f"  {'FAIL' if tried.wrong else 'pass'}  {canary.name}  ({said})", flush=True)
+            print(f"  {'FAIL' if tried.wrong else 'pass'}  {canary.name}  ({text})", flush=True)
             for line in tried.wrong:
                 print(f"        {line}")
             contained = contained and not tried.wrong

@@ -97,8 +97,8 @@ def _directories(isolation: Isolation, packages: Sequence[str]) -> tuple[str, ..
     same = isolation.interpreter.version.split(".")[:2] == list(map(str, sys.version_info[:2]))
     if same and all(map(reachable, places)):
         return places
-    wanted = [f"{one.name}=={one.version}" for one in installed]
-    return find_libraries(wanted, isolation.interpreter).directories
+    requirements = [f"{one.name}=={one.version}" for one in installed]
+    return find_libraries(requirements, isolation.interpreter).directories
 
 
 def _start(job: Job, program: str, function: str, theirs: Connection) -> _SandboxChild:

@@ -209,12 +209,12 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
     search = WikiSearch(wiki.top_k, passages=passages, load=load)
     tools = [_made(name, config, search) for name in config.names]
     if config.protocol:
-        own = dict(described or {})
+        user_descriptions = dict(described or {})
         new = [tool for tool in tools if isinstance(tool, McpTool) or tool.name not in TOOL_FORMS]
-        descriptions = {tool.name: _description(tool) for tool in new} | own
+        descriptions = {tool.name: _description(tool) for tool in new} | user_descriptions
         pairs = [(tool.name, getattr(tool, "schema", None)) for tool in new]
         schemas = {name: schema for name, schema in pairs if isinstance(schema, Mapping)}
-        tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *own)))
+        tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *user_descriptions)))
         add_protocol(protocol_with_tools(config.protocol, tags, descriptions, schemas))
     if "code" in config.names:
         add_note("code", _note(config, tools))
@@ -255,17 +255,17 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
 def _needs(name: str, config: ToolsConfig) -> Needs:
     if name in config.mcp:
         return build_config(McpConfig, config.mcp[name]).needs().under(f"mcp.{name}")
-    own = _own(name, config)
-    needs = code_needs(TOOLS, own.path or name, own.options, config=config)
+    extension = _own(name, config)
+    needs = code_needs(TOOLS, extension.path or name, extension.options, config=config)
     return needs.under(f"own.{name}") if name in config.own else needs
 
 
 def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer | Awaitable[Answer]:
     """Asks a function that creates a tool, or else the created tool, whether it can be called."""
-    own, where = _own(name, config), "config.tools.names"
-    path = own.path or name
+    extension, where = _own(name, config), "config.tools.names"
+    path = extension.path or name
     if name not in config.mcp and not isinstance(find(TOOLS, path, where), type):
-        for probe in code_probes(TOOLS, path, own.options, where, config=config).values():
+        for probe in code_probes(TOOLS, path, extension.options, where, config=config).values():
             return probe(seconds)
     alone = dataclasses.replace(
         with_names(config, (name,)),
@@ -309,13 +309,13 @@ def _description(tool: Tool) -> str:
     if isinstance(tool, McpTool):
         return run_blocking(tool.describe())
     first = (type(tool).__doc__ or "").strip().partition("\n")[0]
-    said = getattr(tool, "description", None) or first
-    if not isinstance(said, str) or not said:
+    description = getattr(tool, "description", None) or first
+    if not isinstance(description, str) or not description:
         raise UserError(
             f"config.tools.protocol: nothing says what the tool {tool.name!r} does; give its class "
             "a docstring or an attribute description"
         )
-    return said
+    return description
 
 
 def tools_for(
@@ -402,7 +402,7 @@ def named_tools(tools: Tools) -> dict[str, Any]:
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):
         return dict(tools)
-    names, own = [], {}
+    names, extensions = [], {}
     for tool in tools:
         if isinstance(tool, str):
             names.append(tool)
@@ -410,8 +410,8 @@ def named_tools(tools: Tools) -> dict[str, Any]:
         if not isinstance(tool, Tool):
             tool = FunctionTool(tool)
         names.append(tool.name)
-        own[tool.name] = {"path": Reference(functools.partial(_same, tool), tool.name)}
-    return {"names": tuple(names), **({"own": own} if own else {})}
+        extensions[tool.name] = {"path": Reference(functools.partial(_same, tool), tool.name)}
+    return {"names": tuple(names), **({"own": extensions} if extensions else {})}
 
 
 def _same(tool: Tool, /) -> Tool:

@@ -281,9 +281,9 @@ class McpTool:
         """Returns a tool for one trajectory, with its own session unless ``shared`` is True."""
         if self._config.shared:
             return self
-        own = copy.copy(self)
-        own._session = _Session(self._config)
-        return own
+        copied = copy.copy(self)
+        copied._session = _Session(self._config)
+        return copied
 
     async def close(self) -> None:
         """Ends the session with the server."""
@@ -319,9 +319,9 @@ class McpTool:
         except Exception as error:
             setting = f"command={' '.join(config.command)}" if config.command else config.url
             words = await self._last_words()
-            said = f"; it wrote: {words}" if words else ""
+            stderr = f"; it wrote: {words}" if words else ""
             cause = self._shown(_cause(error))  # the error may quote text of the server
-            message = f"{where}: the server ({setting}) does not answer: {cause}{said}"
+            message = f"{where}: the server ({setting}) does not answer: {cause}{stderr}"
             raise UserError(message) from error
         tools = {tool.name: tool for tool in listed.tools}
         if self._remote not in tools:
@@ -342,9 +342,9 @@ class McpTool:
             if values is None:
                 text = f"The call could not be read. {arguments_hint(self.schema or {})}"
                 return observe(start, text, "bad_call")
-            left = max(seconds - (time.monotonic() - start), 0.001)
+            remaining_s = max(seconds - (time.monotonic() - start), 0.001)
             result = await self._session.run(
-                lambda client: client.call_tool(self._remote, values), left
+                lambda client: client.call_tool(self._remote, values), remaining_s
             )
         except TimeoutError:
             text = f"The {self.name} tool gave no result within {seconds:g} seconds."
@@ -419,8 +419,8 @@ def arguments_hint(schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required") or ())
     fields = []
     for name, kind in properties.items():
-        what = f'"{name}" ({kind.get("type", "any")}{"" if name in required else ", optional"})'
-        fields.append(f"{what}: {kind['description']}" if kind.get("description") else what)
+        field = f'"{name}" ({kind.get("type", "any")}{"" if name in required else ", optional"})'
+        fields.append(f"{field}: {kind['description']}" if kind.get("description") else field)
     return f"The body is a JSON object with {'; '.join(fields)}."
 
 

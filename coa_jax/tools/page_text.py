@@ -86,10 +86,10 @@ def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
     text = trafilatura.extract(
         content, url=url, include_links=True, include_tables=True, favor_recall=True
     )
-    found = trafilatura.extract_metadata(content, default_url=url)
+    metadata = trafilatura.extract_metadata(content, default_url=url)
     if not text:
         text = trafilatura.html2txt(content)
-    return (found.title or "") if found else "", text or ""
+    return (metadata.title or "") if metadata else "", text or ""
 
 
 def _pdf(body: bytes, max_chars: int) -> tuple[str, str]:

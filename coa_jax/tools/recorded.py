@@ -185,8 +185,8 @@ class Recorded(Wrapper):
                 detail = {"exception": f"the call is not in the recording {self.store.place}"}
                 return observe(start, text, "fault", detail)
         observation = await call_tool(self.tool, arguments, context)
-        whole = observation.ok and not observation.detail.get("incomplete")
-        if self.mode == "record" or whole:
+        complete = observation.ok and not observation.detail.get("incomplete")
+        if self.mode == "record" or complete:
             await self._put(key, arguments, observation)
         return observation
 

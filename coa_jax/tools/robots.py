@@ -36,15 +36,15 @@ class Robots:
         for a reason that may pass are read again for the next page.
         """
         site = str(url.copy_with(path="/", query=None)).rstrip("/")
-        known = self._rules.get(site)
-        if known is None or time.monotonic() - known[0] > _KEPT_S:
+        entry = self._rules.get(site)
+        if entry is None or time.monotonic() - entry[0] > _KEPT_S:
             rules, lasting = await self._read(f"{site}/robots.txt")
-            known = (time.monotonic(), rules)
+            entry = (time.monotonic(), rules)
             if lasting:
-                self._rules[site] = known
+                self._rules[site] = entry
             if len(self._rules) > _KEPT:
                 self._rules.popitem(last=False)
-        rules = known[1]
+        rules = entry[1]
         if rules is None or isinstance(rules, str):
             return rules
         allowed = await asyncio.to_thread(rules.can_fetch, str(url), AGENT)

@@ -34,8 +34,8 @@ class LastWords:
         If the program has ended, this method first waits for the end of stderr.
         """
         self._thread.join(1.0 if self.file.closed else 0.0)
-        kept = self._kept
-        if len(kept) == _BYTES:  # the first line may begin in the middle of an API key
-            kept = kept.partition(b"\n")[2]
-        lines = kept.decode("utf-8", "replace").strip().splitlines()
+        tail = self._kept
+        if len(tail) == _BYTES:  # the first line may begin in the middle of an API key
+            tail = tail.partition(b"\n")[2]
+        lines = tail.decode("utf-8", "replace").strip().splitlines()
         return " ".join(" ".join(lines[-_LINES:]).split())

@@ -134,9 +134,9 @@ class VisualInspector:
         data = f"data:{kind};base64,{base64.b64encode(image).decode()}"
         picture = {"type": "image_url", "image_url": {"url": data}}
         content = [{"type": "text", "text": prompt}, picture]
-        left = max(seconds - (time.monotonic() - start), 0.001)
+        left_s = max(seconds - (time.monotonic() - start), 0.001)
         try:
-            text = await chat(self._config.chat, [{"role": "user", "content": content}], left)
+            text = await chat(self._config.chat, [{"role": "user", "content": content}], left_s)
         except FetchError as error:
             text = f"The image could not be looked at: {error.message}. Go on without it."
             return seen(text, self._blame.outcome(error))

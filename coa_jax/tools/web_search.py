@@ -306,9 +306,9 @@ class WebSearch:
             return observe(start, text, "error", {"too_long": True})
         if refused := refused_query(self.name, arguments, context):
             return refused
-        left = time_for(self._config.timeout_s, context)
+        left_s = time_for(self._config.timeout_s, context)
         try:
-            results = await self._search(query, self._config.top_k, self._limits.within(left))
+            results = await self._search(query, self._config.top_k, self._limits.within(left_s))
         except FetchError as error:
             return failed_search(start, error, self._blame, provider=self.provider)
         self._blame.answered()

@@ -138,8 +138,8 @@ class Workers:
                 return process.ask(arguments, timeout, end - time.monotonic())
             except WorkerBusyError as error:
                 if wait is None:
-                    told = f"it took longer than {timeout:.3g} seconds"
-                    raise WorkerTimeoutError(told) from error
+                    message = f"it took longer than {timeout:.3g} seconds"
+                    raise WorkerTimeoutError(message) from error
                 raise
         finally:
             self._free.put(process)

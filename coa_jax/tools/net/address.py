@@ -125,10 +125,10 @@ def is_public(address: IPAddress) -> bool:
 def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
     """Returns the IPv4 addresses that an IPv6 address contains."""
     isatap = (int(address) >> 32) & 0xFFFFFFFF in (0x00005EFE, 0x02005EFE)
-    found = [address.sixtofour, *(address.teredo or ())]
+    addresses = [address.sixtofour, *(address.teredo or ())]
     if isatap or any(address in network for network in _EMBEDDED):
-        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    return [each for each in found if each is not None]
+        addresses.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [each for each in addresses if each is not None]
 
 
 async def resolve(host: str, port: int, guard: AddressGuard) -> list[str]:
@@ -144,10 +144,10 @@ async def resolve(host: str, port: int, guard: AddressGuard) -> list[str]:
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise FetchError("unreachable", "the host name is not known") from error
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if not {host, f"{host}:{port}"}.isdisjoint(map(str.lower, guard.allow)):
         return addresses
     networks = [ipaddress.ip_network(entry) for entry in guard.allow if "/" in entry]
@@ -195,8 +195,8 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         except TimeoutError:
             raise httpcore2.ConnectTimeout("the look-up of the name took too long") from None
         for position, address in enumerate(addresses):
-            left = deadline - asyncio.get_running_loop().time()
-            share = max(left, 0.001) / (len(addresses) - position)
+            remaining_s = deadline - asyncio.get_running_loop().time()
+            share = max(remaining_s, 0.001) / (len(addresses) - position)
             try:
                 return await self._inner.connect_tcp(
                     address, port, share, local_address, socket_options

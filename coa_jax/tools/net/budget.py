@@ -180,15 +180,15 @@ class _Run:
     own: Mapping[str, Spent]
     now: dict[int, tuple[str, Spent]] = dataclasses.field(default_factory=dict)
 
-    def share(self, left: float) -> float:
+    def share(self, remaining: float) -> float:
         """Returns the share of this process in the remaining budget of the run.
 
-        If ``left`` is an integer, each share is an integer. The shares of all processes add up to
-        ``left``.
+        If ``remaining`` is an integer, each share is an integer. The shares of all processes add
+        up to ``remaining``.
         """
-        if isinstance(left, int):
-            return left // self.processes + (self.process < left % self.processes)
-        return left / self.processes
+        if isinstance(remaining, int):
+            return remaining // self.processes + (self.process < remaining % self.processes)
+        return remaining / self.processes
 
     def write(self, purse: int, name: str, spent: Spent) -> None:
         """Writes the cost of this process to its file.
@@ -229,20 +229,20 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
         UserError: a file with the cost of a process cannot be read.
     """
     global _run, _purses
-    told: dict[int, dict[str, Spent]] = {}
+    spent_by_process: dict[int, dict[str, Spent]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         rows = durable.read_json_object(path)
         try:
-            told[int(path.stem)] = {name: Spent(**row) for name, row in rows.items()}
+            spent_by_process[int(path.stem)] = {name: Spent(**row) for name, row in rows.items()}
         except (TypeError, ValueError):
             raise UserError(f"{path}: not a file with the costs of a process") from None
     before: dict[str, Spent] = {}
-    for spent in told.values():
+    for spent in spent_by_process.values():
         for name, each in spent.items():
             before[name] = before.get(name, Spent()) + each
     with _lock:
         outer = _run, _purses
-        _run = _Run(folder, process, processes, before, told.get(process, {}))
+        _run = _Run(folder, process, processes, before, spent_by_process.get(process, {}))
         _purses = {}
     try:
         yield
@@ -309,8 +309,8 @@ class Purse:
         self._most: dict[str, float] = {}
         for limit, was in self._before.amounts().items():
             if most := getattr(limits, limit):
-                left = max(most - was, 0)
-                self._most[limit] = run.share(left) if run else left
+                remaining = max(most - was, 0)
+                self._most[limit] = run.share(remaining) if run else remaining
 
     def check(self) -> None:
         """Checks that no limit is reached.
@@ -331,12 +331,12 @@ class Purse:
         begun = dataclasses.replace(spent, calls=spent.calls + self._inside)
         for name, value in begun.amounts().items():
             if name in self._most and value >= self._most[name]:
-                told = f"{value:g}"
+                amount = f"{value:g}"
                 if self._run is not None:
-                    told += f" by process {self._run.process} of {self._run.processes} since its "
-                    told += f"start; its share of the remaining budget was {self._most[name]:g}"
+                    amount += f" by process {self._run.process} of {self._run.processes} since its "
+                    amount += f"start; its share of the remaining budget was {self._most[name]:g}"
                 raise BudgetSpentError(
-                    f"the budget {where}.{name}={getattr(limits, name):g} is spent ({told}); "
+                    f"the budget {where}.{name}={getattr(limits, name):g} is spent ({amount}); "
                     "finished work is kept: raise the budget, and run the same command again to "
                     "continue"
                 )
@@ -406,6 +406,6 @@ def counts_of(usage: Any) -> dict[str, int | None]:
         usage: field ``usage`` of the server's answer. A number that is missing from the field
             becomes None.
     """
-    told = usage if isinstance(usage, Mapping) else {}
-    named = {"prompt": told.get("prompt_tokens"), "completion": told.get("completion_tokens")}
+    fields = usage if isinstance(usage, Mapping) else {}
+    named = {"prompt": fields.get("prompt_tokens"), "completion": fields.get("completion_tokens")}
     return {name: count if type(count) is int else None for name, count in named.items()}

@@ -118,8 +118,8 @@ class ChatConfig(ServedModel):
 
         The model and the messages are not included.
         """
-        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.request}
-        return {name: value for name, value in own.items() if value is not None}
+        fields = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.request}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def money(self, chars: float) -> float:
         """Returns the highest cost of a request about a text of ``chars`` characters.
@@ -278,9 +278,9 @@ class Client:
                 answer = await self._once(body)
                 usage = answer.get("usage")
                 answered = usage is not None
-                found = read(answer)
+                value = read(answer)
                 answered = True
-                return found
+                return value
             except (LookupError, TypeError):
                 raise FetchError("malformed", "the answer is not a chat completion") from None
             finally:
@@ -309,9 +309,9 @@ class Client:
         except (openai.APITimeoutError, http.TimeoutException, TimeoutError) as error:
             raise FetchError("timeout", "the server took too long") from error
         except openai.APIStatusError as error:
-            answered, said = error.response, str(self._secret.redact(error.message))
+            answered, message = error.response, str(self._secret.redact(error.message))
             raise error_status(
-                error.status_code, answered.headers, answered.content, said, longest_s=60.0
+                error.status_code, answered.headers, answered.content, message, longest_s=60.0
             ) from error
         except (openai.APIConnectionError, http.TransportError) as error:
             raise FetchError("unreachable", "the server cannot be reached") from error

@@ -260,23 +260,23 @@ async def _exchange(
     )
     try:
         async with pool, pool.stream(sent.method, target, **more) as answer:
-            found = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in answer.headers}
-            if answer.status in _REDIRECTS and "location" in found:
-                return Response(answer.status, str(url), found, b"")
+            headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in answer.headers}
+            if answer.status in _REDIRECTS and "location" in headers:
+                return Response(answer.status, str(url), headers, b"")
             if answer.status >= 400:
                 words = b""
                 if answer.status in REFUSED:
-                    words = await _read(answer.aiter_stream(), found, limits.max_bytes)
-                raise error_status(answer.status, found, words)
-            _check_head(found, sent.types, limits)
-            content = await _read(answer.aiter_stream(), found, limits.max_bytes)
+                    words = await _read(answer.aiter_stream(), headers, limits.max_bytes)
+                raise error_status(answer.status, headers, words)
+            _check_head(headers, sent.types, limits)
+            content = await _read(answer.aiter_stream(), headers, limits.max_bytes)
     except httpcore2.TimeoutException as error:
         raise FetchError("timeout", "the server took too long") from error
     except httpcore2.ProtocolError as error:
         raise FetchError("unreachable", "the server broke off or did not speak HTTP") from error
     except (httpcore2.NetworkError, ssl.SSLError, OSError) as error:
         raise FetchError("unreachable", "the server cannot be reached") from error
-    return Response(answer.status, str(url), found, content)
+    return Response(answer.status, str(url), headers, content)
 
 
 def error_status(
@@ -318,11 +318,11 @@ def _seconds_of(headers: Mapping[str, str]) -> float | None:
     """
     text = headers.get("retry-after", "").strip()
     try:
-        given = email.utils.parsedate_to_datetime
-        left = float(text[:9]) if text.isdecimal() else given(text).timestamp() - time.time()
+        parse = email.utils.parsedate_to_datetime
+        seconds = float(text[:9]) if text.isdecimal() else parse(text).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return None
-    return max(left, 0.0)
+    return max(seconds, 0.0)
 
 
 def too_large(limit: int) -> FetchError:

@@ -82,8 +82,8 @@ def redact_variables(value: Any, names: Iterable[str]) -> Any:
         value: the text or JSON value.
         names: names of the environment variables. Values that are absolute paths are not replaced.
     """
-    given = [name for name in names if not os.environ.get(name, "").startswith("/")]
-    return _without(value, _values(given))
+    secret_names = [name for name in names if not os.environ.get(name, "").startswith("/")]
+    return _without(value, _values(secret_names))
 
 
 def _values(names: Iterable[str], shortest: int = _SHORTEST) -> list[str]:
