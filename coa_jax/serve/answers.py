@@ -102,8 +102,8 @@ def chat_logprobs(tokens: Sequence[Scored], top: int, table: TokenTable) -> dict
     content = []
     for token in tokens:
         best = [{**_spelling(table[i]), "logprob": logp} for i, logp in token.top[:top]]
-        own = {**_spelling(table[token.id]), "logprob": token.logp}
-        content.append({**own, "top_logprobs": best})
+        sampled = {**_spelling(table[token.id]), "logprob": token.logp}
+        content.append({**sampled, "top_logprobs": best})
     return {"content": content, "refusal": None}
 
 

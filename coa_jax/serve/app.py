@@ -72,10 +72,10 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
     @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
     async def models() -> dict[str, Any]:
         """Lists the model, and the model with tools."""
-        kept = {"object": "model", "created": created, "owned_by": "coa_jax"}
+        common = {"object": "model", "created": created, "owned_by": "coa_jax"}
         length = {"max_model_len": config.engine.max_length}
         ids = (name, f"{name}-agent")
-        return {"object": "list", "data": [{"id": i, **kept, **length} for i in ids]}
+        return {"object": "list", "data": [{"id": i, **common, **length} for i in ids]}
 
     @app.get("/health", responses={403: _ERROR, 503: _ERROR})
     async def health() -> Response:

@@ -93,8 +93,10 @@ def read_messages(body: ChatRequest) -> list[functions.Message]:
         text, calls = message.content, message.tool_calls or ()
         try:
             if calls:
-                found = [functions.FunctionCall(**call.function.model_dump()) for call in calls]
-                text = functions.join(text, found)
+                function_calls = [
+                    functions.FunctionCall(**call.function.model_dump()) for call in calls
+                ]
+                text = functions.join(text, function_calls)
         except ValueError as error:
             field = f"messages[{index}].tool_calls"
             raise Refused(400, f"{field}: the arguments are no JSON object", field) from error
@@ -118,8 +120,8 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         prefix: str | None = "" if body.add_generation_prompt else None
         # If the last message is the assistant's, the policy continues it, unless the client asks
         # for a new turn.
-        asked = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
-        if turns[-1][0] == "assistant" and not asked:
+        new_turn = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
+        if turns[-1][0] == "assistant" and not new_turn:
             prefix = turns.pop()[1]
         if prefix is None and body.tools:
             raise Refused(400, "tools need a generation prompt", "add_generation_prompt")

@@ -31,9 +31,9 @@ async def text_completion(service: Service, request: Request) -> Response:
     with service.reading():
         body = await exchange.read_request(service, request, TextRequest)
         exchange.check_model(service, body.model, agents=False)
-        asked, most = len(body.prompt) * (body.n or 1), service.config.max_samples
-        if len(body.prompt) > 1 and asked > most:
-            message = f"{len(body.prompt)} prompts with n of {body.n or 1} are {asked} completions"
+        total, most = len(body.prompt) * (body.n or 1), service.config.max_samples
+        if len(body.prompt) > 1 and total > most:
+            message = f"{len(body.prompt)} prompts with n of {body.n or 1} are {total} completions"
             raise Refused(400, f"{message}; this server allows {most}", "prompt")
         if body.stream and len(body.prompt) > 1:
             raise Refused(400, "a stream has one prompt", "prompt")
@@ -74,8 +74,8 @@ async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) 
             for task in tasks:  # if one prompt is refused, the others are not sampled in vain
                 task.cancel()
     choices = list(itertools.chain(*groups))
-    wanted = body.logprobs is not None or body.prompt_logprobs is not None
-    scored = [await service.score(choice.ids) if wanted else [] for choice in choices]
+    with_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
+    scored = [await service.score(choice.ids) if with_logprobs else [] for choice in choices]
 
     def write() -> dict[str, Any]:
         return {
@@ -87,7 +87,7 @@ async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) 
             "usage": answers.usage(visits, choices),
         }
 
-    return await exchange.respond(service, write, large=wanted or body.echo)
+    return await exchange.respond(service, write, large=with_logprobs or body.echo)
 
 
 def _choice(

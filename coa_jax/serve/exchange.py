@@ -264,6 +264,6 @@ def check_model(service: Service, model: str, *, agents: bool) -> bool:
         return False
     if agents and model == f"{name}-agent":
         return True
-    known = f"{name} and {name}-agent" if agents else name
-    message = f"there is no model {model[:200]!r} here, but {known}"
+    models = f"{name} and {name}-agent" if agents else name
+    message = f"there is no model {model[:200]!r} here, but {models}"
     raise Refused(404, message, "model", "there is no such model")

@@ -92,8 +92,8 @@ async def serve(
     async with service:
         server = Server(make_app(service, api_key, log), config.limits, log)
         running = asyncio.create_task(server.serve([listener]))
-        where = address_of(listener)
-        print(f"serving {config.name} at {where} (OpenAI clients: {where}/v1)", flush=True)
+        url = address_of(listener)
+        print(f"serving {config.name} at {url} (OpenAI clients: {url}/v1)", flush=True)
         waiting = asyncio.create_task(asked.wait())
         ends = {running, waiting, service.loop}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

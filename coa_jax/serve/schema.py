@@ -52,8 +52,8 @@ def _content(value: Any) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    known = isinstance(part, dict) and part.keys() == {"type", "text"}
-    return known and part["type"] == "text" and isinstance(part["text"], str)
+    text_part = isinstance(part, dict) and part.keys() == {"type", "text"}
+    return text_part and part["type"] == "text" and isinstance(part["text"], str)
 
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]

@@ -53,8 +53,8 @@ def score(
     length = max(_CHUNK, 1 << (len(ids) - 1).bit_length())
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(ids)] = ids
-    found = jax.device_get(_score(params, tokens, config=config, compute=compute))
-    logps, ranks, top, top_logps = (part[: len(ids) - 1] for part in found)
+    parts = jax.device_get(_score(params, tokens, config=config, compute=compute))
+    logps, ranks, top, top_logps = (part[: len(ids) - 1] for part in parts)
     scored = [Scored(int(ids[0]), None)]
     for token, logp, rank, best, values in zip(ids[1:], logps, ranks, top, top_logps, strict=True):
         pairs = tuple(zip(best.tolist(), values.tolist(), strict=True))
@@ -76,10 +76,10 @@ def _score(
 
     def chunk(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         logps = jax.nn.log_softmax(decoder.logits(pair[0], compute), axis=-1)
-        own = jnp.take_along_axis(logps, pair[1][:, None], axis=-1)
-        ranks = 1 + jnp.sum(logps > own, axis=-1)
+        chosen = jnp.take_along_axis(logps, pair[1][:, None], axis=-1)
+        ranks = 1 + jnp.sum(logps > chosen, axis=-1)
         values, ids = jax.lax.top_k(logps, min(TOP, config.vocab_size))
-        return own[:, 0], ranks, ids, values
+        return chosen[:, 0], ranks, ids, values
 
     parts = jax.lax.map(chunk, (chunks, targets))
     return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), parts)

@@ -216,15 +216,15 @@ class Service:
             Refused: too many completions are waiting, or the server is shutting down.
         """
         self._check_accepting()
-        wanted = len(visit.samples)
-        if self._samples + wanted > self.slots + self.config.max_waiting:
+        num_samples = len(visit.samples)
+        if self._samples + num_samples > self.slots + self.config.max_waiting:
             raise Refused(429, f"{self._samples} completions run or wait already; try again later")
         self._visits.add(visit)
-        self._samples += wanted
+        self._samples += num_samples
         self._submit(visit)
-        left, began, first = wanted, time.monotonic(), True
+        unfinished, began, first = num_samples, time.monotonic(), True
         try:
-            while left:
+            while unfinished:
                 event = await visit.events.get()
                 if event is None:
                     self.loop.result()  # raises the exception if the loop failed
@@ -233,12 +233,12 @@ class Service:
                     self.meters.first_text.observe(time.monotonic() - began)
                     first = False
                 if event.finish is not None:
-                    left -= 1
+                    unfinished -= 1
                     self.meters.finished(visit, event)
                 yield event
         finally:
             self._visits.discard(visit)
-            if left:
+            if unfinished:
                 self.sampler.cancel(visit)
             self.meters.seconds.observe(time.monotonic() - began)
 

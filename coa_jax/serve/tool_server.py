@@ -89,8 +89,8 @@ async def retrieve(index: Index, threads: ThreadPoolExecutor, body: Any) -> byte
     loop = asyncio.get_running_loop()
     # The queries of a request run one after another, so that searches of other clients run in
     # between, and a client that disconnects stops its own searches.
-    found = [await loop.run_in_executor(threads, search, query) for query in queries]
-    return f'{{"result": [{", ".join(found)}]}}'.encode()
+    results = [await loop.run_in_executor(threads, search, query) for query in queries]
+    return f'{{"result": [{", ".join(results)}]}}'.encode()
 
 
 async def run_code(isolation: Isolation, libraries: tuple[str, ...], body: Any) -> bytes:
@@ -207,8 +207,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--encoder_device", default=encoder.device, help='"" for an accelerator')
     parser.add_argument("--key_env", default="", help="environment variable with the token")
     parser.add_argument("--no_code", action="store_true", help="do not offer /run_code")
-    what = "packages that programs may import, or directories with packages, joined by commas"
-    parser.add_argument("--libraries", default="", help=what)
+    usage = "packages that programs may import, or directories with packages, joined by commas"
+    parser.add_argument("--libraries", default="", help=usage)
     return parser.parse_args(arguments)
 
 

@@ -90,15 +90,15 @@ class Sessions(Service):
         session: AgentSession = visit.metadata["session"]
         if session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
-        said: dict[int, str] = defaultdict(str)
+        texts: dict[int, str] = defaultdict(str)
         async with contextlib.aclosing(super().events(visit)) as events:
             async for event in events:
-                said[event.sample] += event.text
+                texts[event.sample] += event.text
                 answer = event.trajectory
                 if answer is not None and answer.stop_reason is StopReason.FAULT:
                     session.ended_by = StopReason.FAULT
                 elif answer is not None and answer.stop_reason is not StopReason.CANCELLED:
-                    session.add(visit.metadata["place"], said[event.sample], answer)
+                    session.add(visit.metadata["place"], texts[event.sample], answer)
                 yield event
 
     def _submit(self, visit: Visit) -> None:
@@ -149,10 +149,10 @@ def make_app(service: Sessions, sessions: Mapping[str, AgentSession], log: Refus
     async def reward(request: Request) -> Response:
         session = session_of(request)
         try:
-            given = ProgramOutcome.read(parse_json(body_of(request.scope), 1000, 1000))
+            outcome = ProgramOutcome.read(parse_json(body_of(request.scope), 1000, 1000))
         except ProgramError as error:
             raise Refused(400, f"the body is not valid: {error}") from None
-        session.given = given.over(session.given)
+        session.given = outcome.over(session.given)
         return JSONResponse({"status": "ok"})
 
     @app.get("/health")

@@ -118,7 +118,7 @@ def make_agent(config: AgentConfig) -> AgentFunction:
 
     async def run(task: Mapping[str, Any], access: Access) -> ProgramOutcome:
         try:
-            found = await call(
+            result = await call(
                 task=dict(task),
                 question=task["question"],
                 base_url=f"{access.url}/v1",
@@ -127,7 +127,7 @@ def make_agent(config: AgentConfig) -> AgentFunction:
             )
         except Exception as error:  # the function of a user may raise anything
             raise ProgramError(f"{type(error).__name__}: {error}") from error
-        return ProgramOutcome.read(found)
+        return ProgramOutcome.read(result)
 
     return run
 
@@ -206,10 +206,10 @@ async def _write(stream: asyncio.StreamWriter, text: str) -> None:
 
 async def _tail(stream: asyncio.StreamReader) -> str:
     """Reads a stream to its end, and returns the last `_TAIL` bytes as text."""
-    kept = b""
+    tail = b""
     while piece := await stream.read(_TAIL):
-        kept = (kept + piece)[-_TAIL:]
-    return kept.decode("utf-8", "replace")
+        tail = (tail + piece)[-_TAIL:]
+    return tail.decode("utf-8", "replace")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -75,9 +75,9 @@ class AgentTurn:
         the endpoint left out, or format the JSON of tool calls in another way.
         """
         role, text = message
-        said, text, written = self.said.strip(), text.strip(), self.answer.text.strip()
-        whole = text == said or (text.startswith(said) and written.startswith(text))
-        return role == "assistant" and (whole or same_turn(text, said))
+        completion, text, written = self.said.strip(), text.strip(), self.answer.text.strip()
+        exact = text == completion or (text.startswith(completion) and written.startswith(text))
+        return role == "assistant" and (exact or same_turn(text, completion))
 
 
 class AgentSession:
@@ -137,10 +137,10 @@ class AgentSession:
         best = turn, tuple(messages)
         for later in self._after[turn]:
             size = len(later.place.messages)
-            repeated, said, rest = messages[:size], messages[size : size + 1], messages[size + 1 :]
-            if tuple(repeated) == later.place.messages and said and later.is_said(said[0]):
-                found = self.known(rest, later)
-                best = found if len(found[1]) <= len(best[1]) else best
+            repeated, reply, rest = messages[:size], messages[size : size + 1], messages[size + 1 :]
+            if tuple(repeated) == later.place.messages and reply and later.is_said(reply[0]):
+                continued = self.known(rest, later)
+                best = continued if len(continued[1]) <= len(best[1]) else best
         return best
 
     def place(self, before: AgentTurn | None, new: tuple[Message, ...]) -> TurnPlace:
@@ -198,11 +198,11 @@ class AgentSession:
         about["recorded_turns"] = self._record()
         if outcome.reward is not None:
             about["given_reward"] = outcome.reward
-        whole = self._sequence(last.path if last else (), learned, reason, outcome, about)
+        main = self._sequence(last.path if last else (), learned, reason, outcome, about)
         branches = [
             self._sequence(leaf.path, learned, reason, ProgramOutcome(), {}) for leaf in leaves
         ]
-        return dataclasses.replace(whole, branches=tuple(branches))
+        return dataclasses.replace(main, branches=tuple(branches))
 
     def _record(self) -> list[dict[str, Any]]:
         """Returns what a replay needs to sample each turn again, see `serve.agents.replay`.

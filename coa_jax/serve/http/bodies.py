@@ -80,8 +80,8 @@ def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
 
 def _count(text: str, values: int, containers: int) -> None:
     counted = opened = 0
-    for found in _STRUCTURE.finditer(text):
-        first = text[found.start()]
+    for match in _STRUCTURE.finditer(text):
+        first = text[match.start()]
         if first == '"':
             continue
         counted += 1
@@ -104,15 +104,15 @@ def validated(model: type[M], value: Any) -> M:
     """
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object")
-    known = len(model.model_fields)
-    if len(value) > 2 * known:
-        raise Refused(400, f"the body has {len(value)} fields; this server knows {known}")
+    num_fields = len(model.model_fields)
+    if len(value) > 2 * num_fields:
+        raise Refused(400, f"the body has {len(value)} fields; this server knows {num_fields}")
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-    kind, context = found[0]["type"], found[0].get("ctx", {})
-    name = ".".join(map(str, found[0]["loc"]))[:200]
+        errors = error.errors(include_url=False, include_input=False)
+    kind, context = errors[0]["type"], errors[0].get("ctx", {})
+    name = ".".join(map(str, errors[0]["loc"]))[:200]
     if kind == "value_error":
         words = str(context["error"])
         raise Refused(400, f"{name}: {words}" if name else words, name or None)

@@ -154,24 +154,24 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if rules.local and host and not is_local(_PORT.sub("", host)):
-            told = (
+            message = (
                 f"this server is for its own machine, as localhost or 127.0.0.1, not {host!r}; "
                 "under other names it answers with an API key"
             )
-            raise Refused(403, told, reason="the request names another host")
+            raise Refused(403, message, reason="the request names another host")
         if rules.local and origin and origin.partition("://")[2] != host:
-            told = (
+            message = (
                 f"the page at {origin!r} is of another site; this server answers only its own page "
                 "and programs"
             )
-            raise Refused(403, told, reason="the request comes from the page of another site")
+            raise Refused(403, message, reason="the request comes from the page of another site")
         if rules.api_key and scope["path"] not in rules.open:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             if isinstance(rules.api_key, str):
-                known = hmac.compare_digest(given.strip(), rules.api_key.encode())
+                valid = hmac.compare_digest(token.strip(), rules.api_key.encode())
             else:
-                known = rules.api_key(given.strip().decode("latin-1"))
-            if scheme.lower() != b"bearer" or not known:
+                valid = rules.api_key(token.strip().decode("latin-1"))
+            if scheme.lower() != b"bearer" or not valid:
                 raise Refused(401, "send the API key as 'Authorization: Bearer KEY'")
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -225,14 +225,14 @@ async def _drained(scope: Scope, receive: Receive, status: int) -> bool:
     This is necessary because many clients read no response before they have sent the whole body.
     """
     waits = any(name == b"expect" for name, _ in scope["headers"])
-    left = 0 if waits or status == 408 else _DRAINED
+    remaining = 0 if waits or status == 408 else _DRAINED
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
-            while left > 0:
+            while remaining > 0:
                 message = await receive()
                 if not message.get("more_body", False):
                     return True
-                left -= len(message["body"])
+                remaining -= len(message["body"])
     return False
 
 

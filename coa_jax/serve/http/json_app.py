@@ -83,8 +83,8 @@ def make_app(routes: Mapping[str, JsonRoute], rules: GuardRules, log: RefusalLog
 
     async def answer(route: JsonRoute, request: Request) -> Response:
         work = route.run(body_of(request.scope), parsing)
-        found = await while_connected(request.receive, work)
-        return Response(found, media_type="application/json")
+        content = await while_connected(request.receive, work)
+        return Response(content, media_type="application/json")
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -42,9 +42,9 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
 def _allow(limits: ConnectionLimits) -> None:
     """Raises the process's limit on open files, as far as allowed, to fit all connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * limits.connections + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 2 * limits.connections + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
@@ -89,17 +89,17 @@ class Server(uvicorn.Server):
 
 def on_signals() -> asyncio.Event:
     """Returns an event that SIGINT or SIGTERM sets; a second signal ends the process at once."""
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _ask, asked, number)
-    return asked
+        loop.add_signal_handler(number, _ask, stop, number)
+    return stop
 
 
-def _ask(asked: asyncio.Event, number: int) -> None:
-    if asked.is_set():
+def _ask(stop: asyncio.Event, number: int) -> None:
+    if stop.is_set():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    asked.set()
+    stop.set()
 
 
 async def run_until_signal(server: Server, listener: socket.socket) -> None:
@@ -111,10 +111,10 @@ async def run_until_signal(server: Server, listener: socket.socket) -> None:
         server: the server.
         listener: socket that clients connect to.
     """
-    asked = on_signals()
+    stop = on_signals()
     running = asyncio.create_task(server.serve([listener]))
     print(f"serving on {address_of(listener)}", flush=True)
-    waiting = asyncio.create_task(asked.wait())
+    waiting = asyncio.create_task(stop.wait())
     await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     server.should_exit = True
