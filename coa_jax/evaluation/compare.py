@@ -113,14 +113,14 @@ def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, 
         The p-value, and the name of the test. The test is McNemar's if every difference is -1, 0 or
         1.
     """
-    kept = [d for d in differences if d != 0]
-    if not kept:
+    nonzero = [d for d in differences if d != 0]
+    if not nonzero:
         return 1.0, "no task differs"
-    scale = math.lcm(*(d.denominator for d in kept))
-    steps = [abs(int(d * scale)) for d in kept]
-    observed = abs(int(sum(kept) * scale))
+    scale = math.lcm(*(d.denominator for d in nonzero))
+    steps = [abs(int(d * scale)) for d in nonzero]
+    observed = abs(int(sum(nonzero) * scale))
     reach = sum(steps)
-    if len(kept) * reach > _MOST_CELLS:
+    if len(nonzero) * reach > _MOST_CELLS:
         signs = np.random.default_rng(0)
         sizes = np.array(steps, np.float64)
         hits = sum(
@@ -172,10 +172,10 @@ def load(path: str) -> dict[str, Any]:
         raise UserError(f"{path}: not a result file of coa-jax evaluate")
     try:
         rates(outcome)
-        whole = isinstance(outcome["stage"], str) and isinstance(outcome["settings"], dict)
+        complete = isinstance(outcome["stage"], str) and isinstance(outcome["settings"], dict)
     except (KeyError, TypeError):
-        whole = False
-    if not whole:
+        complete = False
+    if not complete:
         raise UserError(f"{path}: a damaged result file; run coa-jax evaluate again")
     return outcome
 
@@ -214,8 +214,8 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _measured_with(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings, other than the policy, on which pass@1 depends."""
     settings = outcome["settings"]
-    found = {key: settings.get(key) for key in _SETTINGS}
+    measured = {key: settings.get(key) for key in _SETTINGS}
     if isinstance(grading := settings.get("grading"), Mapping):
         # The model that picks a sample has no effect on the mean over all samples.
-        found["grading"] = {name: grading[name] for name in grading if name != "pick"}
-    return found
+        measured["grading"] = {name: grading[name] for name in grading if name != "pick"}
+    return measured

@@ -76,7 +76,7 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
             for number in range(numbers)
         ],
         "at_k": metrics.at_k(solved),
-        "by": {key: found for key in FIELDS if (found := metrics.by(pairs, key))},
+        "by": {key: rates_by_value for key in FIELDS if (rates_by_value := metrics.by(pairs, key))},
         "format_valid": metrics.mean([sample.format_valid for sample in graded]),
         "stops": dict(sorted(Counter(sample.stop for sample in flat).items())),
         "costs": costs(graded),
@@ -230,25 +230,25 @@ def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
     The result maps the stage to its main figures, and ``STAGE_details`` to further figures.
     """
-    stage, found = outcome["stage"], outcome["figures"]
-    by, cost = found["by"], found["costs"]
+    stage, values = outcome["stage"], outcome["figures"]
+    by, cost = values["by"], values["costs"]
     return {
         stage: {
-            "pass_at_1": found["pass_at_1"],
-            "ci95": found["ci95"],
-            "n": found["n"],
+            "pass_at_1": values["pass_at_1"],
+            "ci95": values["ci95"],
+            "n": values["n"],
             "tokens_per_task": cost["tokens_per_sample"],
             "tool_calls_per_task": cost["calls_per_sample"],
-            "format_valid": found["format_valid"],
+            "format_valid": values["format_valid"],
         },
         f"{stage}_details": {
-            "samples_per_task": len(found["rounds"]),
-            "ungraded": sum(found["samples"]["ungraded"].values()),
-            "pass_at_k": {k: entry["value"] for k, entry in found["at_k"].items()},
+            "samples_per_task": len(values["rounds"]),
+            "ungraded": sum(values["samples"]["ungraded"].values()),
+            "pass_at_k": {k: entry["value"] for k, entry in values["at_k"].items()},
             "by_hops": by.get("hops", {}),
             "by_kind": by.get("kind", {}),
             "tools": cost["tools"],
-            "stops": found["stops"],
+            "stops": values["stops"],
             "tokens_per_solved": cost["tokens_per_solved"],
         },
     }
@@ -256,29 +256,29 @@ def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(outcome: Mapping[str, Any]) -> str:
     """Formats the content of a result file as text for a terminal."""
-    found = outcome["figures"]
-    lines = [_headline(outcome["stage"], found)]
+    values = outcome["figures"]
+    lines = [_headline(outcome["stage"], values)]
     if outcome["not_plain"]:
         lines.append(f"  not a plain pass@1: measured with {', '.join(outcome['not_plain'])}")
-    rounds = [value for value in found["rounds"] if value is not None]
+    rounds = [value for value in values["rounds"] if value is not None]
     if len(rounds) > 1:
         shown = ", ".join(f"{value:.3f}" for value in rounds)
         lines.append(f"  avg@{len(rounds)} over the rounds {shown}")
     lines += [
         f"  pass@{k} {entry['value']:.3f} (n {entry['n']})"
-        for k, entry in found["at_k"].items()
+        for k, entry in values["at_k"].items()
         if k != "1"
     ]
-    lines += [f"  {line}" for line in _scaling_lines(found["scaling"])]
-    lines += [f"  by {key}: {_by_line(groups)}" for key, groups in found["by"].items()]
-    cost = found["costs"]
-    if found["format_valid"] is not None:
+    lines += [f"  {line}" for line in _scaling_lines(values["scaling"])]
+    lines += [f"  by {key}: {_by_line(groups)}" for key, groups in values["by"].items()]
+    cost = values["costs"]
+    if values["format_valid"] is not None:
         lines.append(
             f"  {cost['tokens_per_sample']:.0f} tokens and {cost['calls_per_sample']:.2f} tool "
-            f"calls a sample, {100 * found['format_valid']:.1f} % obey the protocol"
+            f"calls a sample, {100 * values['format_valid']:.1f} % obey the protocol"
         )
     lines.append(
-        f"  ends: {', '.join(f'{name} {count}' for name, count in found['stops'].items())}"
+        f"  ends: {', '.join(f'{name} {count}' for name, count in values['stops'].items())}"
     )
     for name, entry in cost["tools"].items():
         outcomes = ", ".join(f"{k} {v}" for k, v in entry["outcomes"].items())
@@ -288,27 +288,27 @@ def table(outcome: Mapping[str, Any]) -> str:
             f"  {cost['tokens_per_solved']:.0f} tokens and {cost['calls_per_solved']:.2f} calls per"
             " solved sample"
         )
-    met = found["exposure"]
+    met = values["exposure"]
     named, shown = met["named_blocked_address"], met["shown_question"]
     if named or shown:
         lines.append(
             f"  contamination: {named} samples named a blocked address, {shown} were shown a "
             f"question; pass@1 of the others {shown_rate(met['unexposed']['pass_at_1'])}"
         )
-    for why, count in found["samples"]["ungraded"].items():
+    for why, count in values["samples"]["ungraded"].items():
         if count:
             lines.append(f"  ungraded, and in no figure: {count} samples ({why.replace('_', ' ')})")
-    lines += [f"  no verdict of the judge: {_why(found['unjudged'])}"] * bool(found["unjudged"])
+    lines += [f"  no verdict of the judge: {_why(values['unjudged'])}"] * bool(values["unjudged"])
     return "\n".join(lines)
 
 
-def _headline(stage: str, found: Mapping[str, Any]) -> str:
-    if found["pass_at_1"] is None:
-        return f"{stage}: not graded ({found['samples']['finished']} samples are finished)"
-    low, high = found["ci95"]
-    error = f" ± {found['se']:.3f}" if found["se"] is not None else ""
-    rate = f"pass@1 {found['pass_at_1']:.3f}{error}"
-    return f"{stage}: {rate} (95 % {low:.3f}-{high:.3f}, n {found['n']})"
+def _headline(stage: str, values: Mapping[str, Any]) -> str:
+    if values["pass_at_1"] is None:
+        return f"{stage}: not graded ({values['samples']['finished']} samples are finished)"
+    low, high = values["ci95"]
+    error = f" ± {values['se']:.3f}" if values["se"] is not None else ""
+    rate = f"pass@1 {values['pass_at_1']:.3f}{error}"
+    return f"{stage}: {rate} (95 % {low:.3f}-{high:.3f}, n {values['n']})"
 
 
 def shown_rate(value: float | None) -> str:
@@ -324,8 +324,8 @@ def _by_line(groups: Mapping[str, Any]) -> str:
         for name, group in groups.items()
         if name in largest
     ]
-    left = len(groups) - len(shown)
-    return ", ".join(shown) + (f", and {left} more in results.json" if left else "")
+    hidden = len(groups) - len(shown)
+    return ", ".join(shown) + (f", and {hidden} more in results.json" if hidden else "")
 
 
 def _scaling_lines(scaling: Mapping[str, Any]) -> list[str]:

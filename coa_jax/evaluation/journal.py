@@ -172,8 +172,8 @@ class Journal:
         A grade is valid if it was given by the present accepted answers, and invalid if it does not
         record its accepted answers. Other verdicts are always valid.
         """
-        kind, _, place = row["name"].partition("/")
-        gold = self._golds.get(place.rpartition("/")[0])
+        kind, _, sample = row["name"].partition("/")
+        gold = self._golds.get(sample.rpartition("/")[0])
         return kind != "grade" or gold is None or row.get("gold") == gold
 
     # --- new samples
@@ -256,7 +256,7 @@ class Journal:
         if not self._changed:
             return
         mine = set(self._places.values())
-        places = {place: key for key, place in self._places.items()}
+        places = {name: key for key, name in self._places.items()}
         listed = [self._places[key] for key in order]
         rest = sorted(mine - set(listed))
         others = [

@@ -213,14 +213,15 @@ def evaluate(
         )  # fmt: skip
 
     requests = [request for attempt in range(config.attempts) for request in missing(attempt)]
-    total, left = len(tasks) * config.samples, sum(len(request.samples) for request in requests)
-    if left < total:
-        print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
+    total = len(tasks) * config.samples
+    unfinished = sum(len(request.samples) for request in requests)
+    if unfinished < total:
+        print(f"{stage}: {total - unfinished} of {total} samples are finished", flush=True)
     groups = measured(tasks, journal.samples, config.samples)
     ungraded = [s.key for group in groups for s in group.samples if s.is_ungraded(config.attempts)]
     _check_ready(config, groups, journal, requests, ungraded, servers)
     sampler = load() if requests else None  # outside the event loop, because it may take long
-    with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
+    with progress(f"evaluate {stage}", total=total, initial=total - unfinished) as bar:
         why = asyncio.run(complete())
     groups = measured(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])

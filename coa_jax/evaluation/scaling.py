@@ -196,11 +196,11 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
     if first.strip() == second.strip():
         return True
     for gold, answer in ((first, second), (second, first)):
-        asked = dataclasses.replace(task, gold=(task.unboxed(gold) or gold,))
+        question = dataclasses.replace(task, gold=(task.unboxed(gold) or gold,))
         if task.metadata.get("scorer") == "reasoning_gym":  # accepts only gold
-            asked = dataclasses.replace(asked, metadata={})
+            question = dataclasses.replace(question, metadata={})
         span = SegmentSpan("answer", Author.POLICY, f"<answer>{answer}</answer>", 0, 0)
-        value = (await graders.grade(asked, text_trajectory(asked, 0, [span]))).value
+        value = (await graders.grade(question, text_trajectory(question, 0, [span]))).value
         if value is None:
             raise UnsureError("the grader gave no verdict about two answers")
         if value == 1.0:
@@ -231,14 +231,14 @@ def scaling(
             sample.
         reasons: maps the name of a verdict to the reason why no sample was chosen, see `choose`.
     """
-    found = {}
+    methods = {}
     chosen = [g for g in groups if not g.task.is_program]  # programs cannot be compared
     if numbers > 1 and chosen:
-        found[f"majority@{numbers}"] = _chosen(chosen, vote_name, verdicts, reasons)
+        methods[f"majority@{numbers}"] = _chosen(chosen, vote_name, verdicts, reasons)
     if best_of:
         name = functools.partial(pick_name, n=best_of)
-        found[f"best-of-{best_of}"] = _chosen(groups, name, verdicts, reasons)
-    return found
+        methods[f"best-of-{best_of}"] = _chosen(groups, name, verdicts, reasons)
+    return methods
 
 
 def vote_name(group: Measured) -> str:
