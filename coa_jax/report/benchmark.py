@@ -64,7 +64,7 @@ def _header(
     stage: str, settings: Mapping[str, Any], figures: Mapping[str, Any], not_plain: Sequence[str]
 ) -> str:
     sampling = settings.get("sampling") or {}
-    found = {
+    entries = {
         "policy": settings.get("policy"),
         "tasks": settings.get("tasks"),
         "samples": f"{figures['tasks']:,} tasks, {len(figures['rounds'])} each",
@@ -74,7 +74,7 @@ def _header(
         "tokens": (settings.get("rollout") or {}).get("max_tokens"),
         "not a plain pass@1": ", ".join(not_plain),
     }
-    shown = ((name, str(value)) for name, value in found.items() if value not in (None, ""))
+    shown = ((name, str(value)) for name, value in entries.items() if value not in (None, ""))
     return f"<header><h1>{escape(stage)}</h1>{facts(shown)}</header>"
 
 

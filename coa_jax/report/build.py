@@ -122,12 +122,12 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
 
 
 def _header(run: Run, sample: ShownTrajectories) -> str:
-    told = [
+    progress = [
         f"{phase} to step {number(step_of(rows[-1]))}"
         for phase, rows in phases_of(run.rows).items()
     ]
     if total := sum(sum(count.values()) for count in sample.counts.values()):
-        told.append(f"{total:,} traces")
+        progress.append(f"{total:,} traces")
     config = ""
     if run.config:
         config = (
@@ -136,7 +136,7 @@ def _header(run: Run, sample: ShownTrajectories) -> str:
         )
     return (
         f"<header><h1>{escape(run.path.resolve().name)}</h1>"
-        f'<p class="dim">{escape(", ".join(told)) or "no steps yet"}</p>'
+        f'<p class="dim">{escape(", ".join(progress)) or "no steps yet"}</p>'
         '<nav><a href="#results">Results</a><a href="#curves">Curves</a>'
         f'<a href="#traces">Traces</a></nav>{config}</header>'
     )
@@ -144,12 +144,12 @@ def _header(run: Run, sample: ShownTrajectories) -> str:
 
 def _warnings(rows: Sequence[Mapping[str, Any]]) -> str:
     """Renders the warnings of the run; returns "" if there are none."""
-    found = warnings_of(rows)
-    if not found:
+    warnings = warnings_of(rows)
+    if not warnings:
         return ""
     # If the same problem occurs again, its warnings differ only in their figures.
     same: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    for phase, step, text in found:
+    for phase, step, text in warnings:
         same.setdefault((phase, re.sub(r"\d+", "", text)), []).append((step, text))
     items = []
     for (phase, _), times in same.items():
@@ -206,7 +206,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Renders the charts of a phase; metrics outside `_CHARTS` are in a collapsed section."""
-    left = dict.fromkeys(
+    remaining = dict.fromkeys(
         name
         for row in rows
         for name, value in row.items()
@@ -214,15 +214,17 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
     )
     charts = []
     for title, patterns in _CHARTS:
-        found = [n for n in left if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)]
+        matching = [
+            n for n in remaining if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)
+        ]
         # If all lines share the part before the slash, the legend leaves it out.
         shared = len({pattern.partition("/")[0] for pattern in patterns}) == 1
-        names = [name.partition("/")[2] if shared else name for name in found]
-        lines = [series_of(m, rows, n) for m, n in zip(found, names, strict=True)]
+        names = [name.partition("/")[2] if shared else name for name in matching]
+        lines = [series_of(m, rows, n) for m, n in zip(matching, names, strict=True)]
         charts += [line_chart(title, lines)] if lines else []
-        for name in found:
-            del left[name]
-    others = [line_chart(name, [series_of(name, rows)]) for name in left]
+        for name in matching:
+            del remaining[name]
+    others = [line_chart(name, [series_of(name, rows)]) for name in remaining]
     more = ""
     if any(others):
         more = (
@@ -251,11 +253,11 @@ def _traces(sample: ShownTrajectories, spell: Spell | None) -> str:
                 "traces.</p>"
             )
         counts.append(f"<li><b>{escape(stage)}</b>: {count.total():,} ({kinds}){part}</li>")
-    found = set(map(verdict_of, shown))
+    present = set(map(verdict_of, shown))
     hops = {str(trace.metadata.get("hops")) for trace in shown} - {"None"}
     selects = (
         _select("stage", "every stage", dict.fromkeys(map(stage_of, shown)))
-        + _select("verdict", "any verdict", (v for v in verdicts if v in found))
+        + _select("verdict", "any verdict", (v for v in verdicts if v in present))
         + _select("hops", "any hops", sorted(hops, key=lambda h: (len(h), h)), "hops: ")
     )
     filters = (
@@ -265,9 +267,9 @@ def _traces(sample: ShownTrajectories, spell: Spell | None) -> str:
         f'<output id="filter-count">{len(shown)} traces</output></div>'
     )
     rendered = [
-        render_trace(trace, render_tokens(trace, spell) if spell and place < _WITH_TOKENS else "")
+        render_trace(trace, render_tokens(trace, spell) if spell and index < _WITH_TOKENS else "")
         for traces in sample.shown.values()
-        for place, trace in enumerate(traces)
+        for index, trace in enumerate(traces)
     ]
     return f'{title}{limited}<ul class="dim">{"".join(counts)}</ul>{filters}{"".join(rendered)}'
 

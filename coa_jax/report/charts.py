@@ -50,14 +50,14 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
     parts = [_axes(frame, whole_x=all(float(x).is_integer() for x in steps))]
     latest, legend = [], ""
     for index, one in enumerate(series):
-        found = [y for y in one.y if y is not None]
-        smooth = len(series) < 3 and len(found) >= _SMOOTH_FROM and _is_noisy(found)
+        numbers = [y for y in one.y if y is not None]
+        smooth = len(series) < 3 and len(numbers) >= _SMOOTH_FROM and _is_noisy(numbers)
         # One of eight colours; from the ninth line on, dashes.
         colour = f"s{index % 8}{' dashed' if index >= 8 else ''}"
         parts.append(_path(one, frame, f"line {colour}{' faint' if smooth else ''}"))
         if smooth:
             parts.append(_path(_smoothed(one), frame, f"line {colour}"))
-        latest += [f"{one.name} {number(found[-1])}"] if found else []
+        latest += [f"{one.name} {number(numbers[-1])}"] if numbers else []
         legend += f'<span><i class="{colour}"></i>{html.escape(one.name)}</span>'
     data = {
         "plot": [_LEFT, _TOP, WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM],
@@ -206,12 +206,12 @@ def _thin(one: Series) -> Series:
     ]
     if len(points) > MAX_POINTS:
         size = math.ceil(len(points) / (MAX_POINTS // 2))
-        kept = []
+        selected = []
         for start in range(0, len(points), size):
             bucket = points[start : start + size]
             drawn = [(y, i) for i, (_, y) in enumerate(bucket) if y is not None] or [(0.0, 0)]
             lowest = min(drawn)[1]
             highest = max(drawn, key=lambda pair: pair[0])[1]
-            kept += [bucket[i] for i in sorted({lowest, highest})]
-        points = kept
+            selected += [bucket[i] for i in sorted({lowest, highest})]
+        points = selected
     return Series(one.name, tuple(x for x, _ in points), tuple(y for _, y in points))

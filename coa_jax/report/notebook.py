@@ -98,9 +98,9 @@ def _chain(trajectory: Trajectory) -> str:
         by_tool = span.author == Author.ENVIRONMENT
         colour = _OBSERVED if by_tool else _COLOURS.get(span.role or "", _COLOURS["tool"])
         name = "written by the tool" if by_tool else (span.role or "text").replace("_", " ")
-        place = "margin:4px 0 4px 24px;" if by_tool else "margin:4px 0;"
+        margins = "margin:4px 0 4px 24px;" if by_tool else "margin:4px 0;"
         parts.append(
-            f'<div style="border-left:4px {"double" if by_tool else "solid"} {colour};{place}'
+            f'<div style="border-left:4px {"double" if by_tool else "solid"} {colour};{margins}'
             f'padding-left:8px"><small><b>{escape(name)}</b></small>'
             f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{escape(body)}</div></div>'
         )
@@ -133,14 +133,14 @@ def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html
     spans = []
     tokens = one.tokens.tolist()
     authors = one.author.tolist() if isinstance(one, Trajectory) else [None] * len(tokens)
-    for place, (token, author, logp) in enumerate(zip(tokens, authors, one.logp, strict=True)):
+    for position, (token, author, logp) in enumerate(zip(tokens, authors, one.logp, strict=True)):
         text = escape(tokenizer.decode([token])).replace("\n", "\u21b5\n")
         title = f"id {token}" if author is None else token_title(token, author, float(logp))
         style = "background:rgba(165,138,60,.28);" if author == Author.ENVIRONMENT else ""
         if author == Author.POLICY:
             shade = 0.08 + 0.34 * (1 - math.exp(min(float(logp), 0.0)))
             style = f"background:rgba(47,95,208,{shade:.2f});"
-        if place < len(trained) and trained[place]:
+        if position < len(trained) and trained[position]:
             style += "border-bottom:2px solid #1a8550;"
         spans.append(f'<span style="{style}" title="{title}">{text}</span>')
     return Html(

@@ -148,10 +148,10 @@ def phases_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, 
 
     The rows of a phase are sorted by step.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    phases: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(phase_of(row), []).append(row)
-    return {phase: sorted(mine, key=step_of) for phase, mine in found.items()}
+        phases.setdefault(phase_of(row), []).append(row)
+    return {phase: sorted(mine, key=step_of) for phase, mine in phases.items()}
 
 
 def phase_title(phase: str) -> str:

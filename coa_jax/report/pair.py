@@ -91,18 +91,18 @@ def pair_page(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
 
 
 def _result(result: PairedEvaluation) -> str:
-    found, rows = result.comparison, []
+    paired, rows = result.comparison, []
     for letter, outcome in (("A", result.a), ("B", result.b)):
         figures = outcome["figures"]
         cells = rate_cells(letter, figures["pass_at_1"], figures["ci95"])
         rows.append([f"{letter}: {escape(str(outcome['stage']))}", *cells, f"{figures['n']:,}"])
-    span = found["ci95"]
+    span = paired["ci95"]
     interval = f"95% interval {span[0]:+.3f} to {span[1]:+.3f}" if span else "no interval"
     lines = [
-        f"<strong>B \u2212 A: {found['difference']:+.3f}</strong> ({interval}, paired over "
-        f"{found['tasks']:,} common tasks), p = {found['p']:.2g} ({escape(found['test'])}).",
-        f"B is better at {found['better']:,} tasks, worse at {found['worse']:,}, and the same at "
-        f"{found['same']:,}.",
+        f"<strong>B \u2212 A: {paired['difference']:+.3f}</strong> ({interval}, paired over "
+        f"{paired['tasks']:,} common tasks), p = {paired['p']:.2g} ({escape(paired['test'])}).",
+        f"B is better at {paired['better']:,} tasks, worse at {paired['worse']:,}, and the same at "
+        f"{paired['same']:,}.",
         *(f"The evaluations differ in {escape(name)} too." for name in result.notes),
     ]
     stage = escape(str(result.b["stage"]))

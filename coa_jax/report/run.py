@@ -39,8 +39,8 @@ class Run:
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
         """Results of the evaluations by stage, in the order in which the stages run."""
-        found = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
-        return {stage: found[stage] for stage in sorted(found, key=stage_rank)}
+        blocks = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
+        return {stage: blocks[stage] for stage in sorted(blocks, key=stage_rank)}
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:

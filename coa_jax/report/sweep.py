@@ -139,18 +139,18 @@ def read_runs(parent: Path) -> list[SweepRun]:
     phases: dict[str, tuple[str, ...]] = {}
     for run in runs:
         phases[run.name] = max(phases.get(run.name, ()), tuple(phases_of(run.rows)), key=len)
-    found = []
+    sweep = []
     for run in runs:
         last = phases[run.name][-1] if phases[run.name] else ""
         rows = tuple(phases_of(run.rows).get(last, ()))
-        found.append(dataclasses.replace(run, rows=rows, phase=last))
-    return found
+        sweep.append(dataclasses.replace(run, rows=rows, phase=last))
+    return sweep
 
 
 def _read(path: Path) -> SweepRun | None:
     metrics = path / "metrics.jsonl"
     places = (path / "evaluate" / "summary.json", path / "summary.json")
-    summary = next((place for place in places if place.exists()), None)
+    summary = next((file for file in places if file.exists()), None)
     if summary is None and not metrics.exists():
         return None
     blocks = {} if summary is None else durable.read_json_object(summary)
@@ -304,8 +304,8 @@ def _html_table(rows: Sequence[SettingSummary]) -> str:
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    found = (as_number(row.get(name)) for row in rows)
-    return [value for value in found if value is not None and math.isfinite(value)]
+    numbers = (as_number(row.get(name)) for row in rows)
+    return [value for value in numbers if value is not None and math.isfinite(value)]
 
 
 def _mean(values: Sequence[float]) -> float | None:

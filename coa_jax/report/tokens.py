@@ -59,8 +59,8 @@ def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
             spell(ids), ids, trajectory.author.tolist(), trajectory.logp.tolist(), strict=False
         )
     )
-    left = len(trajectory.tokens) - len(ids)
-    more = f'<p class="dim">{left:,} more tokens are not shown.</p>' if left else ""
+    hidden = len(trajectory.tokens) - len(ids)
+    more = f'<p class="dim">{hidden:,} more tokens are not shown.</p>' if hidden else ""
     advantage = trajectory.metadata.get("advantage")
     about = "The policy sampled the shaded tokens; the paler the shade, the likelier the token."
     if isinstance(advantage, int | float):

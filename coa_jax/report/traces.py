@@ -157,12 +157,12 @@ def render_body(trajectory: Trajectory) -> str:
 
 def _broken_rules(trajectory: Trajectory) -> str:
     try:
-        found = trajectory_violations(trajectory)
+        violations = trajectory_violations(trajectory)
     except UserError:  # rules of an unknown protocol cannot be checked
         return ""
-    if not found:
+    if not violations:
         return ""
-    counts = Counter((v.kind, v.message) for v in found)
+    counts = Counter((v.kind, v.message) for v in violations)
     items = [
         f"<li><code>{escape(kind)}</code> {escape(message)}{f' ({n} times)' if n > 1 else ''}</li>"
         for (kind, message), n in counts.items()
@@ -191,17 +191,17 @@ def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, b
             by_tool = role == protocol.observation
             yield role, Author.ENVIRONMENT if by_tool else author, body, closed
         return
-    said = ""  # text of the policy that is not parsed yet, because it may continue a segment
+    policy_text = ""  # text of the policy that is not parsed yet, because it may continue a segment
     for span in trajectory.segments:
         if span.author == Author.POLICY and protocol.format is None:
-            said += span.text
+            policy_text += span.text
             continue
-        yield from _parsed(protocol, said)
-        said = ""
+        yield from _parsed(protocol, policy_text)
+        policy_text = ""
         if span.text.strip():
             role = span.role if protocol.format is not None else protocol.observation
             yield role, span.author, span.text if span.body is None else span.body, True
-    yield from _parsed(protocol, said)
+    yield from _parsed(protocol, policy_text)
 
 
 def _parsed(protocol: Protocol, text: str) -> Iterator[tuple[str | None, Author, str, bool]]:

@@ -63,16 +63,18 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
     ``traces.jsonl``. The function reads both, but not the compressed shards in ``traces/``.
     """
     plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for path in sorted(plain, key=lambda path: (_modified(path), path), reverse=True):
-        if len(found) == count:  # the other files are older, and a spool may have many of them
+        if (
+            len(trajectories) == count
+        ):  # the other files are older, and a spool may have many of them
             break
-        for line in _last_lines(path, count - len(found)):
+        for line in _last_lines(path, count - len(trajectories)):
             with contextlib.suppress(*untrusted.MALFORMED):
                 trajectory = Trajectory.from_json(json.loads(line))
                 if GRADING not in trajectory.metadata:  # else another row will have the grades
-                    found.append(trajectory)
-    return found
+                    trajectories.append(trajectory)
+    return trajectories
 
 
 def _modified(path: Path) -> float:
@@ -161,8 +163,8 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column(f"mean of {_RECENT}", justify="right")
     table.add_column("whole run")
     for name in SHOWN:
-        found = (as_number(row.get(name)) for row in rows)
-        if values := [value for value in found if value is not None]:
+        numbers = (as_number(row.get(name)) for row in rows)
+        if values := [value for value in numbers if value is not None]:
             recent = values[-_RECENT:]
             mean = sum(recent) / len(recent)
             curve = Text(sparkline(values), style=COLOURS["tool"])
@@ -177,14 +179,16 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
     ]
 
 
-def _trajectories(found: Sequence[Trajectory]) -> Table:
+def _trajectories(trajectories: Sequence[Trajectory]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for name, width in (("newest", 9), ("reward", 6), ("stop", 9), ("tokens", 6), ("calls", 5)):
-        left = name in ("newest", "stop")
-        table.add_column(name, justify="left" if left else "right", min_width=width, no_wrap=True)
+        is_text = name in ("newest", "stop")
+        table.add_column(
+            name, justify="left" if is_text else "right", min_width=width, no_wrap=True
+        )
     for name, ratio in (("question", 2), ("answer", 1)):
         table.add_column(name, ratio=ratio, no_wrap=True, overflow="ellipsis")
-    for trajectory in found:
+    for trajectory in trajectories:
         verdict = verdict_of(trajectory)
         reward = trajectory.reward.value if trajectory.reward else None
         table.add_row(
@@ -221,8 +225,8 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax watch``: shows the run until Ctrl-C."""
-    place = flags.FLAGS.workdir
-    run = fetched(place)
+    workdir = flags.FLAGS.workdir
+    run = fetched(workdir)
     check_run(run)
     draw = functools.partial(picture, run, flags.FLAGS.trajectories)
     console = Console()
@@ -233,7 +237,7 @@ def main(argv: list[str]) -> None:
         with Live(draw(), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(flags.FLAGS.every)
-                fetched(place)
+                fetched(workdir)
                 live.update(draw(), refresh=True)
     except KeyboardInterrupt:
         console.print(draw())
