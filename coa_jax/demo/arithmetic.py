@@ -63,15 +63,15 @@ def _batch(name: str, split: str, seed: int, number: int) -> tuple[dict[str, Any
 
 def _entries(name: str, split: str, seed: int, count: int) -> list[dict[str, Any]]:
     """Returns up to ``count`` distinct questions, fewer if the generator has no more."""
-    found: dict[str, dict[str, Any]] = {}
+    by_question: dict[str, dict[str, Any]] = {}
     number = barren = 0
-    while len(found) < count and barren < 20:
-        before = len(found)
+    while len(by_question) < count and barren < 20:
+        before = len(by_question)
         for entry in _batch(name, split, seed, number):
-            found.setdefault(entry["question"], entry)
-        barren = barren + 1 if len(found) == before else 0
+            by_question.setdefault(entry["question"], entry)
+        barren = barren + 1 if len(by_question) == before else 0
         number += 1
-    return list(found.values())[:count]
+    return list(by_question.values())[:count]
 
 
 @declares(Needs(("tasks",)))
@@ -90,12 +90,12 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
     Raises:
         UserError: reasoning-gym is not installed, or a generator is unknown.
     """
-    given = filter(None, map(str.strip, source.partition(":")[2].split(",")))
-    names = tuple(dict.fromkeys(given)) or tuple(_GENERATORS)
+    parts = filter(None, map(str.strip, source.partition(":")[2].split(",")))
+    names = tuple(dict.fromkeys(parts)) or tuple(_GENERATORS)
     for name in names:
         if name not in _GENERATORS:
-            known = ", ".join(_GENERATORS)
-            raise UserError(f"arithmetic: unknown generator {name!r}; known are {known}")
+            generators = ", ".join(_GENERATORS)
+            raise UserError(f"arithmetic: unknown generator {name!r}; known are {generators}")
     n = _DEFAULT_SIZE if n is None else n
     columns = [_entries(name, split, seed, -(-n // len(names))) for name in names]
     rows = itertools.zip_longest(*columns)

@@ -28,8 +28,8 @@ def fact_of(document: Document) -> Fact | None:
     """
     for relation in RELATIONS.values():
         if document.title.endswith(f": {relation.title}"):
-            found = relations.read(relation, document.text)
-            return (relation, *found) if found else None
+            pair = relations.read(relation, document.text)
+            return (relation, *pair) if pair else None
     return None
 
 
@@ -182,6 +182,6 @@ class Prior:
     def _pick(self, step: grammar.Step, episode: str, draw: str) -> str:
         if isinstance(step, grammar.Computed):
             return ""
-        known = self._entities if isinstance(step, grammar.Inverse) else self._values
-        options = known["neighbour" if isinstance(step, grammar.Neighbour) else step.relation]
+        choices = self._entities if isinstance(step, grammar.Inverse) else self._values
+        options = choices["neighbour" if isinstance(step, grammar.Neighbour) else step.relation]
         return options[int(uniform(self._seed, episode, draw) * len(options))] if options else ""

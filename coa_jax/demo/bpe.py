@@ -71,9 +71,9 @@ def train_bpe(
             raise UserError(f"tag {tag!r} is not of the form <name> or </name> in a-z and _")
     counts = _count_words(texts)
     if not_names is not None:
-        kept = {word for k in not_names for word in (k, " " + k)}
-        plain = {word: n for word, n in counts.items() if word in kept or word == word.lower()}
-        names = {word.strip() for word in counts if word != word.lower()} - kept
+        frequent = {word for k in not_names for word in (k, " " + k)}
+        plain = {word: n for word, n in counts.items() if word in frequent or word == word.lower()}
+        names = {word.strip() for word in counts if word != word.lower()} - frequent
         counts = plain | dict.fromkeys(sorted(names - plain.keys()), _NAME_COUNT)
     return PreTrainedTokenizerFast(
         tokenizer_object=_assemble(_learn_merges(counts, vocab_size - base), tags),

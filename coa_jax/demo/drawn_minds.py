@@ -49,8 +49,8 @@ def act(view: AgentView, use: Use) -> Action:
             text = get_protocol(view.protocol).described[tag]
             shape, order = shape_of(text)
             words = re.findall("[A-Z]+", shape)
-            told = ", ".join(f"{w} {use.values[s]}" for w, s in zip(words, order, strict=True))
-            thought = f"{tag} takes {shape}: {told}."
+            pairs = ", ".join(f"{w} {use.values[s]}" for w, s in zip(words, order, strict=True))
+            thought = f"{tag} takes {shape}: {pairs}."
             return Action(tag, Kind.CALL, write_call(text, use.values), thought)
         case "search", _:
             return Action("manager", Kind.REPORT, f"#1 is {answer}.")

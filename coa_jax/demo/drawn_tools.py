@@ -86,8 +86,8 @@ def _patterns() -> tuple[tuple[str, int, re.Pattern[str]], ...]:
     slot = re.compile(r"\\{(\d)\\}")
     return tuple(
         (kind, field, re.compile(slot.sub(r"(?P<s\1>\\S+?)", re.escape(template))))
-        for kind, told in KINDS.items()
-        for field, templates in enumerate(told["questions"])
+        for kind, spec in KINDS.items()
+        for field, templates in enumerate(spec["questions"])
         for template in templates
     )
 
@@ -104,7 +104,7 @@ def understand(question: str) -> Use | None:
 
 def kind_of(description: str) -> str:
     """Returns the kind of the tool with a description."""
-    kinds = (k for k, told in KINDS.items() if description.startswith(told["purposes"]))
+    kinds = (k for k, spec in KINDS.items() if description.startswith(spec["purposes"]))
     return next(kinds)
 
 
@@ -117,10 +117,10 @@ def shape_of(description: str) -> tuple[str, tuple[int, ...]]:
     """
     slots = KINDS[kind_of(description)]["slots"]
     shape = next(m[0] for m in _SHAPE.finditer(description))
-    left, order = list(range(len(slots))), []
+    unused, order = list(range(len(slots))), []
     for word in re.findall(r"[A-Z]+", shape):
-        order.append(next(slot for slot in left if word in slots[slot][1:]))
-        left.remove(order[-1])
+        order.append(next(slot for slot in unused if word in slots[slot][1:]))
+        unused.remove(order[-1])
     return shape, tuple(order)
 
 
@@ -155,9 +155,9 @@ class DrawnTool:
         """Looks up or computes the values of the fields."""
         shape, order = shape_of(self.description)
         sign = re.sub(r"[A-Z ]", "", shape)[:1]
-        given = [part.strip() for part in arguments.split(sign or None)]
+        parts = [part.strip() for part in arguments.split(sign or None)]
         try:
-            values = [given[order.index(slot)] for slot in range(len(given))]
+            values = [parts[order.index(slot)] for slot in range(len(parts))]
             return Observation(self._result(values), True, "ok", 0.0)
         except (ValueError, IndexError, TypeError):
             return Observation(f"Not understood. Write {shape}.", False, "bad_call", 0.0)
@@ -169,11 +169,11 @@ class DrawnTool:
 
 
 FORMS: tuple[Callable[[Sequence[str], Sequence[str]], str], ...] = (
-    lambda nouns, found: ", ".join(found),
-    lambda nouns, found: "; ".join(map("{}: {}".format, nouns, found)),
-    lambda nouns, found: ", ".join(map("{} {}".format, nouns, found)),
-    lambda nouns, found: " ".join([found[0], *(f"({value})" for value in found[1:])]),
-    lambda nouns, found: ", ".join([found[0], *map("the {} is {}".format, nouns[1:], found[1:])]),
+    lambda nouns, texts: ", ".join(texts),
+    lambda nouns, texts: "; ".join(map("{}: {}".format, nouns, texts)),
+    lambda nouns, texts: ", ".join(map("{} {}".format, nouns, texts)),
+    lambda nouns, texts: " ".join([texts[0], *(f"({value})" for value in texts[1:])]),
+    lambda nouns, texts: ", ".join([texts[0], *map("the {} is {}".format, nouns[1:], texts[1:])]),
 )
 """Forms of a result, as functions of the nouns and the values of its fields."""
 
@@ -188,14 +188,14 @@ def fields_of(kind: str, values: Sequence[str]) -> list[str]:
     Raises:
         ValueError: the number of values is wrong, or the tool does not know a value.
     """
-    told = KINDS[kind]
-    for (of, *_), value in zip(told["slots"], values, strict=True):
+    spec = KINDS[kind]
+    for (of, *_), value in zip(spec["slots"], values, strict=True):
         if _closed(of) and value not in _FILE["values"][of]:
             raise ValueError(f"{value} is unknown")
-    if "function" in told:
-        return FUNCTIONS[told["function"]](*values)
+    if "function" in spec:
+        return FUNCTIONS[spec["function"]](*values)
     draw = random.Random(f"{kind} {' '.join(values)}")
-    return [_value(of, draw) for of, _ in told["fields"]]
+    return [_value(of, draw) for of, _ in spec["fields"]]
 
 
 def tools_of(protocol: str) -> dict[str, Tool]:
@@ -205,15 +205,15 @@ def tools_of(protocol: str) -> dict[str, Tool]:
 
 def _describe(kind: str, draw: random.Random) -> str:
     """Draws the description of a tool: its purpose, and the form of its arguments."""
-    told, which = KINDS[kind], draw.choice((1, 2))
-    names = [slot[which] for slot in told["slots"]]
+    spec, which = KINDS[kind], draw.choice((1, 2))
+    names = [slot[which] for slot in spec["slots"]]
     draw.shuffle(names)
     shape = draw.choice(_SEPARATORS).join(names)
-    purpose, wording = draw.choice(told["purposes"]), draw.choice(_FILE["wording"])
-    values = [_value(of[0], draw) for of in told["slots"]]
+    purpose, wording = draw.choice(spec["purposes"]), draw.choice(_FILE["wording"])
+    values = [_value(of[0], draw) for of in spec["slots"]]
     text = f"{purpose} {wording.format(shape=shape, example='{example}')}"
     text = text.replace("{example}", write_call(text, values))
-    few = [of[0] for of in told["slots"] if 0 < _closed(of[0]) < 9]
+    few = [of[0] for of in spec["slots"] if 0 < _closed(of[0]) < 9]
     if few and draw.random() < 0.5:
         listed = draw.choice((" ", ", ")).join(_FILE["values"][few[0]])
         text += " " + draw.choice(_FILE["known"]).format(values=listed)
@@ -226,13 +226,13 @@ def _closed(kind: str) -> int:
     return len(form) if isinstance(form, tuple) and isinstance(form[0], str) else 0
 
 
-def _tag(kind: str, taken: Container[str], draw: random.Random) -> str:
+def _tag(kind: str, used: Container[str], draw: random.Random) -> str:
     """Draws a name, which in a quarter of the cases does not tell the purpose of the tool."""
     while True:
         name: str = draw.choice(_FILE["neutral"] if draw.random() < 0.25 else KINDS[kind]["names"])
         if draw.random() < 0.2:
             name += draw.choice(_FILE["endings"])
-        if name not in taken:
+        if name not in used:
             return name
 
 
@@ -245,10 +245,10 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     """
     draw = random.Random(identity)
     kind = draw.choice(kinds)
-    told, others = KINDS[kind], [other for other in kinds if other != kind]
-    values = tuple(_value(of[0], draw) for of in told["slots"])
-    field = draw.randrange(len(told["fields"]))
-    question = draw.choice(told["questions"][field]).format(*values)
+    spec, others = KINDS[kind], [other for other in kinds if other != kind]
+    values = tuple(_value(of[0], draw) for of in spec["slots"])
+    field = draw.randrange(len(spec["fields"]))
+    question = draw.choice(spec["questions"][field]).format(*values)
     gold = fields_of(kind, values)[field]
     members = [kind, *draw.sample(others, draw.choice((1, 1, 1, 2)))]
     if draw.random() < _LEFT_OUT:
@@ -272,5 +272,5 @@ def load_source(split: str, n: int | None, seed: int) -> list[Task]:
         seed: seed of the tasks.
     """
     held_out = split != "train"
-    kinds = [kind for kind, told in KINDS.items() if bool(told.get("held_out")) == held_out]
+    kinds = [kind for kind, spec in KINDS.items() if bool(spec.get("held_out")) == held_out]
     return [_task(f"{split}{seed}_{number}", kinds) for number in range(n or 1000)]

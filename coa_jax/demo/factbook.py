@@ -151,10 +151,10 @@ def _pairs(expressions: Sequence[_Expression]) -> Iterator[Program]:
     for expression in expressions:
         if not any(isinstance(step, Neighbour) for step in expression.steps):
             by_entity[expression.entity].append(expression)
-    for entity, own in by_entity.items():
+    for entity, own_expressions in by_entity.items():
         others = sorted(by_entity.keys() - {entity}, key=lambda name: fraction(entity, name))
         for other in others[:_PARTNERS]:
-            for number, (a, b) in enumerate(itertools.product(own, by_entity[other])):
+            for number, (a, b) in enumerate(itertools.product(own_expressions, by_entity[other])):
                 draw = fraction(entity, other, number)
                 if a.hops + b.hops and draw >= 0.15:  # only 15 % of these many pairs are used
                     continue
@@ -386,8 +386,8 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
     for kind, count in zip(kinds, counts, strict=True):
         order = take_turns(pools[kind], seed) if count else []
         for position in range(count):
-            turn, place = divmod(position, len(order))
-            first = int(fraction(seed, "wording", order[place].program) * options.templates)
-            chosen.append((order[place], (first + turn) % options.templates))
+            turn, index = divmod(position, len(order))
+            first = int(fraction(seed, "wording", order[index].program) * options.templates)
+            chosen.append((order[index], (first + turn) % options.templates))
     chosen.sort(key=lambda pair: fraction(seed, "order", pair[0].program, pair[1]))
     return [_task(item, template, split, options.protocol, source) for item, template in chosen]

@@ -48,16 +48,16 @@ def fields() -> dict[str, dict[str, str]]:
     A value is left out if the passages of the entity state several values.
     """
     by_title = {relation.title: relation for relation in FIELDS.values()}
-    found: dict[str, dict[str, set[str]]] = {name: {} for name in facts()}
+    values_of: dict[str, dict[str, set[str]]] = {name: {} for name in facts()}
     for passage in passages():
         name, _, title = passage.title.partition(": ")
         relation = by_title.get(title)
         value = relation and read_passage(relation, passage.title, passage.text)
-        if relation and value and name in found:
-            found[name].setdefault(relation.key, set()).add(value[1])
+        if relation and value and name in values_of:
+            values_of[name].setdefault(relation.key, set()).add(value[1])
     return {
         name: {key: values.pop() for key, values in of.items() if len(values) == 1}
-        for name, of in found.items()
+        for name, of in values_of.items()
     }
 
 
@@ -119,8 +119,8 @@ def solve(program: Program) -> Solution | None:
     used: list[str] = []
     for step in program.steps:
         if isinstance(step, Inverse):
-            known = adjectives() if step.relation == "adjective" else inverse_keys()
-            value = known.get((step.relation, step.value))
+            inverse = adjectives() if step.relation == "adjective" else inverse_keys()
+            value = inverse.get((step.relation, step.value))
             used += [value] if value else []
         elif isinstance(step, Arithmetic):
             value = compute(step.operation, values[step.a.step], values[step.b.step])
@@ -145,10 +145,10 @@ def solve(program: Program) -> Solution | None:
 def _extreme(step: Comparison, values: list[str]) -> str | None:
     """Returns the name with the largest or smallest value; None if two names have this value."""
     numbers = [to_decimal(values[ref.step]) for ref in step.values]
-    wanted = max(numbers) if step.operation == "largest" else min(numbers)
+    extreme = max(numbers) if step.operation == "largest" else min(numbers)
     bound = resolve_references(step, values)
     assert isinstance(bound, Comparison)
-    return str(bound.subjects[numbers.index(wanted)]) if numbers.count(wanted) == 1 else None
+    return str(bound.subjects[numbers.index(extreme)]) if numbers.count(extreme) == 1 else None
 
 
 def compute(operation: str, a: str, b: str) -> str:

@@ -181,10 +181,10 @@ def read_value(step: Step, title: str, text: str) -> str | None:
     if isinstance(step, Computed):
         return None
     relation = relation_of("neighbour" if isinstance(step, Neighbour) else step.relation)
-    found = read_passage(relation, title, text)
-    if found is None:
+    pair = read_passage(relation, title, text)
+    if pair is None:
         return None
-    entity, value = found
+    entity, value = pair
     if isinstance(step, Inverse):
         return entity if value.casefold() == step.value.casefold() else None
     if isinstance(step.subject, Ref) or entity.casefold() != step.subject.casefold():

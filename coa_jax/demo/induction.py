@@ -145,9 +145,9 @@ def _match_heads(
     qkv[before, key, slow[split:]] = strength * second
     qkv[:tokens, :groups, slow[:split]] = strength * (code @ first)[:, None]
     qkv[here, :groups, slow[split:]] = strength * second[:, None]
-    found = _orthonormal(rng, tokens, min(width, tokens))
-    qkv[:tokens, value, : found.shape[1]] = found
-    out[:, : found.shape[1], :tokens] = found.T * norm / 2
+    basis = _orthonormal(rng, tokens, min(width, tokens))
+    qkv[:tokens, value, : basis.shape[1]] = basis
+    out[:, : basis.shape[1], :tokens] = basis.T * norm / 2
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:

@@ -120,10 +120,10 @@ def load_entities() -> tuple[Entity, ...]:
             if file.name.endswith(".json"):
                 raw[file.name[:-5]] = json.loads(file.read_text(encoding="utf-8"))
     names = {code: _name(code, page) for code, page in raw.items()}
-    known = frozenset(names.values())
+    entity_names = frozenset(names.values())
     entities = []
     for code in sorted(raw):
-        facts = facts_of(raw[code], known)
+        facts = facts_of(raw[code], entity_names)
         entities.append(Entity(code, names[code], facts, tuple(_fields(raw[code], facts))))
     return tuple(entities)
 
@@ -291,10 +291,10 @@ def _match(pattern: str, text: str) -> str:
 
     The result is "" unless the whole text matches.
     """
-    found = re.fullmatch(pattern, text)
-    if not found:
+    match = re.fullmatch(pattern, text)
+    if not match:
         return ""
-    return found[1] if found.re.groups else found[0]
+    return match[1] if match.re.groups else match[0]
 
 
 def _number(text: str, unit: str) -> str:
@@ -303,11 +303,11 @@ def _number(text: str, unit: str) -> str:
     The result has thousands separators; "million" and "billion" are written as digits.
     """
     pattern = rf"(-?[\d,]+(?:\.\d+)?)( million| billion)?{' ' + unit if unit else ''}(?![\w,.])(.*)"
-    found = re.fullmatch(pattern, text)
-    if not found or found[3].startswith(" less than"):
+    match = re.fullmatch(pattern, text)
+    if not match or match[3].startswith(" less than"):
         return ""
-    value = float(found[1].replace(",", ""))
-    scale = {" million": 10**6, " billion": 10**9, None: 1}[found[2]]
+    value = float(match[1].replace(",", ""))
+    scale = {" million": 10**6, " billion": 10**9, None: 1}[match[2]]
     if scale != 1:
         return f"{round(value * scale):,}"
     return f"{int(value):,}" if value == int(value) else f"{value:,}"
@@ -322,8 +322,8 @@ def _capital(text: str) -> str:
 
 
 def _currency(text: str) -> str:
-    found = re.fullmatch(r"([A-Za-z -]{3,40}?)(?: \([A-Z]{3}\))? per US dollar.*", text)
-    return found[1] if found and " or " not in text else ""
+    match = re.fullmatch(r"([A-Za-z -]{3,40}?)(?: \([A-Z]{3}\))? per US dollar.*", text)
+    return match[1] if match and " or " not in text else ""
 
 
 def _demonym(text: str) -> str:
@@ -336,10 +336,10 @@ def _demonym(text: str) -> str:
 def _point(text: str) -> tuple[str, str]:
     """Parses a point such as "Moco 2,620 m"; returns (name, metres), or ("", "") without a name."""
     text = re.sub(r"; note .*", "", text)
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"([A-Z][A-Za-z' /.-]+?)(?: \([^)]*\))? (-?[\d,]+(?:\.\d+)?)(?: m)?(?: \(.*)?", text
     )
-    return (found[1], found[2]) if found else ("", "")
+    return (match[1], match[2]) if match else ("", "")
 
 
 def _largest_city(text: str) -> str:
@@ -367,13 +367,13 @@ def _borders(text: str, names: frozenset[str]) -> dict[str, str]:
     lengths: dict[str, float] = collections.defaultdict(float)
     rest = re.sub(r"; note .*", "", text)
     for item in re.split(r"(?:(?<=km)|(?<=\)))(?:[;,] | and )", rest):
-        found = re.fullmatch(r"(\D+?) ([\d,]+(?:\.\d+)?) km(?: \(.*\))?", item)
-        full = found[1] if found else ""
+        match = re.fullmatch(r"(\D+?) ([\d,]+(?:\.\d+)?) km(?: \(.*\))?", item)
+        full = match[1] if match else ""
         name = _BORDER_NAMES.get(full) or re.sub(r" \([^)]*\)$", "", full)
         name = _BORDER_NAMES.get(name, name)
-        if not found or name not in names:
+        if not match or name not in names:
             return {}
-        lengths[name] += float(found[2].replace(",", ""))
+        lengths[name] += float(match[2].replace(",", ""))
     longest = sorted(lengths, key=lambda name: -lengths[name])
     tied = len(longest) > 1 and lengths[longest[0]] == lengths[longest[1]]
     return {"borders": "; ".join(lengths), "neighbour": "" if tied else longest[0]}

@@ -166,10 +166,10 @@ def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, b
     """Returns (question of a program, whether its wording is held out)."""
     drawn = fraction(seed, "held out", program) < 0.5
     new = split != "train" and (words == "new" or (not words and drawn))
-    kept = wording.held_out if new else wording.known
+    select = wording.held_out if new else wording.known
 
     def choose(templates: wording.Templates) -> str:
-        options = templates if words == "any" else kept(templates)
+        options = templates if words == "any" else select(templates)
         return options[int(fraction(seed, program, templates) * len(options))]
 
     via = words == "any" and fraction(seed, "via", program) < 0.5

@@ -143,11 +143,11 @@ def _readings(text: str) -> Iterator[tuple[Program, int]]:
     """Yields (program, number of characters in names) for each way to parse a question."""
     for steps, _, size in _inverse(text, wording.ASK_INVERSE, 0):
         yield Program(steps), size
-    for known, relations in wording.ASK_VIA.items():
+    for key, relations in wording.ASK_VIA.items():
         for relation, templates in relations.items():
             others = tuple(t.replace(_PLURAL, _NO_PLURAL) for t in templates if _PLURAL in t)
             for (value,) in _slots(text, templates + others):
-                yield Program((Inverse(known, value), Lookup(relation, Ref(0)))), len(value)
+                yield Program((Inverse(key, value), Lookup(relation, Ref(0)))), len(value)
     yield from _about(text, wording.ASK_NEIGHBOUR, _neighbour)
     yield from _about(text, wording.ASK_COUNT, _count)
     yield from _about(text, wording.ASK_DENSITY, density)
@@ -210,10 +210,10 @@ def _values(
         subjects: tuple[Subject, ...] = ()
         total = 0
         for slot in slots:
-            found = min(_entity(slot, len(steps)), key=lambda part: part[2], default=None)
-            if found is None:
+            entity = min(_entity(slot, len(steps)), key=lambda part: part[2], default=None)
+            if entity is None:
                 break
-            before, subject, size = found
+            before, subject, size = entity
             steps = (*steps, *before, Lookup(relation, subject))
             refs, subjects = (*refs, Ref(len(steps) - 1)), (*subjects, subject)
             total += size

@@ -155,8 +155,8 @@ def read(relation: Relation, text: str) -> tuple[str, str] | None:
     The result is None for any other text. The name of an entity must not contain the verb of the
     sentence. No name in the World Factbook contains such a verb.
     """
-    found = _pattern(relation).fullmatch(text.strip())
-    return (found["entity"], found["value"]) if found else None
+    match = _pattern(relation).fullmatch(text.strip())
+    return (match["entity"], match["value"]) if match else None
 
 
 def read_passage(relation: Relation, title: str, text: str) -> tuple[str, str] | None:
@@ -175,5 +175,5 @@ def read_passage(relation: Relation, title: str, text: str) -> tuple[str, str] |
         return None
     if not relation.pattern:
         return read(relation, text)
-    found = re.fullmatch(relation.pattern, text)
-    return (entity, found[1].strip()) if found else None
+    match = re.fullmatch(relation.pattern, text)
+    return (entity, match[1].strip()) if match else None

@@ -143,8 +143,8 @@ def plan(slips: Slips, view: AgentView) -> Action:
     if state.complete:
         count = len(state.steps)
         return Action("manager", Kind.PLAN, f"{count}. answer #{count}")
-    left = enumerate((state.step, *state.steps[state.number :]), state.number)
-    lines = (f"{number}. {steps.wording(step)}" for number, step in left)
+    remaining = enumerate((state.step, *state.steps[state.number :]), state.number)
+    lines = (f"{number}. {steps.wording(step)}" for number, step in remaining)
     return Action("manager", Kind.PLAN, "\n".join(lines))
 
 

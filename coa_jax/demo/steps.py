@@ -161,10 +161,10 @@ def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> s
     """Returns the URL of the first unopened search result whose title fits a step, or ""."""
     assert isinstance(step, _Search)
     relation = relation_of("neighbour" if isinstance(step, grammar.Neighbour) else step.relation)
-    wanted = None if isinstance(step, grammar.Inverse) else str(step.subject).casefold()
+    subject_name = None if isinstance(step, grammar.Inverse) else str(step.subject).casefold()
     for title, link in _RESULT.findall(observation.content):
         subject, _, section = title.partition(": ")
-        fits = wanted in (None, subject.casefold()) and section == relation.title
+        fits = subject_name in (None, subject.casefold()) and section == relation.title
         if fits and link not in opened:
             return link
     return ""
@@ -187,8 +187,8 @@ def _read_program(
         return "The program failed."
     line = printed(observation.content)
     if isinstance(step, grammar.Comparison):
-        known = line in step.subjects
-        return (str(line), "The program") if known else "It did not print one of the names."
+        valid = line in step.subjects
+        return (str(line), "The program") if valid else "It did not print one of the names."
     value = None if line is None else number_of(line)
     if line is None or value is None:
         return "It did not print one number."

@@ -72,9 +72,9 @@ def write_policy(
         UserError: the free memory is too small for the parameters.
     """
     protocols = [get_protocol(name) for name in sorted({record.protocol for record in records})]
-    roles = sorted({role for known in protocols if not known.format for role in known.roles})
+    roles = sorted({role for rules in protocols if not rules.format for role in rules.roles})
     tags = [tag for role in roles for tag in (f"<{role}>", f"</{role}>")]
-    tags += [tag for known in protocols if known.format for tag in known.format.tags]
+    tags += [tag for rules in protocols if rules.format for tag in rules.format.tags]
     words, texts = template_words(records, prompt, config.common_word), texts_of(records, prompt)
     tokenizer = train_bpe(texts, config.vocab_size, tags=tags, not_names=words)
     model = ModelConfig(
