@@ -119,8 +119,8 @@ class Command(Bounded):
             check(name, Name, "arms")
         if UNFILTERED in self.arms:
             raise UserError(f"arms.{UNFILTERED} is the arm without filters; choose another name")
-        known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
-        check(self.references, known, "references")
+        annotation = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
+        check(self.references, annotation, "references")
         for name, roles in self.without_roles.items():
             check(name, Annotated[str, OneOf(*self.arms)], "without_roles")
             check(roles, tuple[_Role, ...], f"without_roles.{name}")
@@ -191,11 +191,11 @@ class Ablation:
             split = distill_split(
                 "train", tasks, named, teacher, folder / "data", self.config["tools"], bar.reach
             )
-        told = {}
+        statistics = {}
         for name, records, dropped in self._sets(tasks, split, seed):
             write_records(folder / name / "train.jsonl", records)
-            told[name] = {"dropped": dropped, **statistics_of(records)}
-        return told
+            statistics[name] = {"dropped": dropped, **statistics_of(records)}
+        return statistics
 
     def _sets(
         self, tasks: Sequence[Task], split: DistilledSplit, seed: int
@@ -277,8 +277,8 @@ def without(record: DistilledRecord, roles: Sequence[str]) -> DistilledRecord:
 
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
     """Returns the rate of each task, see `rates`; None for a task without graded samples."""
-    found = rates(outcome)
-    return [float(found[task["id"]]) if task["id"] in found else None for task in outcome["tasks"]]
+    rate = rates(outcome)
+    return [float(rate[task["id"]]) if task["id"] in rate else None for task in outcome["tasks"]]
 
 
 # --- statistics ----------------------------------------------------------------------------
@@ -422,10 +422,10 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 rate = shown_rate(done["policy"]["pass_at_1"])
                 print(f"  pass@1 {rate}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}
-        told = results(grades, work.command.references)
-        summary = {"arms": told, "sets": sets, "timings_s": took}
+        arms = results(grades, work.command.references)
+        summary = {"arms": arms, "sets": sets, "timings_s": took}
         run.summary(summary)
-        text = report(told, sets, work.config["sft"]["optimizer"]["total_steps"])
+        text = report(arms, sets, work.config["sft"]["optimizer"]["total_steps"])
         durable.replace(workdir / "report.md", text.encode())
     return summary
 

@@ -91,12 +91,12 @@ class Folders:
         Args:
             block: key of the block, such as ``economy``.
         """
-        found = [
+        entries = [
             durable.read_json_object(path).get(block)
             for path in (folder / "summary.json" for folder in self.runs)
             if path.is_file()
         ]
-        return [entry for entry in found if entry] if all(found) else []
+        return [entry for entry in entries if entry] if all(entries) else []
 
 
 Measure = Callable[[Folders], Figure | None]
@@ -167,11 +167,11 @@ def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
 
 def _merged(seeds: Sequence[Mapping[str, Sequence[Any]]]) -> list[list[Any]]:
     """Returns the values of each task, which are given for each seed, in one list for each task."""
-    found: dict[str, list[Any]] = {}
+    values_of: dict[str, list[Any]] = {}
     for seed in seeds:
         for name, values in seed.items():
-            found.setdefault(name, []).extend(values)
-    return list(found.values())
+            values_of.setdefault(name, []).extend(values)
+    return list(values_of.values())
 
 
 def _of_tasks(
@@ -186,8 +186,8 @@ def _of_tasks(
     """
     groups = _merged(seeds)
     values = tuple(_mean([_mean(group) for group in seed.values()]) for seed in seeds if seed)
-    found = interval(groups) if groups else None
-    return Figure(_mean([*map(_mean, groups)]), found, len(groups), values) if seeds else None
+    bounds = interval(groups) if groups else None
+    return Figure(_mean([*map(_mean, groups)]), bounds, len(groups), values) if seeds else None
 
 
 def _by_bootstrap(seeds: Sequence[Mapping[str, Sequence[Any]]]) -> Figure | None:
@@ -199,9 +199,9 @@ def _by_bootstrap(seeds: Sequence[Mapping[str, Sequence[Any]]]) -> Figure | None
 
 def _of_seeds(values: Sequence[float | None], n: int) -> Figure | None:
     """Returns the mean of one value for each seed; None if a value is missing."""
-    known = tuple(float(value) for value in values if value is not None)
-    whole = known and len(known) == len(values)
-    return Figure(_mean(known), None, n, known) if whole else None
+    numbers = tuple(float(value) for value in values if value is not None)
+    complete = numbers and len(numbers) == len(values)
+    return Figure(_mean(numbers), None, n, numbers) if complete else None
 
 
 def _mean(values: Sequence[Any]) -> float:
@@ -272,8 +272,8 @@ def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
         prefix: beginning of the method's name in the result file, such as ``majority``.
     """
     blocks = [outcome["figures"]["scaling"] for outcome in folders.outcomes(stage)]
-    found = [e for block in blocks for name, e in block.items() if name.startswith(prefix)]
-    entries = [entry for entry in found if entry["pass_at_1"] is not None]
+    methods = [e for block in blocks for name, e in block.items() if name.startswith(prefix)]
+    entries = [entry for entry in methods if entry["pass_at_1"] is not None]
     n = sum(entry["n"] for entry in entries)
     figure = _of_seeds([entry["pass_at_1"] for entry in entries], n)
     if figure is not None and len(entries) == 1:
@@ -329,9 +329,9 @@ def saved(folders: Folders, key: str) -> Figure | None:
 @measure
 def calls_per_solved(folders: Folders, stage: str) -> Figure | None:
     """Computes the number of tool calls in all samples of a stage, per solved sample."""
-    found = [outcome["figures"] for outcome in folders.outcomes(stage)]
-    n = sum(figures["n"] for figures in found)
-    return _of_seeds([figures["costs"]["calls_per_solved"] for figures in found], n)
+    figures_of_seeds = [outcome["figures"] for outcome in folders.outcomes(stage)]
+    n = sum(figures["n"] for figures in figures_of_seeds)
+    return _of_seeds([figures["costs"]["calls_per_solved"] for figures in figures_of_seeds], n)
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:

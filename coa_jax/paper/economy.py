@@ -47,14 +47,14 @@ def read_phase(path: str, phase: str) -> list[Trajectory]:
     seen: set[str] = set()
 
     def decode(row: Any) -> Trajectory | None:
-        found = str(row["metadata"].get("phase", ""))
-        seen.add(found)
-        return Trajectory.from_json(row) if found == phase else None
+        phase_of_row = str(row["metadata"].get("phase", ""))
+        seen.add(phase_of_row)
+        return Trajectory.from_json(row) if phase_of_row == phase else None
 
     traces = [trace for trace in iterate_trajectories(path, decode) if trace is not None]
     if not traces:
-        known = ", ".join(sorted(seen)) or "nothing"
-        raise UserError(f"{path}: no trajectory of the phase {phase!r}; it has {known}")
+        phases = ", ".join(sorted(seen)) or "nothing"
+        raise UserError(f"{path}: no trajectory of the phase {phase!r}; it has {phases}")
     return traces
 
 
@@ -89,9 +89,9 @@ def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> No
 
 
 def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
-    own = trace.tokens[trace.author != Author.PROMPT].tolist()
+    ids = trace.tokens[trace.author != Author.PROMPT].tolist()
     try:
-        return decode_ids(tokenizer, own).startswith(trace.text)
+        return decode_ids(tokenizer, ids).startswith(trace.text)
     except (IndexError, KeyError, OverflowError, TypeError):
         return False
 
@@ -146,14 +146,14 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
     """
     loaded = load_tasks(config.source, config.split, config.num_tasks or None, config.seed)
     by_id = {task.id: task for task in loaded}
-    wanted = list(dict.fromkeys(trace.task_id for trace in traces))
-    missing = next((name for name in wanted if name not in by_id), None)
+    task_ids = list(dict.fromkeys(trace.task_id for trace in traces))
+    missing = next((name for name in task_ids if name not in by_id), None)
     if missing is not None:
         raise UserError(
             f"the trajectories contain the task {missing!r}, config.tasks does not: give the "
             "source, split, num_tasks and seed of the evaluation"
         )
-    return [by_id[name] for name in wanted]
+    return [by_id[name] for name in task_ids]
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -177,26 +177,26 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     tasks = tasks_of(command.tasks, traces)[: command.number]
     with RunDir(workdir) as run:
         minds, endpoint = teacher.minds(), None
-        model = asked = "scripted"
+        model = label = "scripted"
         if limits:
             endpoint = Endpoint(limits, workdir / "calls" / "team.jsonl")
-            minds, model, asked = language_minds(endpoint), limits.model, limits.label
+            minds, model, label = language_minds(endpoint), limits.model, limits.label
         slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
-        made_by = {"minds": asked, **slips, "tools": settings}
+        made_by = {"minds": label, **slips, "tools": settings}
         journal = open_journal(workdir / "team.jsonl", made_by)
         before = sum(task.id in journal.done for task in tasks)
         with progress("team", total=len(tasks), initial=before) as bar:
             work = run_teacher(tasks, tools, teacher, minds, journal, bar.reach)
             logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
         runs = {run.task.id: run for run in graded_runs(tasks, logs, teacher.judges)}
-        known = [trace for trace in traces if trace.task_id in runs]
-        told = policy_economy(runs, known, list(tools), token_counter(tokenizer))
-        told |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
+        solved = [trace for trace in traces if trace.task_id in runs]
+        comparison = policy_economy(runs, solved, list(tools), token_counter(tokenizer))
+        comparison |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
         if endpoint is not None:
-            told["spent"] = endpoint.spent.to_json()
+            comparison["spent"] = endpoint.spent.to_json()
         run.write_config(config)
-        run.summary({"economy": told}, anew=True)
-    return told
+        run.summary({"economy": comparison}, anew=True)
+    return comparison
 
 
 def describe(told: dict[str, Any]) -> str:

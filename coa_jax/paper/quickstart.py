@@ -192,10 +192,10 @@ class Pipeline:
         """Returns the settings of the evaluations with changes."""
         if not changes:
             return self.evaluation
-        known = dataclasses.asdict(self.evaluation)
+        settings = dataclasses.asdict(self.evaluation)
         if "mixture" in changes:
-            known["mixture"] = {}
-        return build_config(EvaluateConfig, merged(known, changes), where)
+            settings["mixture"] = {}
+        return build_config(EvaluateConfig, merged(settings, changes), where)
 
     def distill(self) -> None:
         """Lets the teacher solve the training tasks and the validation tasks."""
@@ -270,16 +270,18 @@ class Pipeline:
         """
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
-        tasks, tools, told = self.held_out, self.tools, self.told_tools
+        tasks, tools, tool_settings = self.held_out, self.tools, self.told_tools
         if stage in self.measures and (changes := self.measures[stage].tools):
-            told = merged(told, changes)
-            found = build_config(ToolsConfig, told, f"config.measures.{stage}.tools")
+            tool_settings = merged(tool_settings, changes)
+            tools_config = build_config(
+                ToolsConfig, tool_settings, f"config.measures.{stage}.tools"
+            )
             # The settings of tools that only the other evaluations have are no mistake.
-            tools = make_tools(with_names(found, found.names))
+            tools = make_tools(with_names(tools_config, tools_config.names))
         if config is not self.evaluation:
             tasks = with_level(load(config), config.rollout.level, config.rollout.format)
         path = self.models / policy
-        outcome = evaluate_model(path, tasks, config, self.run, stage, tools, told)
+        outcome = evaluate_model(path, tasks, config, self.run, stage, tools, tool_settings)
         print(table(outcome), flush=True)
 
     def economy(self) -> None:
@@ -287,8 +289,8 @@ class Pipeline:
         tokenizer = load_tokenizer(self.models / "rl")
         traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
         by_task = {run.task.id: run for run in self._teacher_runs}
-        told = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
-        self.run.summary({"economy": told}, anew=True)
+        savings = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
+        self.run.summary({"economy": savings}, anew=True)
 
     def release(self) -> None:
         """Collects the adapter, data and trajectories in a directory that can be published."""
@@ -304,7 +306,7 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
         UserError: an additional evaluation names an unknown policy, or has the name of a stage.
     """
     controls = {"sft_more": pipeline.config.sft_more, "rft": pipeline.config.rft}
-    names = ["base", "sft", "rl", *(name for name, wanted in controls.items() if wanted)]
+    names = ["base", "sft", "rl", *(name for name, enabled in controls.items() if enabled)]
     stages: list[tuple[str, Callable[[], None]]] = [("distill", pipeline.distill)]
     for name in names:
         stages.append((name, getattr(pipeline, name)))
@@ -337,11 +339,11 @@ def left_minutes(
             estimated.
         stages: names of all stages.
     """
-    known = [name for name in timings if name in expected]
-    took, should = sum(timings[n] / 60 for n in known), sum(float(expected[n]) for n in known)
+    timed = [name for name in timings if name in expected]
+    took, should = sum(timings[n] / 60 for n in timed), sum(float(expected[n]) for n in timed)
     speed = took / should if should >= 1 else 1.0
-    left = [float(expected[name]) for name in stages if name not in timings and name in expected]
-    return speed * sum(left) if left else None
+    minutes = [float(expected[name]) for name in stages if name not in timings and name in expected]
+    return speed * sum(minutes) if minutes else None
 
 
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -366,8 +368,8 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 print(f"{name}: done before", flush=True)
                 continue
             minutes = left_minutes(pipeline.config.minutes, timings, names)
-            left = "" if minutes is None else f" (about {minutes:.0f} minutes left)"
-            print(f"{number}/{len(stages)} {name} ...{left}", flush=True)
+            estimate = "" if minutes is None else f" (about {minutes:.0f} minutes left)"
+            print(f"{number}/{len(stages)} {name} ...{estimate}", flush=True)
             start = time.monotonic()
             stage()
             timings[name] = round(time.monotonic() - start, 2)
