@@ -104,7 +104,7 @@ class ExtensionKind:
     built_in: Mapping[str, Any]
     offers: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    adapt: Callable[[Any], Any] = lambda found: found
+    adapt: Callable[[Any], Any] = lambda target: target
 
     @property
     def one(self) -> str:
@@ -128,11 +128,11 @@ class ExtensionKind:
         Raises:
             UserError: several installed packages define the name.
         """
-        found = {entry.value for entry in self._installed().select(name=name)}
-        if len(found) > 1:
+        paths = {entry.value for entry in self._installed().select(name=name)}
+        if len(paths) > 1:
             several = f"the {self.noun} {name!r} is in several installed packages"
-            raise UserError(f"{several}: {', '.join(sorted(found))}; name one of these")
-        return "".join(found)
+            raise UserError(f"{several}: {', '.join(sorted(paths))}; name one of these")
+        return "".join(paths)
 
     def _installed(self) -> importlib.metadata.EntryPoints:
         return importlib.metadata.entry_points(group=self.group)
@@ -197,8 +197,8 @@ class BoundFunction:
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the function's options, and those of the offered arguments that it accepts."""
-        asked = {name: value for name, value in offered.items() if name in self.asks}
-        return {**asked, **self.options}
+        accepted = {name: value for name, value in offered.items() if name in self.asks}
+        return {**accepted, **self.options}
 
 
 def is_path(name: str) -> bool:
@@ -208,9 +208,9 @@ def is_path(name: str) -> bool:
 
 def importable(folder: Path) -> None:
     """Makes the modules of a folder importable, unless installed modules have the same names."""
-    place = str(folder.resolve())
-    if place not in sys.path:
-        sys.path.append(place)
+    directory = str(folder.resolve())
+    if directory not in sys.path:
+        sys.path.append(directory)
 
 
 def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
@@ -225,17 +225,17 @@ def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
         UserError: the name is unknown, its module cannot be imported, or the object is not
             callable.
     """
-    found = name.target if isinstance(name, Reference) else kind.built_in.get(name)
-    if found is None:
-        found = name if is_path(name) else kind.path_of(name)
-    if found == "":
+    target = name.target if isinstance(name, Reference) else kind.built_in.get(name)
+    if target is None:
+        target = name if is_path(name) else kind.path_of(name)
+    if target == "":
         fault = f"there is no {kind.noun} {name!r}{suggest(name, kind.names())}"
         raise UserError(f"{where}: {fault}; name your own as package.module:name")
-    if isinstance(found, str):
-        found = _load(kind, found, where)
-    if not callable(found):
-        raise UserError(f"{where}: {name} is {shown(found)}; {kind.one} is a function or a class")
-    return typing.cast(Callable[..., Any], kind.adapt(found))
+    if isinstance(target, str):
+        target = _load(kind, target, where)
+    if not callable(target):
+        raise UserError(f"{where}: {name} is {shown(target)}; {kind.one} is a function or a class")
+    return typing.cast(Callable[..., Any], kind.adapt(target))
 
 
 def parameters_of(
@@ -260,7 +260,7 @@ def parameters_of(
 def _load(kind: ExtensionKind, path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and f"{module}.".startswith(f"{absent}."):
@@ -270,21 +270,21 @@ def _load(kind: ExtensionKind, path: str, where: str) -> Any:
                 f"{_near(module, kind.names())}"
             ) from None
         raise UserError(f"{where}: {path} cannot be imported: {_reason(error)}") from error
-    file = getattr(found, "__file__", None) or module
+    file = getattr(value, "__file__", None) or module
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [n for n in vars(found) if not n.startswith("_")]
-            raise UserError(f"{where}: {path}: {file} has no {part!r}{suggest(part, known)}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            attributes = [n for n in vars(value) if not n.startswith("_")]
+            raise UserError(f"{where}: {path}: {file} has no {part!r}{suggest(part, attributes)}")
+        value = getattr(value, part)
+    return value
 
 
 def _reason(error: BaseException) -> str:
     """Formats an exception that importing a module raised, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "importlib" not in frame.filename]
-    place = f" ({inside[-1].filename}:{inside[-1].lineno})" if len(inside) > 1 else ""
-    return f"{type(error).__name__}: {error}{place}"
+    location = f" ({inside[-1].filename}:{inside[-1].lineno})" if len(inside) > 1 else ""
+    return f"{type(error).__name__}: {error}{location}"
 
 
 @contextlib.contextmanager
@@ -309,9 +309,9 @@ def blaming(call: BoundFunction, name: str, where: str, advice: str = "") -> Ite
         file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
         frames = traceback.extract_tb(error.__traceback__)
         lines = [str(frame.lineno) for frame in frames if frame.filename == file]
-        place = f" ({file}:{lines[-1]})" if lines else ""
-        told = "; ".join(filter(None, (f"{first_line(error)}{place}", advice)))
-        raise UserError(f"{where}: {name} failed: {told}") from error
+        location = f" ({file}:{lines[-1]})" if lines else ""
+        message = "; ".join(filter(None, (f"{first_line(error)}{location}", advice)))
+        raise UserError(f"{where}: {name} failed: {message}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -338,26 +338,26 @@ def bind(
         UserError: `find` fails; an option is unknown, missing or of a wrong type; or the function
             has a required parameter that the kind does not offer and the options do not set.
     """
-    found = find(kind, name, where)
-    parameters = parameters_of(found, name, where)
+    function = find(kind, name, where)
+    parameters = parameters_of(function, name, where)
     kinds = inspect.Parameter
     named = {n: p for n, p in parameters.items() if p.kind in _BY_NAME}
     only = [n for n, p in parameters.items() if p.kind is kinds.POSITIONAL_ONLY]
     any_option = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
-    known = [n for n in named if n not in kind.offers]
+    option_names = [n for n in named if n not in kind.offers]
     if isinstance(options, ConfigDict):
         options = options.to_dict()
     for option in options:
-        if option not in known and not any_option:
-            listed = f"; there are {', '.join(known)}" if known else "; it has none"
-            has = suggest(str(option), known) or listed
+        if option not in option_names and not any_option:
+            listed = f"; there are {', '.join(option_names)}" if option_names else "; it has none"
+            has = suggest(str(option), option_names) or listed
             raise UserError(f"{where}: {name} has no option {option!r}{has}")
-    given = {
-        option: _value(found, option, value, f"{where}: the option {option} of {name}", text)
+    bound_options = {
+        option: _value(function, option, value, f"{where}: the option {option} of {name}", text)
         for option, value in options.items()
     }
-    for parameter in known:
-        if parameter not in given and named[parameter].default is kinds.empty:
+    for parameter in option_names:
+        if parameter not in bound_options and named[parameter].default is kinds.empty:
             offers = ", ".join(kind.offers) or "nothing"
             needs = f"{name} needs {parameter!r}{_near(parameter, kind.offers)}"
             gets = f"{kind.one} gets these arguments by name: {offers}; and its own options"
@@ -365,8 +365,8 @@ def bind(
     asks = frozenset(named) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):
         has = f"{kind.one} has a parameter {' or '.join(kind.needs or kind.offers)}, passed by name"
-        raise UserError(f"{where}: {name} takes {inspect.signature(found)}; {has}")
-    return BoundFunction(found, asks, types.MappingProxyType(given))
+        raise UserError(f"{where}: {name} takes {inspect.signature(function)}; {has}")
+    return BoundFunction(function, asks, types.MappingProxyType(bound_options))
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -377,9 +377,9 @@ def _near(name: str, offers: Iterable[str]) -> str:
     return hint if "did you mean" in hint else ""
 
 
-def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: bool) -> Any:
+def _value(function: Callable[..., Any], name: str, value: Any, where: str, text: bool) -> Any:
     """Checks an option against the type of its parameter."""
-    annotation = _types(found).get(name, Any)
+    annotation = _types(function).get(name, Any)
     simple = isinstance(annotation, type) or typing.get_origin(annotation) is not None
     try:
         kind, _ = parts(present(annotation)) if simple else (object, ())
@@ -395,9 +395,9 @@ def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: b
 
 
 @functools.cache
-def _types(found: Callable[..., Any]) -> dict[str, Any]:
+def _types(target: Callable[..., Any]) -> dict[str, Any]:
     """Returns the types of the parameters; parameters whose type is unknown are left out."""
-    function = found.__init__ if inspect.isclass(found) else found
+    function = target.__init__ if inspect.isclass(target) else target
     try:
         return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError):

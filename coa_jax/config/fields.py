@@ -86,9 +86,9 @@ class OneOf:
 
     known: tuple[str, ...] | Callable[[], Iterable[str]]
 
-    def __init__(self, *known: str | Callable[[], Iterable[str]]):
+    def __init__(self, *names: str | Callable[[], Iterable[str]]):
         """Takes the allowed names, or a single function that returns them."""
-        table = known[0] if known and callable(known[0]) else known
+        table = names[0] if names and callable(names[0]) else names
         object.__setattr__(self, "known", table)
 
     def names(self) -> tuple[str, ...]:
@@ -239,8 +239,8 @@ class Bounded:
 @functools.cache
 def declared(cls: type[Any]) -> dict[str, Any]:
     """Returns the annotation, including bounds, of each field of a dataclass, by name."""
-    found = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+    types_of_fields = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: types_of_fields[field.name] for field in dataclasses.fields(cls)}
 
 
 def present(annotation: Any) -> Any:
@@ -267,10 +267,10 @@ def check(value: T, annotation: Any, where: str) -> T:
     annotation = present(annotation)
     kind, bounds = parts(annotation)
     if not _has_type(value, kind) or not all(bound.holds(value) for bound in bounds):
-        wanted = ", ".join(bound.wanted(kind) for bound in bounds) or _NOUNS.get(kind)
+        expected = ", ".join(bound.wanted(kind) for bound in bounds) or _NOUNS.get(kind)
         hidden = any(isinstance(bound, Text) and bound.hidden for bound in bounds)
-        what = "a text that may be secret" if hidden and isinstance(value, str) else shown(value)
-        raise UserError(f"{where} is {what}; give {wanted or f'a {kind.__name__}'}")
+        text = "a text that may be secret" if hidden and isinstance(value, str) else shown(value)
+        raise UserError(f"{where} is {text}; give {expected or f'a {kind.__name__}'}")
     if isinstance(value, tuple):
         items = typing.get_args(annotation_of(annotation))
         if items[1:] == (...,):

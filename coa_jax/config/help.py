@@ -92,13 +92,13 @@ def settings_of(
             text = "required" if value is dataclasses.MISSING else repr(value)
             yield Setting(key, text, meaning, inside)
             continue
-        given = value if isinstance(value, Mapping) else {}
+        group = value if isinstance(value, Mapping) else {}
         if is_sparse(annotation) and not inside:
             names = ", ".join(field.name for field in dataclasses.fields(kind))
-            yield Setting(key, repr(dict(given)), f"{meaning} Settings: {names}.")
+            yield Setting(key, repr(dict(group)), f"{meaning} Settings: {names}.")
         base = None if usual is dataclasses.MISSING else usual
         within = inside or is_sparse(annotation)
-        yield from settings_of(kind, given, f"{key}.", base, within)
+        yield from settings_of(kind, group, f"{key}.", base, within)
 
 
 def page(settings: Iterable[Setting], keys: Sequence[str], width: int) -> str:

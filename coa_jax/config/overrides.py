@@ -97,8 +97,8 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
     values: dict[str, Any] = {}
     rest: list[str] = []
     unknown: list[UserError] = []
-    given = iter(before)
-    for argument in given:
+    arguments = iter(before)
+    for argument in arguments:
         override = _OVERRIDE.fullmatch(argument)
         group = _open_group(config, override[1]) if override else ""
         try:
@@ -110,7 +110,7 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
             rest.append(argument)
             continue
         key, value = override.groups()
-        value = next(given, None) if value is None else value
+        value = next(arguments, None) if value is None else value
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
         if group:
@@ -246,11 +246,11 @@ def wrong_value(message: str) -> str:
     """
     message = message.removeprefix("flag ")
     faults = "invalid literal for int|could not convert string|Exceeds the limit"
-    found = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
-    if not found:
+    match = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
+    if not match:
         return message
-    switch, text = found[1], found[2]
-    if "convert" in found[3]:
+    switch, text = match[1], match[2]
+    if "convert" in match[3]:
         return f"{switch}: a number is needed"
     with contextlib.suppress(ValueError, OverflowError):
         if float(text).is_integer():
