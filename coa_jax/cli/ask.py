@@ -145,16 +145,16 @@ def main(argv: list[str]) -> None:
     for stream in (sys.stdout, sys.stdin):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    asked = questions(argv[1:], sys.stdin)
-    first = next(asked, None) if argv[1:] else None
+    pairs = questions(argv[1:], sys.stdin)
+    first = next(pairs, None) if argv[1:] else None
     tools = tools_of(values.config, values.tools, values.top_k)
     protocol = values.protocol or (not values.tools and values.config.get("protocol", "")) or ""
     if values.protocol and values.tools and values.protocol != tools.protocol:
-        known = get_protocol(values.protocol).tools
-        if strange := [name for name in values.tools if name not in known]:
+        protocol_tools = get_protocol(values.protocol).tools
+        if strange := [name for name in values.tools if name not in protocol_tools]:
             raise UserError(
                 f"--tools: the protocol {values.protocol} has no tag for {', '.join(strange)}, only"
-                f" for {', '.join(known)}; leave out --protocol to have these tools"
+                f" for {', '.join(protocol_tools)}; leave out --protocol to have these tools"
             )
     if sys.stderr.isatty():
         print(f"loading {values.model} ...", file=sys.stderr)
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> None:
     )
     screen = Screen(sys.stdout)
     with asyncio.Runner() as runner:
-        for question, typed in [first] if first else asked:
+        for question, typed in [first] if first else pairs:
             question = question.encode("utf-8", "replace").decode()
             if not typed:
                 screen.begin("question")

@@ -86,8 +86,8 @@ def check(command: str) -> int:
     if not any(counts):
         print("ready", flush=True)
         return 0
-    where = [f"{count} on host {number}" for number, count in enumerate(counts) if count]
-    listed = f": {', '.join(where)}" if processes.count() > 1 else ""
+    faults = [f"{count} on host {number}" for number, count in enumerate(counts) if count]
+    listed = f": {', '.join(faults)}" if processes.count() > 1 else ""
     print(f"error: {sum(counts)} checks failed{listed}; see the lines with FAIL", file=sys.stderr)
     return 2
 
@@ -201,11 +201,11 @@ def _records(path: str, protocol: str) -> tuple[None, str]:
     return None, f"{path}: {fit} of the first {len(read)} records can be read"
 
 
-def _traces(place: str) -> str:
-    there = storage.exists(place) if storage.is_url(place) else Path(place).exists()
+def _traces(address: str) -> str:
+    there = storage.exists(address) if storage.is_url(address) else Path(address).exists()
     if not there:
-        raise UserError(f"{place} does not exist{made_by(place)}")
-    return place
+        raise UserError(f"{address} does not exist{made_by(address)}")
+    return address
 
 
 def _tasks(config: Any) -> tuple[Any, str]:
@@ -244,12 +244,12 @@ def _places(workdir: str, config: Any) -> Iterator[Check]:
         yield _tried("programs", lambda: (None, _compiled(setup)))[1]
 
 
-def _written(place: str) -> str:
+def _written(address: str) -> str:
     """Checks that a folder or bucket can be written: writes and removes a file."""
-    if storage.is_url(place):
-        storage.check_writable(place)
-        return f"{place} can be written"
-    folder = Path(place)
+    if storage.is_url(address):
+        storage.check_writable(address)
+        return f"{address} can be written"
+    folder = Path(address)
     probe = folder / f".check-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -260,14 +260,14 @@ def _written(place: str) -> str:
     return f"{folder} can be written"
 
 
-def _writable(place: str) -> str:
+def _writable(address: str) -> str:
     """Checks that the work directory can be written, and that all hosts share it."""
-    if storage.is_url(place):
-        return _written(place)
-    text, fault, workdir = "", None, Path(place)
+    if storage.is_url(address):
+        return _written(address)
+    text, fault, workdir = "", None, Path(address)
     mine = workdir / f".check-of-{processes.index()}"
     try:
-        text = _written(place)
+        text = _written(address)
         mine.write_bytes(b"")
     except (UserError, OSError) as error:
         fault = error
@@ -312,18 +312,18 @@ def _slice_here() -> tuple[Slice, list[Any]]:
 def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
     """Places the run on its devices or on those of ``--topology``; also describes them in words."""
     if topology := flags.FLAGS.topology:
-        where = parse_slice(topology)
-        devices = devices_of(where)
+        chips = parse_slice(topology)
+        devices = devices_of(chips)
     else:
-        where, devices = _slice_here()
+        chips, devices = _slice_here()
     try:
         model: ModelConfig = describe_model(config.model).config
     except UserError:  # the check "model" reports the error; here an architecture suffices
         _, model = architecture_of(config.model)
-    config = completed_for(config, model, where, len(devices))
-    setup = arrays.set_up(config, model, where, devices)
+    config = completed_for(config, model, chips, len(devices))
+    setup = arrays.set_up(config, model, chips, devices)
     shape = " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
-    return setup, f"{len(devices)} devices of {where.name}: {shape}"
+    return setup, f"{len(devices)} devices of {chips.name}: {shape}"
 
 
 def _memory(setup: arrays.Setup) -> str:
@@ -350,8 +350,8 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
     model = sum(math.prod(x.shape) * 2 for x in jax.tree.leaves(arrays.parameters(setup)))
     count = config.keep_last + 1 + bool(config.keep_best)
     needed = count * size + model
-    place = workdir.absolute()
-    folder = next(path for path in (place, *place.parents) if path.exists())
+    target = workdir.absolute()
+    folder = next(path for path in (target, *target.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     text = f"{needed / 1e9:.1f} GB for {count} checkpoints and the model, {free / 1e9:.1f} GB free"
     if free < needed:
@@ -361,25 +361,25 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
 
 def _compiled(setup: arrays.Setup) -> str:
     """Compiles the programs with `perf.aot` in a process without a chip; returns its result."""
-    where = setup.where
+    chips = setup.where
     if not isinstance(setup.config, SFTConfig | RLRun):
         return "not compiled: coa-jax aot compiles the programs of sft and rl only"
-    if not where.kind:
-        return f"not compiled: coa-jax aot does not know the device {where.name!r}"
+    if not chips.kind:
+        return f"not compiled: coa-jax aot does not know the device {chips.name!r}"
     overrides, words = [], iter(sys.argv[1:])
     for word in words:
         name = word.lstrip("-")
         if name.startswith(("config", "noconfig.")):
-            whole = "=" in word or name.startswith("noconfig.")
-            overrides += [word] if whole else [word, next(words, "")]
+            complete = "=" in word or name.startswith("noconfig.")
+            overrides += [word] if complete else [word, next(words, "")]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
     }
-    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={where.name}", *overrides]
+    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={chips.name}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode:
         raise UserError(last.removeprefix("error: "))
     result = json.loads(done.stdout.strip().splitlines()[-1])
     peak = result["peak_bytes_per_chip"] / 1e9
-    return f"compile for {where.name}; peak {peak:.1f} GB per chip, {result['free_share']:.0%} free"
+    return f"compile for {chips.name}; peak {peak:.1f} GB per chip, {result['free_share']:.0%} free"

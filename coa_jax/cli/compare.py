@@ -40,8 +40,8 @@ def outcomes(run: Path) -> dict[str, Evaluation]:
     Raises:
         UserError: a result file is damaged.
     """
-    found = {p.parent.name: load(str(p)) for p in run.glob("evaluate/*/results.json")}
-    return {stage: found[stage] for stage in sorted(found, key=lambda s: (stage_rank(s), s))}
+    stages = {p.parent.name: load(str(p)) for p in run.glob("evaluate/*/results.json")}
+    return {stage: stages[stage] for stage in sorted(stages, key=lambda s: (stage_rank(s), s))}
 
 
 def paired(
@@ -64,7 +64,7 @@ def compared(
         For each pair of evaluations that could be compared, the text of the comparison and its
         result.
     """
-    found = []
+    results = []
     for first, second in paired(a, b):
         try:
             comparison = compare(first, second)
@@ -74,8 +74,8 @@ def compared(
         result = PairedEvaluation(
             first, second, dataclasses.asdict(comparison), differing(first, second)
         )
-        found.append((text(first, second, comparison), result))
-    return found
+        results.append((text(first, second, comparison), result))
+    return results
 
 
 def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
@@ -91,12 +91,12 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
     # If the second directory is in a bucket, the page is uploaded at the end of the block.
     with visited(a) as one, visited(b) as other:
         first, second = read_run(one), read_run(other)
-        found = compared(outcomes(first.path), outcomes(second.path))
-        print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
+        results = compared(outcomes(first.path), outcomes(second.path))
+        print("\n\n".join(summary for summary, _ in results) or "no evaluation to compare")
         with output(page or str(second.path / "report" / "compare.html")) as path:
-            save_page(path, pair_page(first, second, [result for _, result in found]))
+            save_page(path, pair_page(first, second, [result for _, result in results]))
             print(f"report -> {page or with_urls(path)}")
-    return {result.a["stage"]: dict(result.comparison) for _, result in found}
+    return {result.a["stage"]: dict(result.comparison) for _, result in results}
 
 
 def define_flags() -> None:
@@ -120,20 +120,20 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
     if len(places) != 2:
         raise UserError("give two runs or two result files: coa-jax compare runs/a runs/b")
     a, b = places
-    for name, given in (("out", out), ("page", page)):
-        path = Path(given)
-        if given and not is_url(given) and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"--{name}={given}: give a file in a directory that exists")
-    of_files = [place.endswith(".json") for place in (a, b)]
+    for name, target in (("out", out), ("page", page)):
+        path = Path(target)
+        if target and not is_url(target) and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"--{name}={target}: give a file in a directory that exists")
+    of_files = [source.endswith(".json") for source in (a, b)]
     if any(of_files):
         if not all(of_files):
             raise UserError("give two runs or two result files, not one of each")
         if page:
             raise UserError("--page needs two run directories")
         first, second = load(a), load(b)
-        found = compare(first, second)
-        print(text(first, second, found))
-        value: dict[str, Any] = dataclasses.asdict(found)
+        comparison = compare(first, second)
+        print(text(first, second, comparison))
+        value: dict[str, Any] = dataclasses.asdict(comparison)
     else:
         value = {"stages": compare_runs(a, b, page)}
     if out:

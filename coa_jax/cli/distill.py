@@ -145,21 +145,21 @@ def _converted(
 ) -> dict[str, Any]:
     """Converts and writes one set of traces, prints what was dropped, and returns statistics."""
     count = _counter(command.tokenizer)
-    records, told = distill_traces(traces, command.teacher, workdir, count, name, tasks)
-    for file in told["reading"]:
+    records, stats = distill_traces(traces, command.teacher, workdir, count, name, tasks)
+    for file in stats["reading"]:
         print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
-    for reason, number in told["refused"].items():
+    for reason, number in stats["refused"].items():
         print(f"no trajectory for {number}: {reason}")
-    dropped = {why: count for why, count in told["filters"]["dropped"].items() if count}
+    dropped = {why: count for why, count in stats["filters"]["dropped"].items() if count}
     print(f"dropped by filters: {dropped or 'nothing'}")
     if dropped.get("no_accepted_answer"):
         print(
             f"{dropped['no_accepted_answer']} runs have no accepted answer and were not graded; "
             "--config.teacher.keep_without_gold=True keeps such runs"
         )
-    if told["invented"]["records"]:
-        print("{records} records contain {segments} invented segments".format(**told["invented"]))
-    return {**statistics_of(records), **told}
+    if stats["invented"]["records"]:
+        print("{records} records contain {segments} invented segments".format(**stats["invented"]))
+    return {**statistics_of(records), **stats}
 
 
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                     *(tasks, tools, lambda *_: model, file, how, limits, bar.reach, others)
                 )
             traces = dataclasses.replace(traces, files=(str(file),))
-            asked = {task.id: task for task in tasks}
-            data[name] = _converted(command, traces, workdir, name, asked)
+            tasks_by_id = {task.id: task for task in tasks}
+            data[name] = _converted(command, traces, workdir, name, tasks_by_id)
             data[name]["spent"] = spent.to_json()
         run.write_config(config)
         run.summary({"data": data})

@@ -105,12 +105,12 @@ def export(
     mesh = build_config(MeshConfig, config.get("mesh", {}), "config.mesh")
     model = _restored(checkpoints, step, config, _mesh(mesh))
     card = workdir / f"{phase}-{CARD}"
-    known = durable.read_json_object(card) if card.is_file() else read_card(config["model"])
-    model = model.replace(card=known)
+    model_card = durable.read_json_object(card) if card.is_file() else read_card(config["model"])
+    model = model.replace(card=model_card)
     save_model(model, output, dtype=dtype)
     find_protocols(workdir)
     write_protocols(output)
-    text = hub_card(storage.origin_of(config["model"]), phase, step, config, known)
+    text = hub_card(storage.origin_of(config["model"]), phase, step, config, model_card)
     durable.replace(output / "README.md", text.encode())
     return phase, step
 
@@ -139,8 +139,8 @@ def _restored(
     try:
         restored = checkpoints.restore(step, state)
     except Damaged as error:
-        where = f"{checkpoints.directory}: checkpoint {step}"
-        raise UserError(f"{where} is damaged ({error}); choose another --step") from error
+        checkpoint = f"{checkpoints.directory}: checkpoint {step}"
+        raise UserError(f"{checkpoint} is damaged ({error}); choose another --step") from error
     finally:
         checkpoints.close()
     return Model(model, restored.state.model, described.tokenizer)
@@ -149,12 +149,12 @@ def _restored(
 def _only_phase(workdir: Path) -> str:
     if not workdir.is_dir():
         raise UserError(f"--workdir={workdir} does not exist: name the directory of a run")
-    found = [phase for phase in PHASES if (checkpoints_of(workdir) / phase).is_dir()]
-    if not found:
+    phases = [phase for phase in PHASES if (checkpoints_of(workdir) / phase).is_dir()]
+    if not phases:
         raise UserError(f"{workdir} has no checkpoints: name the directory of a training run")
-    if len(found) > 1:
-        raise UserError(f"{workdir} has checkpoints of {' and '.join(found)}: choose with --phase")
-    return found[0]
+    if len(phases) > 1:
+        raise UserError(f"{workdir} has checkpoints of {' and '.join(phases)}: choose with --phase")
+    return phases[0]
 
 
 def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mapping[str, Any]:
@@ -201,8 +201,8 @@ def main(_: list[str]) -> None:
         choice = values.phase or "", values.step, values.dtype, values.best
         phase, step = export(workdir, output, *choice)
         if values.push:
-            what = f"{phase} step {step}"
-            print(f"{what} -> {storage.push_model(output, values.push, what)}")
+            label = f"{phase} step {step}"
+            print(f"{label} -> {storage.push_model(output, values.push, label)}")
     if values.output:
         print(f"{phase} step {step} -> {values.output}")
 

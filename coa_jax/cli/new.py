@@ -62,9 +62,9 @@ def write_new(kind: str, name: str) -> list[Path]:
         raise UserError(f"the new module uses the name {name} for something else; choose another")
     texts = {file: text.replace("NAME", name) for file, text in templates.items()}
     options = " \\\n    ".join(texts.pop("options.txt").splitlines())
-    what = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0]
+    summary = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0]
     readme = (TEMPLATES / "extension.md").read_text(encoding="utf-8")
-    texts["README.md"] = readme.format(name=name, what=what, options=options)
+    texts["README.md"] = readme.format(name=name, what=summary, options=options)
     target.mkdir()
     written = []
     for file, text in texts.items():

@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
         with visited(values.replay, (*NAMES_ONLY, "traces.jsonl", "spool")) as run_path:
             find_protocols(run_path)
             config = renewed(durable.read_json_object(run_path / "config.json"))
-            found = repeat(build_config(RLRun, config), run_path)
-        print(found)
-        return 0 if found.identical else 1
+            outcome = repeat(build_config(RLRun, config), run_path)
+        print(outcome)
+        return 0 if outcome.identical else 1
     run = train_rl(values.config, values.workdir, wandb_project=values.wandb_project)
     print(f"model -> {with_urls(run.model)}")
     return 0
@@ -71,7 +71,7 @@ def define() -> None:
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
     flags.register_multi_flags_validator(
         ["workdir", "replay"],
-        lambda given: bool(given["workdir"] or given["replay"]),
+        lambda values: bool(values["workdir"] or values["replay"]),
         "give --workdir, or --replay with the directory of a finished run",
     )
 

@@ -131,13 +131,13 @@ async def _work(
     documents = [document_of(passage) for passage in index.passages]
     author: Author = LanguageAuthor(model, how.text) if model else facts_author(documents, how.seed)
     with_tools = _with_tools(config, command, model, workdir)
-    asked = endpoints.get("solver", model)
-    name, solver = closed_book(check, documents, asked, command.with_tools.concurrency)
+    solver_endpoint = endpoints.get("solver", model)
+    name, solver = closed_book(check, documents, solver_endpoint, command.with_tools.concurrency)
     if check.policy:  # the policy in this folder may have been retrained, so it answers again
         name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
-    wanted = how.atomic + sum(how.depth) + how.width
-    with progress("synthesize", total=wanted) as bar:
+    total = how.atomic + sum(how.depth) + how.width
+    with progress("synthesize", total=total) as bar:
 
         def show(stage: str, kept: int, of: int) -> None:
             done = sum(funnel.kept for funnel in work.funnels.values())
