@@ -386,8 +386,8 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
     rest = _parsed(flags.FLAGS, argv)
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
-    given = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
-    places = {f"--{name}": flags.FLAGS[name].value for name in given}
+    names = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
+    places = {f"--{name}": flags.FLAGS[name].value for name in names}
     if "config" in flags.FLAGS:
         places |= dict(_leaves(flags.FLAGS.config, "--config"))
     check_places(places, ask=opens_places)
@@ -482,14 +482,14 @@ def _config_first(argv: list[str]) -> list[str]:
     ["sft", "--config=/path/of/a.py", "--config.lr=1"]
     """
     spec, rest = _config_flag.default, []
-    given = iter(switches(argv[1:]))
-    for argument in given:
+    arguments = iter(switches(argv[1:]))
+    for argument in arguments:
         if not _CONFIG_SWITCH.match(argument):
             rest.append(argument)
         elif "=" in argument:
             spec = argument.partition("=")[2]
         else:
-            following = next(given, None)
+            following = next(arguments, None)
             if following is None:
                 raise UserError("--config needs a file: --config=FILE.py[:ARGUMENT]")
             spec = following

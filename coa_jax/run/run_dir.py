@@ -194,12 +194,12 @@ class RunDir:
             config, changes = self._kept
             rows = read_config_changes(self.path)
             # After a damaged checkpoint, a run repeats steps with the newest settings.
-            kept = [{**row, "step": min(row["step"], step + 1)} for row in rows]
+            changed_rows = [{**row, "step": min(row["step"], step + 1)} for row in rows]
             for name, old, new in changes:
                 logging.warning("from step %d on: %s", step + 1, line_of((name, old, new)))
-                kept.append({"step": step + 1, "setting": name, "old": old, "new": new})
-            if kept != rows:
-                jsonl.write_lines(self.path / CONFIG_CHANGES, kept)
+                changed_rows.append({"step": step + 1, "setting": name, "old": old, "new": new})
+            if changed_rows != rows:
+                jsonl.write_lines(self.path / CONFIG_CHANGES, changed_rows)
             self.write_config(config)
         self.rewind(phase, step)
 
@@ -235,12 +235,12 @@ class RunDir:
         self._log(int(step), phase, {}, scalars)
 
     def _log(
-        self, step: int, phase: str, known: Mapping[str, Any], scalars: Mapping[str, Any]
+        self, step: int, phase: str, metadata: Mapping[str, Any], scalars: Mapping[str, Any]
     ) -> None:
-        """Appends a row with ``known`` and ``scalars``, and sends ``scalars`` to the loggers."""
+        """Appends a row with ``metadata`` and ``scalars``, and sends ``scalars`` to the loggers."""
         values = {name: _number(name, value) for name, value in scalars.items()}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-        row = {"step": step, "phase": phase, **known, **finite}
+        row = {"step": step, "phase": phase, **metadata, **finite}
         durable.append(self.path / "metrics.jsonl", (json.dumps(row) + "\n").encode())
         if phase not in self._events:
             directory = self.path / "tensorboard" / phase
@@ -379,8 +379,8 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        where = error.filename or path
-        raise UserError(f"workdir {path}: cannot write {where}: {error.strerror}") from error
+        target = error.filename or path
+        raise UserError(f"workdir {path}: cannot write {target}: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -432,16 +432,16 @@ def read_config_changes(run: Path) -> list[dict[str, Any]]:
 
 def _has_files(path: Path) -> bool:
     return path.is_dir() and any(
-        found.is_file() and found.name != ".lock" for found in path.rglob("*")
+        child.is_file() and child.name != ".lock" for child in path.rglob("*")
     )
 
 
 def _remove(path: Path, keep: bool) -> None:
     """Removes what is in a directory, and the directory itself unless ``keep`` is True."""
-    for found in path.iterdir():
-        if found.is_dir():
-            shutil.rmtree(found)
+    for child in path.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
         else:
-            found.unlink()
+            child.unlink()
     if not keep:
         path.rmdir()

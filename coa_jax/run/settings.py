@@ -58,18 +58,18 @@ def build_config(
         UserErrors: keys are unknown or missing, or values have a wrong type or are out of bounds.
     """
     types = _types(cast(Any, cls))
-    known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     if not isinstance(values, Mapping | ConfigDict):
-        inner = ", ".join(known)
+        inner = ", ".join(fields)
         raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
     arguments, errors = {}, []
     for name in values:
-        if name not in known:
+        if name not in fields:
             plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
             key = f"{where}.{name if plain else shown(name)}"
-            advice = hint(key) or suggest(str(name), known)
+            advice = hint(key) or suggest(str(name), fields)
             errors.append(UserError(f"{key} is not a setting{advice}"))
-    for name, field in known.items():
+    for name, field in fields.items():
         before = _default(field) if default is None else getattr(default, name)
         try:
             if name in values:
@@ -198,9 +198,9 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of ``one``, overridden by ``other``; nested groups are merged."""
     result = dict(one)
     for name, value in other.items():
-        known = result.get(name)
-        if isinstance(value, Mapping) and isinstance(known, Mapping):
-            value = merged(known, value)
+        inner = result.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = merged(inner, value)
         result[name] = value
     return result
 
@@ -277,15 +277,15 @@ def config_at(
         changes: result of `run_dir.read_config_changes`.
         step: number of the step.
     """
-    found: dict[str, Any] = json.loads(json.dumps(config))
+    result: dict[str, Any] = json.loads(json.dumps(config))
     for change in reversed(changes):
         if change["step"] > step:
             *groups, name = change["setting"].split(".")
-            inner = found
+            inner = result
             for group in groups:
                 inner = inner.setdefault(group, {})
             inner[name] = change["old"]
-    return found
+    return result
 
 
 def _shortened(text: str) -> str:

@@ -52,16 +52,18 @@ def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, .
         UserError: a name is unknown, or two names of a group are given.
     """
     names = [name.strip() for name in (argument or "").split(",") if name.strip()]
-    known = [name for group in groups for name in group if name]
+    variants = [name for group in groups for name in group if name]
     for name in names:
-        if name not in known:
-            raise UserError(f"--config: there is no variant {name!r}; known are {', '.join(known)}")
+        if name not in variants:
+            raise UserError(
+                f"--config: there is no variant {name!r}; known are {', '.join(variants)}"
+            )
     chosen = []
     for group in groups:
-        given = [name for name in group if name in names]
-        if len(given) > 1:
-            raise UserError(f"--config: give one of {', '.join(given)}, not both")
-        chosen.append(given[0] if given else group[0])
+        selected = [name for name in group if name in names]
+        if len(selected) > 1:
+            raise UserError(f"--config: give one of {', '.join(selected)}, not both")
+        chosen.append(selected[0] if selected else group[0])
     return tuple(chosen)
 
 
@@ -92,13 +94,13 @@ def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> Confi
     Raises:
         UserError: `MACHINES` has no settings for this model, stage and machine.
     """
-    known = MACHINES[machine][stage]
-    if size not in known:
+    fits = MACHINES[machine][stage]
+    if size not in fits:
         raise UserError(
             f"--config: there are no settings with which {stage} of {size} fits {machine}; the "
-            f"sizes with settings are {', '.join(known)}"
+            f"sizes with settings are {', '.join(fits)}"
         )
-    fit = known[size]
+    fit = fits[size]
     config.row_length, config.remat, config.rows = fit.length, "full", fit.fsdp
     config.mesh.fsdp, config.mesh.tensor, config.lora.rank = fit.fsdp, fit.tensor, fit.lora
     if stage == "rl":

@@ -39,8 +39,8 @@ class WandbRun:
         except ImportError as error:
             raise missing("--wandb_project", "wandb", "wandb") from error
         path = directory / "wandb.json"
-        known = durable.read_json_object(path) if path.exists() else {}
-        self.id = str(known.get("id") or secrets.token_hex(4))
+        saved = durable.read_json_object(path) if path.exists() else {}
+        self.id = str(saved.get("id") or secrets.token_hex(4))
         durable.write_json(path, {"id": self.id, "project": project})
         try:
             self._run = wandb.init(
