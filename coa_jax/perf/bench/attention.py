@@ -158,17 +158,17 @@ def measure(work: Work) -> dict[str, Any]:
     platform, capability = platform_of(jax.devices()[0])
     shape = (work.kv_heads, work.groups, work.head_dim, work.page_size)
     case = Case(platform, work.dtype, *shape, capability)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in implementations(work.kind):  # type: ignore[arg-type]
         if why := unmet(work.kind, name, case):  # type: ignore[arg-type]
-            found[name] = {"skipped": why}
+            results[name] = {"skipped": why}
             continue
         compute = Compute(work.dtype, attention=name, backend=backend_for(platform))
         try:
-            found[name] = {key: float(f"{x:.4g}") for key, x in run(work, compute).items()}
+            results[name] = {key: float(f"{x:.4g}") for key, x in run(work, compute).items()}
         except jax.errors.JaxRuntimeError as error:  # such as too little memory
-            found[name] = {"failed": str(error).splitlines()[0]}
-    return {"bench": "attention", **dataclasses.asdict(work), "implementations": found}
+            results[name] = {"failed": str(error).splitlines()[0]}
+    return {"bench": "attention", **dataclasses.asdict(work), "implementations": results}
 
 
 def define_flags() -> None:

@@ -90,9 +90,9 @@ def decode_once(
     """
     _begin(engine, prompts, new, protocol)
     _drain(engine)
-    meter, wanted = engine.meter, new * len(prompts)
-    if protocol is None and meter.decoded_tokens != wanted:
-        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {wanted}")
+    meter, expected = engine.meter, new * len(prompts)
+    if protocol is None and meter.decoded_tokens != expected:
+        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {expected}")
     return meter.extend_s, meter.decode_s / meter.decode_steps
 
 

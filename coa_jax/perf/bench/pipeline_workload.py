@@ -83,7 +83,7 @@ def draw(p99: int) -> PipelineWorkload:
 
     def log_normal(median: float, p99: float, size: int) -> np.ndarray:
         places = (random.permutation(size) + random.uniform(size=size)) / size
-        quantiles = [statistics.NormalDist().inv_cdf(place) for place in places]
+        quantiles = [statistics.NormalDist().inv_cdf(quantile) for quantile in places]
         return median * np.exp(np.array(quantiles) * math.log(p99 / median) / _Z99)
 
     samples = GROUPS * SIZE

@@ -68,15 +68,15 @@ def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tup
     """
     if not share_prompts:
         return row_length or max(512, -(-workload.longest // 128) * 128), 0
-    folded, whole = np.zeros((2, len(workload.prompts)), int)
+    folded, unshared = np.zeros((2, len(workload.prompts)), int)
     for script in workload.scripts:
         length, prompt = workload.length(script), len(workload.prompts[script.prompt])
-        whole[script.prompt] += length
+        unshared[script.prompt] += length
         # The first sample has the whole prompt, the others a copy of the prompt's last token.
         folded[script.prompt] += length - (prompt - 1 if folded[script.prompt] else 0)
     row_length = row_length or -(-int(folded.max()) // 64) * 64
     groups = max(1, row_length // int(folded.max()))
-    return row_length, max(row_length, groups * -(-int(whole.max()) // 64) * 64)
+    return row_length, max(row_length, groups * -(-int(unshared.max()) // 64) * 64)
 
 
 def rl_config(

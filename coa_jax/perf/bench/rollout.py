@@ -122,20 +122,20 @@ def measure_once(
     began = time.perf_counter()
     trajectories = run_workload(engines, workload)
     wall = time.perf_counter() - began
-    kept = sum(int(np.sum(t.author == Author.POLICY)) for t in trajectories)
-    if kept != workload.generated_tokens:
-        raise RuntimeError(f"{kept} tokens were sampled, not {workload.generated_tokens}")
+    sampled = sum(int(np.sum(t.author == Author.POLICY)) for t in trajectories)
+    if sampled != workload.generated_tokens:
+        raise RuntimeError(f"{sampled} tokens were sampled, not {workload.generated_tokens}")
     places = sum(one.meter.row_steps for one in engines)
     seconds = {name: mean_of(engines, name) for name in ("decode_s", "extend_s", "idle_s")}
     figures = {
         "wall_s": wall,
         **seconds,
         "host_s": wall - sum(seconds.values()),
-        "tokens_per_s": kept / wall,
+        "tokens_per_s": sampled / wall,
         "prefill_tokens_computed": sum(one.meter.extended_tokens for one in engines),
         "decode_steps": sum(one.meter.decode_steps for one in engines),
         "decode_occupancy": sum(one.meter.decoded_tokens for one in engines) / places,
-        "decode_useful": kept / places,
+        "decode_useful": sampled / places,
     }
     return figures, trajectories
 

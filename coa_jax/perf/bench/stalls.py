@@ -110,7 +110,7 @@ def measure(
     Raises:
         UserError: there are fewer slots than rollouts, or the workload has no single longest call.
     """
-    quick, apart = quicken(workload)
+    quick, slow = quicken(workload)
     if shapes.slots < len(workload.scripts):
         raise UserError(
             f"--slots={shapes.slots}: give one slot for each of the {len(workload.scripts)} "
@@ -121,7 +121,7 @@ def measure(
     runs: dict[str, list[float]] = {}
     for _ in range(repeats):
         for suffix, chosen in (("", workload), ("_quick", quick)):
-            speed, wall = throughput(engines, chosen, apart)
+            speed, wall = throughput(engines, chosen, slow)
             runs.setdefault(f"others_tokens_per_s{suffix}", []).append(speed)
             runs.setdefault(f"wall_s{suffix}", []).append(wall)
     medians = {name: statistics.median(values) for name, values in runs.items()}

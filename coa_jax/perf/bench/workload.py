@@ -186,16 +186,16 @@ def _value(value: Any, key: str, kind: Any, where: str) -> Any:
     return check(value[key], kind, f"{where}{key}")
 
 
-def _ids(found: Any, vocab_size: int, where: str) -> tuple[int, ...]:
-    if not isinstance(found, list) or not found:
+def _ids(ids: Any, vocab_size: int, where: str) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not ids:
         raise UserError(f"{where} is not a list of token ids with at least one")
-    for token in found:
+    for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise UserError(
                 f"{where} holds {reprlib.repr(token)}, and the model's ids go from 0 to "
                 f"{vocab_size - 1}; draw a workload for this vocabulary (--vocab_size)"
             )
-    return tuple(found)
+    return tuple(ids)
 
 
 # --- writing -------------------------------------------------------------------------------

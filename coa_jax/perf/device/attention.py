@@ -153,7 +153,7 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
     with RUNNING:
         out, gradients = jax.device_get(compiled(*arrays))
     mask = np.tril(np.ones((length, length), bool)) & same
-    expected, wanted = numpy_attention(q, k, v, mask, cotangent)
+    expected, reference_gradients = numpy_attention(q, k, v, mask, cotangent)
     limit = LIMITS[compute.dtype]
     measured, limits = {"values": _far(out, expected)}, {"values": limit}
     why = ""
@@ -166,12 +166,12 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
             "no causal mask": same,
         }
         why = _fitting(out, q, k, v, masks, mask, limit)
-    for letter, found, right in zip("qkv", gradients, wanted, strict=True):
-        found = np.asarray(found, np.float64)
-        measured[f"d{letter}"] = float(np.linalg.norm(found - right) / np.linalg.norm(right))
+    for letter, gradient, right in zip("qkv", gradients, reference_gradients, strict=True):
+        gradient = np.asarray(gradient, np.float64)
+        measured[f"d{letter}"] = float(np.linalg.norm(gradient - right) / np.linalg.norm(right))
         limits[f"d{letter}"] = limit / 2
-        factor = float(np.vdot(found, right) / np.vdot(right, right))
-        rest = np.linalg.norm(found - factor * right) / np.linalg.norm(right)
+        factor = float(np.vdot(gradient, right) / np.vdot(right, right))
+        rest = np.linalg.norm(gradient - factor * right) / np.linalg.norm(right)
         if not why and not measured[f"d{letter}"] <= limit / 2 and rest <= limit:
             sign = " (wrong sign)" if factor < 0 else ""
             why = f"the gradient of {letter} is {factor:.3g} times the right one{sign}"
@@ -192,8 +192,8 @@ def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
             yield Check(GROUP, f"paged {name}", "skip", compute)
             continue
         # The queries of 70 tokens are more than one block of a kernel.
-        for new, what in ((1, "decode"), (70, "extend")):
-            yield _paged(f"paged {name}, {what}", compute, new)
+        for new, label in ((1, "decode"), (70, "extend")):
+            yield _paged(f"paged {name}, {label}", compute, new)
 
 
 def _paged(name: str, compute: Compute, new: int) -> Check:
@@ -245,12 +245,12 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
 # --- known faults --------------------------------------------------------------------------
 
 
-def _far(found: np.ndarray, right: np.ndarray) -> float:
+def _far(actual: np.ndarray, right: np.ndarray) -> float:
     """Returns the largest difference over queries that see a key; NaN if a value is not finite."""
     seen = np.isfinite(right)
     if not seen.any():
         return float("inf")
-    return float(np.abs(np.asarray(found, np.float64)[seen] - right[seen]).max())
+    return float(np.abs(np.asarray(actual, np.float64)[seen] - right[seen]).max())
 
 
 def _fitting(

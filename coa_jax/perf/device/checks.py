@@ -98,5 +98,5 @@ def at_once(group: str, checks: Mapping[str, Callable[[], Iterable[Check]]]) -> 
         checks: functions that yield checks, by the name of this failed check.
     """
     with executor() as threads:
-        for found in threads.map(lambda item: list(guarded(group, *item)), checks.items()):
-            yield from found
+        for results in threads.map(lambda item: list(guarded(group, *item)), checks.items()):
+            yield from results

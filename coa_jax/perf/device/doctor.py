@@ -103,8 +103,8 @@ def check_device(out: str) -> int:
             write()
     number = collections.Counter(check.verdict for check in checks)
     seconds, failed = time.monotonic() - began, write(finished=True)
-    said = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
-    print(f"{said} in {seconds:.0f} s; {path} has all figures", flush=True)
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
+    print(f"{verdicts} in {seconds:.0f} s; {path} has all figures", flush=True)
     if failed:
         print("FAILED: " + "; ".join(failed))
     return 1 if failed else 0

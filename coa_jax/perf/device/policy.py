@@ -147,13 +147,13 @@ def gap(
 
     def differences(decoded: int = 0, temperature: float = TEMPERATURE) -> np.ndarray:
         batch = _batch(group, decoded)
-        found = score(params, batch, model=MODEL, compute=trainer, temperature=temperature)
-        return np.abs(np.asarray(found) - batch.logp)[batch.mask > 0]
+        logps = score(params, batch, model=MODEL, compute=trainer, temperature=temperature)
+        return np.abs(np.asarray(logps) - batch.logp)[batch.mask > 0]
 
-    found = differences()
+    gaps = differences()
     largest, mean = GAPS[trainer.dtype]
     limits = {"largest": largest, "mean": mean}
-    measured = {"largest": float(found.max()), "mean": float(found.mean())}
+    measured = {"largest": float(gaps.max()), "mean": float(gaps.mean())}
     why = ""
     if not (measured["largest"] <= largest and measured["mean"] <= mean):
         faults = {
@@ -190,13 +190,13 @@ def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
         ids = rng.integers(0, MODEL.vocab_size, size, np.int32)
         examples.append(Example(ids, mask, zeros, zeros))
     batches, state = split_rows(pack(examples, ROW), 2), init_state(params, OPTIMIZER)
-    found = []
+    step_stats = []
     for _ in range(2):
         state, stats = train_step(
             state, batches, loss=SFTLoss(), model=MODEL, compute=compute, optimizer=OPTIMIZER
         )
-        found.append(stats)
-    return found
+        step_stats.append(stats)
+    return step_stats
 
 
 def rl_steps(
@@ -237,11 +237,11 @@ def rl_steps(
         return float(right.sum() / signs[0].mask.sum() - wrong.sum() / signs[1].mask.sum())
 
     state = init_state(params, OPTIMIZER)
-    before, found = preference(state.params), []
+    before, step_stats = preference(state.params), []
     for version in range(2):
         state, _, stats = update(config, state, MODEL, [group], compute, version=version)
-        found.append(stats)
-    return found, preference(state.params) - before
+        step_stats.append(stats)
+    return step_stats, preference(state.params) - before
 
 
 Steps = tuple[list[dict[str, float]], list[dict[str, float]], float]
@@ -281,10 +281,10 @@ def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
 
 
 def _steps(
-    name: str, found: Sequence[dict[str, float]], right: Sequence[dict[str, float]], limit: float
+    name: str, trained: Sequence[dict[str, float]], right: Sequence[dict[str, float]], limit: float
 ) -> Check:
     measured: dict[str, float] = {}
-    for number, (mine, theirs) in enumerate(zip(found, right, strict=True), 1):
+    for number, (mine, theirs) in enumerate(zip(trained, right, strict=True), 1):
         loss = abs(mine["loss"] - theirs["loss"]) / max(abs(theirs["loss"]), 0.1)
         norm = abs(mine["optim/grad_norm"] / theirs["optim/grad_norm"] - 1)
         measured |= {f"loss {number}": loss, f"gradient {number}": norm}
@@ -307,8 +307,8 @@ def all_checks() -> Iterator[Check]:
         group = samples[0].result()[1]
         right = threads.submit(steps, host, REFERENCE, group, beside)
         trained = [threads.submit(steps, host, trainer, group, device) for trainer, _ in pairs]
-        for (trainer, _), found in zip(pairs, trained, strict=True):
-            check = functools.partial(_learning_of, trainer, found, right)
+        for (trainer, _), future in zip(pairs, trained, strict=True):
+            check = functools.partial(_learning_of, trainer, future, right)
             yield from guarded(TRAINING, trainer.dtype, check)
 
 
@@ -316,5 +316,5 @@ def _gap_of(sample: Future[tuple[Check, list[Trajectory]]]) -> list[Check]:
     return [sample.result()[0]]
 
 
-def _learning_of(compute: Compute, found: Future[Steps], right: Future[Steps]) -> Iterator[Check]:
-    return learning(compute, found.result(), right.result())
+def _learning_of(compute: Compute, trained: Future[Steps], right: Future[Steps]) -> Iterator[Check]:
+    return learning(compute, trained.result(), right.result())

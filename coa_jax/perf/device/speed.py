@@ -124,8 +124,8 @@ def prediction(
     """
     peaks = None if stated else Chip(flops, 1 << 50, bandwidth, 1.0)
     axes = 1 if stated not in TPUS else 2 if stated in ("v5e", "v6e") else 3
-    where = Slice("this device", stated or "measured", (1,) * axes, peaks)
-    devices = [device] if where.tpu else jax.local_devices(backend="cpu")[:1]
+    chips = Slice("this device", stated or "measured", (1,) * axes, peaks)
+    devices = [device] if chips.tpu else jax.local_devices(backend="cpu")[:1]
     config = SFTConfig(
         model="random",
         data="none",
@@ -141,7 +141,7 @@ def prediction(
         optimizer=OptimizerConfig(1e-5, 4),
         checkpoint_every=1,
     )
-    return analyse(set_up(config, model, where, devices), 0.1)
+    return analyse(set_up(config, model, chips, devices), 0.1)
 
 
 def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any]) -> Iterator[Check]:
