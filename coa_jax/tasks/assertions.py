@@ -89,7 +89,7 @@ def separate(
         used = _module_names(test, "used") - assigned
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    imported = {name for module in modules for name in _public(module)} | set(modules)
+    imported = {name for module in modules for name in _public_names(module)} | set(modules)
     nodes = list(_reachable(tree, before))
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     values = [n.value for n in nodes if isinstance(n, ast.Attribute)]
@@ -98,7 +98,7 @@ def separate(
     aliases = {n: _ALIASES.get(n, n) for n in names & roots - called if _is_module(n)}
     names -= set(aliases)
     if entry:
-        names.add(_root(entry))
+        names.add(_root_name(entry))
     for others in (imported - _BUILTINS, _BUILTINS):
         # The function under test may have the name of a function of the standard library.
         names = names or used & others & defined & called
@@ -128,7 +128,7 @@ def _module_names(source: str, kind: str) -> set[str]:
     return used
 
 
-def _public(module: str) -> list[str]:
+def _public_names(module: str) -> list[str]:
     imported = importlib.import_module(module)
     return getattr(imported, "__all__", None) or [n for n in dir(imported) if not n.startswith("_")]
 
@@ -152,7 +152,7 @@ def _is_module(name: str) -> bool:
     return name in sys.stdlib_module_names or name in _ALIASES or name in _ALIASES.values()
 
 
-def _root(expression: str) -> str:
+def _root_name(expression: str) -> str:
     return next((n.id for n in ast.walk(ast.parse(expression)) if isinstance(n, ast.Name)), "")
 
 
@@ -226,7 +226,7 @@ def _needs_object(tree: ast.AST, nodes: list[ast.AST], stubs: set[str], modules:
 
 
 @contextlib.asynccontextmanager
-async def _running(
+async def _running_program(
     work: Coroutine[Any, Any, ProgramResult],
 ) -> AsyncIterator[asyncio.Task[ProgramResult]]:
     """Runs a program in the background, and kills the program at the end of the block."""
@@ -263,7 +263,7 @@ async def run_separate(
     requests, answers = os.pipe(), os.pipe()
     judge = _START.format(text, "judge", arguments)
     serve = _START.format(text, "serve", (setup, program))
-    async with _running(run(theirs, serve, streams=(requests[0], answers[1]))) as served:
+    async with _running_program(run(theirs, serve, streams=(requests[0], answers[1]))) as served:
         judged = await run(ours, judge, streams=(answers[0], requests[1]))
         last = judged.stderr.tail.rstrip("\n").rpartition("\n")[2]
         if not last.startswith(mark):

@@ -343,10 +343,10 @@ async def _run_apart(
         return "" if verdict == "pass" else None
     if verdict == "garbled":
         return "output"
-    return "error" if result is None else _stopped(result, seconds) or "output"
+    return "error" if result is None else _stop_cause(result, seconds) or "output"
 
 
-def _stopped(result: ProgramResult, seconds: float) -> str:
+def _stop_cause(result: ProgramResult, seconds: float) -> str:
     """Returns why a program did not end by itself without an error; "" if it did."""
     if result.reason != "exit":
         return "time" if result.reason == "wall" else "limit"
@@ -366,7 +366,7 @@ async def _run_together(program: str, tests: Tests, case: Case, seconds: float, 
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     result = await run(job, source, stdin, 2 * len(case.expected) + (1 << 16))
-    return _stopped(result, seconds) or ("" if _right(result, tests, case, mark) else "output")
+    return _stop_cause(result, seconds) or ("" if _passes(result, tests, case, mark) else "output")
 
 
 @functools.cache
@@ -379,7 +379,7 @@ def _directories(libraries: tuple[str, ...]) -> tuple[str, ...]:
     return find_libraries(libraries, _isolation().interpreter).directories
 
 
-def _right(result: ProgramResult, tests: Tests, case: Case, mark: str) -> bool:
+def _passes(result: ProgramResult, tests: Tests, case: Case, mark: str) -> bool:
     printed = result.stdout
     if case.kind == "stdin":
         if printed.length > len(printed.head):
@@ -434,10 +434,10 @@ def same_tokens(given: str, expected: str) -> bool:
         expected: expected output.
     """
     ours, theirs = given.lower().split(), expected.lower().split()
-    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_is_close, ours, theirs))
 
 
-def _close(a: str, b: str) -> bool:
+def _is_close(a: str, b: str) -> bool:
     if a == b:
         return True
     try:

@@ -19,7 +19,7 @@ _SUMS = {"What is 12 times 7?": "84", "What is half of 3?": "\\frac{3}{2}"}
 _ADD = "Read two whole numbers from one line and print their sum."
 
 
-def _asked() -> list[tuple[str, str]]:
+def _questions() -> list[tuple[str, str]]:
     return [(f"What is the capital of {name}?", capital) for name, capital in _CAPITALS.items()]
 
 
@@ -47,7 +47,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
                 for question, answer in _SUMS.items()]  # fmt: skip
     if name == "gaia":
         return [{"task_id": str(number), "Question": question, "Final answer": answer, "Level": 1}
-                for number, (question, answer) in enumerate(_asked())]  # fmt: skip
+                for number, (question, answer) in enumerate(_questions())]  # fmt: skip
     kinds: dict[str, dict[str, Any]] = {
         "browsecomp": {"problem_topic": "Geography"},
         "hle": {"image": "", "category": "Other", "answer_type": "exactMatch"},
@@ -56,7 +56,8 @@ def _rows(name: str) -> list[dict[str, Any]]:
     }
     key = "problem" if name == "browsecomp" else "question"
     return [
-        {key: question, "answer": answer, **kinds.get(name, {})} for question, answer in _asked()
+        {key: question, "answer": answer, **kinds.get(name, {})}
+        for question, answer in _questions()
     ]
 
 

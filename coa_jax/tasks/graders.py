@@ -297,9 +297,9 @@ class Graders:
             raise
         except Exception as error:  # a defect must not end the run, which would lose its rollouts
             kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
-            return self._masked(task, kind, error)
+            return self._masked_reward(task, kind, error)
 
-    def _masked(self, task: Task, kind: str, error: Exception) -> Reward:
+    def _masked_reward(self, task: Task, kind: str, error: Exception) -> Reward:
         reason = f"{type(error).__name__}: {untrusted.reason(error)}"
         if kind not in self._warned:
             self._warned.add(kind)
@@ -312,7 +312,7 @@ class Graders:
         return Reward(None, {}, reason)
 
     async def _grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        name, offered = self.config.measure(task), self._offered(task, trajectory)
+        name, offered = self.config.measure(task), self._arguments_for(task, trajectory)
         shown = "exact_match" if name == "reasoning_gym" else name.rpartition(":")[2]
         single = [reward for reward in self._rewards if not reward.of_group]
         scores: dict[str, float | None] = {}
@@ -343,7 +343,7 @@ class Graders:
             return Reward(scores[shown], parts)
         return Reward(sum(each.weight * parts[each.name] for each in single), parts)
 
-    def _offered(self, task: Task, trajectory: Trajectory) -> dict[str, Any]:
+    def _arguments_for(self, task: Task, trajectory: Trajectory) -> dict[str, Any]:
         answer = task.unboxed(trajectory.answer) or ""
         return {"task": task, "trajectory": trajectory, "question": task.question, "answer": answer,
                 "gold": task.gold, "text": trajectory.text, "graders": self}  # fmt: skip
@@ -376,7 +376,7 @@ class Graders:
             except (MisfitError, BudgetSpentError):
                 raise
             except Exception as error:
-                masked = self._masked(task, f"{type(error).__name__} of {each.name}", error)
+                masked = self._masked_reward(task, f"{type(error).__name__} of {each.name}", error)
                 for number in there:
                     graded[number] = masked
                 break

@@ -106,10 +106,10 @@ def normalize_answer(text: str) -> str:
     The result is in lower case, without accents, vowel points, punctuation, English articles and
     double spaces. Punctuation here means ASCII punctuation, and typographic quotes and dashes.
     """
-    return _without_punctuation(_folded(text))
+    return _without_punctuation(_normalized(text))
 
 
-def _folded(text: str) -> str:
+def _normalized(text: str) -> str:
     if text.isascii():  # the most frequent case, in which only capital letters change
         return text.lower()
     if len(text) > _LONG_TEXT:
@@ -158,7 +158,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
     return (-value if match["sign"] and match["sign"] != "+" else value), unit
 
 
-def _bare(text: str) -> str:
+def _without_marks(text: str) -> str:
     """Removes quotes, asterisks, parentheses, an article and a full stop around an answer."""
     text = text.strip()
     inner = _ARTICLE.sub("", text.lstrip("\"'\u201c\u2018*`("))
@@ -166,7 +166,7 @@ def _bare(text: str) -> str:
     return inner[:end].rstrip() or text
 
 
-def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
+def _equal(answer: str, gold: str, units: frozenset[str]) -> bool:
     """Returns whether an answer equals an accepted answer.
 
     Args:
@@ -175,7 +175,7 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
         units: units of all accepted answers of the task. An answer that has a unit must have one of
             these units, unless ``units`` is empty.
     """
-    number, answered = parse_number(gold), parse_number(_bare(answer))
+    number, answered = parse_number(gold), parse_number(_without_marks(answer))
     if number is None:
         return _same_text(answer, gold)
     if number[1] and number[1] not in _SPELLINGS:
@@ -189,10 +189,10 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
 
 
 def _same_text(answer: str, gold: str) -> bool:
-    actual, right = _folded(answer), _folded(gold)
+    actual, right = _normalized(answer), _normalized(gold)
     normal = _without_punctuation(right)
     if not normal:  # normalisation removes every character, for example of "A", "The The" or "!!!"
-        return _bare(answer).casefold() == _bare(gold).casefold()
+        return _without_marks(answer).casefold() == _without_marks(gold).casefold()
     return normal == _without_punctuation(actual) and _numerals(actual) == _numerals(right)
 
 
@@ -204,7 +204,7 @@ def _numerals(folded: str) -> list[str]:
     digits.
 
     Args:
-        folded: a text in lower case without accents, see `_folded`.
+        folded: a text in lower case without accents, see `_normalized`.
     """
     text = re.sub("-+", "-", folded.translate(_BESIDE_NUMBERS))
     text = _GROUPED.sub(lambda match: re.sub("[,']", "", match[0]), text)
@@ -242,12 +242,12 @@ def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
     plain = [text for text in accepted if "|" not in text]
     numbers = [parse_number(text) for text in plain]
     units = frozenset(number[1] for number in numbers if number and number[1])
-    if all(any(_same(part, text, units) for text in plain) for part in parts):
+    if all(any(_equal(part, text, units) for text in plain) for part in parts):
         return 1.0
     for text in accepted:
         required = [item for item in text.split("|") if item.strip()] if "|" in text else []
-        complete = all(any(_same(part, item, frozenset()) for part in parts) for item in required)
-        extra = any(not any(_same(part, item, frozenset()) for item in required) for part in parts)
+        complete = all(any(_equal(part, item, frozenset()) for part in parts) for item in required)
+        extra = any(not any(_equal(part, item, frozenset()) for item in required) for part in parts)
         if required and complete and not extra:
             return 1.0
     return 0.0

@@ -154,9 +154,9 @@ def _prompt_of_rows(path: Path) -> Prompt:
             messages, question = _asked_in(row.value)
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{row.where}: {error}") from error
-        kind = _kind(messages, question)
+        kind = _instructions(messages, question)
         kinds[kind] = kinds.get(kind, 0) + 1
-    prompt = _common(kinds)
+    prompt = _common_prompt(kinds)
     if prompt is None and len(kinds) > 1:
         raise UserError(
             f"{path}: its {sum(kinds.values())} rows have {len(kinds)} kinds of instructions: "
@@ -196,12 +196,12 @@ def _asked_in(row: Fields) -> tuple[Messages, str]:
 _Kind = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def _kind(messages: Messages, question: str) -> _Kind:
+def _instructions(messages: Messages, question: str) -> _Kind:
     """Returns the instructions of a prompt: (text before the question, earlier messages)."""
     return split_message(messages.user, question)[0], messages.context
 
 
-def _common(kinds: Iterable[_Kind]) -> Prompt | None:
+def _common_prompt(kinds: Iterable[_Kind]) -> Prompt | None:
     """Returns the instructions that all prompts share, as a template.
 
     The result is None if the instructions differ, are empty, or include earlier messages other than
@@ -272,7 +272,7 @@ def wording_of(one: Asked, prompt: Prompt) -> Wording:
         int(not one.prompt),
         int(own_prompt),
         own_prompt and messages is not None and messages.user.strip() != one.prompt.strip(),
-        (_kind(messages, one.question),) if style_data and messages is not None else (),
+        (_instructions(messages, one.question),) if style_data and messages is not None else (),
     )
 
 
@@ -289,10 +289,10 @@ def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any
         ``data`` and the rows have different instructions. ``system`` is the system message, or None
         if the prompt sets no system message.
     """
-    wording = _whole(asked, prompt)
+    wording = _summed_wording(asked, prompt)
     chosen: Prompt | None = prompt
     if prompt.style == "data":
-        chosen = _common(wording.kinds)
+        chosen = _common_prompt(wording.kinds)
     return {
         "protocol": wording.protocols[0] if len(wording.protocols) == 1 else "",
         "prompt_style": chosen.style if chosen else "",
@@ -300,7 +300,7 @@ def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any
     }
 
 
-def _whole(items: Sequence[Asked] | Wording, prompt: Prompt) -> Wording:
+def _summed_wording(items: Sequence[Asked] | Wording, prompt: Prompt) -> Wording:
     if isinstance(items, Wording):
         return items
     return sum((wording_of(one, prompt) for one in items), Wording())
@@ -368,7 +368,7 @@ def warn_of_prompts(
         what: plural noun for the tasks or records in the warning, for example ``tasks``.
         setting: name of the setting in the warning, for example ``config.rollout.prompt_style``.
     """
-    wording = _whole(asked, prompt)
+    wording = _summed_wording(asked, prompt)
     notes = {note for name in wording.protocols for note in get_protocol(name).notes.values()}
     if notes - {""} and prompt.is_template and LIBRARIES not in prompt.style:
         logging.warning(

@@ -252,7 +252,7 @@ class Columns:
             if split and row.get("split") in others:
                 return None
             names.update(names or self.resolved(row))
-            value = {part: _at(row, column) for part, column in names.items()}
+            value = {part: _column_value(row, column) for part, column in names.items()}
             fields = {part: value.pop(part) for part in _PARTS if part in value}
             if self.answer_after:
                 fields["answer"] = self._shortened(fields["answer"])
@@ -269,7 +269,7 @@ class Columns:
         ]
 
 
-def _at(row: Fields, column: str) -> Any:
+def _column_value(row: Fields, column: str) -> Any:
     """Returns the value of a column. A name with dots selects a field of a nested column."""
     value: Any = row
     for name in column.split("."):
