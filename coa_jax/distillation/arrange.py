@@ -201,7 +201,7 @@ class _Arranged:
 
     def take(self, message: Message, rest: tuple[Message, ...]) -> None:
         """Adds a message, after changes that the protocol requires."""
-        message = self._plain(message)
+        message = self._without_tags(message)
         match message.kind:
             case Kind.PLAN:
                 self._tag_or_say("plan", message)
@@ -211,10 +211,10 @@ class _Arranged:
                 self._reflection(message, rest)
             case Kind.SUGGESTION:
                 self.suggested = message.content
-                self._put("suggested_answer", self._before_action(message))
+                self._append("suggested_answer", self._before_action(message))
             case Kind.VERDICT:
                 self.passed = (verdict_score(message.content) or 0) >= self.rules.pass_score
-                self._put("double_check", message)
+                self._append("double_check", message)
             case Kind.ANSWER:
                 self._answer(message)
             case _:
@@ -227,9 +227,9 @@ class _Arranged:
         # `convert` writes a later plan as a thought if the protocol allows a single plan.
         later = role == "plan" and not may_replan(self.rules) and not self.reviews
         if later or role in self.rules.next_actions[self.last]:
-            self._put(role, message)
+            self._append(role, message)
         else:
-            self._say(message)
+            self._append_report(message)
 
     def _call(self, message: Message) -> None:
         message = self._before_action(message)
@@ -240,7 +240,7 @@ class _Arranged:
             raise Unconvertible(
                 f"calls {message.recipient}, for which the protocol {self.rules.name} has no tag"
             )
-        self._put(tag, dataclasses.replace(message, recipient=tag))
+        self._append(tag, dataclasses.replace(message, recipient=tag))
 
     def _reflection(self, message: Message, rest: tuple[Message, ...]) -> None:
         scored, grades = _SCORE.match(message.content), self.rules.form("reflection") == "grades"
@@ -252,7 +252,7 @@ class _Arranged:
             words = message.thought or message.content
             message = dataclasses.replace(message, content=words, thought="")
         if grades and parse_reflection(message.content) is None:
-            self._say(message)
+            self._append_report(message)
         else:
             self._tag_or_say("reflection", message)
 
@@ -278,7 +278,7 @@ class _Arranged:
         if rules.form(rules.answer) == "solution" and parse_solution(message.content) is None:
             boxed = f"\\boxed{{{message.content.strip()}}}"
             message = dataclasses.replace(message, content=boxed)
-        self._put("answer", message)
+        self._append("answer", message)
 
     def _verify(self, answer: Message) -> None:
         """Adds a suggested answer and its score, which the grader of text answers decides."""
@@ -286,12 +286,12 @@ class _Arranged:
         if grade_answer(text, self.gold) != 1.0:
             raise Unconvertible("the answer is not verified and equals no accepted answer")
         made = Message(0, "manager", "verification", Kind.SUGGESTION, answer.content)
-        self._put(
+        self._append(
             "suggested_answer", dataclasses.replace(made, thought=answer.thought, invented=True)
         )
         body = format_double_check(4)
         made = Message(0, "verification", "manager", Kind.VERDICT, body, invented=True)
-        self._put("double_check", made)
+        self._append("double_check", made)
 
     # --- missing tags ----------------------------------------------------------------------
 
@@ -303,15 +303,15 @@ class _Arranged:
         """
         bare = dataclasses.replace(message, thought="")
         if self.last == START and self.rules.next_actions[START] == frozenset({"plan"}):
-            words = self._unused(message.thought)
+            words = self._pop_unused_thoughts(message.thought)
             if not words or not self.how.plan:
                 raise Unconvertible("there is no plan and no thought that could stand for one")
-            self._put("plan", Message(0, "planner", "manager", Kind.PLAN, words))
+            self._append("plan", Message(0, "planner", "manager", Kind.PLAN, words))
             return bare
         if self.rules.next_actions[self.last] == frozenset({"reflection"}):
             if self.rules.form("reflection") == "grades":
                 raise Unconvertible("a result has neither a review nor a grade")
-            words = self._unused(message.thought)
+            words = self._pop_unused_thoughts(message.thought)
             if not words or not self.how.review:
                 raise Unconvertible("a result is not reviewed, and nothing is said about it")
             first, rest = _first_sentence(words)
@@ -319,11 +319,11 @@ class _Arranged:
                 raise Unconvertible(
                     f"a result is not reviewed: the words after it are fewer than {_REVIEW_WORDS}"
                 )
-            self._put("reflection", Message(0, "reflection", "manager", Kind.REFLECTION, first))
+            self._append("reflection", Message(0, "reflection", "manager", Kind.REFLECTION, first))
             return dataclasses.replace(bare, thought=rest)
         return message
 
-    def _unused(self, last: str) -> str:
+    def _pop_unused_thoughts(self, last: str) -> str:
         """Removes and returns the thoughts that no tag has used yet; `last` is the newest."""
         waiting = self.messages[self.spoken :]
         used = [m for m in waiting if m.kind in (Kind.QUESTION, Kind.OBSERVATION)]
@@ -334,15 +334,15 @@ class _Arranged:
 
     # --- writing ---------------------------------------------------------------------------
 
-    def _put(self, role: str, message: Message) -> None:
+    def _append(self, role: str, message: Message) -> None:
         self.messages.append(message)
         if role in self.rules.roles:
             self.last, self.spoken = role, len(self.messages)
 
-    def _say(self, message: Message) -> None:
+    def _append_report(self, message: Message) -> None:
         self.messages.append(dataclasses.replace(message, kind=Kind.REPORT))
 
-    def _plain(self, message: Message) -> Message:
+    def _without_tags(self, message: Message) -> Message:
         """Removes tags of the protocol from the prose of a message, but not from call arguments."""
         if message.kind is Kind.OBSERVATION:
             return message

@@ -146,7 +146,7 @@ class Endpoint:
         for row in jsonl.read_lines(record, _exchange):
             if row["key"] not in self._replies:
                 self._purse.spent.add(row, self._purse.price)
-            self._account(row)
+            self._add_cost(row)
 
     async def complete(self, chat: Chat, episode: str, turn: str) -> str:
         """Returns the model's reply to a chat; a recorded reply is returned without a new request.
@@ -165,7 +165,7 @@ class Endpoint:
         key = self._key(chat, episode, turn)
         if key in self._replies:
             return self._replies[key]
-        call = asyncio.ensure_future(self._pay(key, chat, episode, turn))
+        call = asyncio.ensure_future(self._request(key, chat, episode, turn))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -177,7 +177,7 @@ class Endpoint:
                 call.exception()  # otherwise asyncio would log the exception
             raise
 
-    async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
+    async def _request(self, key: str, chat: Chat, episode: str, turn: str) -> str:
         """Sends a request; if the first request of this process is refused, checks the settings."""
         try:
             return await self._exchange(key, chat, episode, turn)
@@ -218,14 +218,14 @@ class Endpoint:
                 go_on=lambda: not self._stopping,
             )
         except FetchError as error:
-            raise self._meaning(error) from error
+            raise self._error_of(error) from error
         self._answered = True
         seconds = round(time.monotonic() - began, 3)
         row: dict[str, Any] = {"key": key, "episode": episode, "turn": turn}
         row |= {"model": self.config.model, "chat": list(map(dict, chat))}
         row |= {"reply": reply, **counts, "seconds": seconds}
         jsonl.append_lines(self.record, [row])
-        self._account(row)
+        self._add_cost(row)
         return reply
 
     async def close(self) -> None:
@@ -251,12 +251,12 @@ class Endpoint:
         text = jsonl.dumps([*key, list(map(dict, chat))])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
-    def _account(self, row: Mapping[str, Any]) -> None:
+    def _add_cost(self, row: Mapping[str, Any]) -> None:
         if row["key"] not in self._replies:
             self._replies[row["key"]] = row["reply"]
             self.spent.add(row, self._purse.price)
 
-    def _meaning(self, error: FetchError) -> Exception:
+    def _error_of(self, error: FetchError) -> Exception:
         """Converts a failed request to an exception about this request or about the endpoint."""
         problem = f"{error.status}: {error.said}" if error.status else error.message
         if error.status is None or error.transient:

@@ -57,7 +57,7 @@ def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
     return messages_of(record, style).user
 
 
-def _about(record: DistilledRecord, with_parts: bool) -> dict[str, Any]:
+def _rebuild_fields(record: DistilledRecord, with_parts: bool) -> dict[str, Any]:
     """Returns the fields from which `coa_jax.data.records` can rebuild the record.
 
     Args:
@@ -91,7 +91,7 @@ def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     exact = len(authors) == len(record.parts) and all(map(operator.ne, authors, authors[1:]))
     row: dict[str, Any] = {"instruction": prompt_of(record, style), "input": ""}
     row |= {"output": record.text, "policy": _spans(record, "policy")}
-    return {**row, **_about(record, not exact), **_columns_before(record)}
+    return {**row, **_rebuild_fields(record, not exact), **_columns_before(record)}
 
 
 def _columns_before(record: DistilledRecord) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
         same = parts_of_turns(get_protocol(record.protocol), reply) == record.parts
     except ValueError:  # only the parts show what the policy wrote
         same = False
-    return {"conversations": rows, **_about(record, not same)}
+    return {"conversations": rows, **_rebuild_fields(record, not same)}
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
-    return {"messages": rows, **_about(record, True)}
+    return {"messages": rows, **_rebuild_fields(record, True)}
 
 
 def _dataset_info(name: str, records: Iterable[DistilledRecord]) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     except ImportError:
         raise missing("the form tfds", "tensorflow-datasets", "tfds") from None
     target, new = folder / "coa" / VERSION, folder / ".new"
-    splits = {**_others(tfds, target, split), split: records}
+    splits = {**_other_splits(tfds, target, split), split: records}
     texts = ("id", "question", "protocol", "answer", "metadata", "prompt", "context")
     lists = ("gold", "authors", "texts")
     features = dict.fromkeys(texts, tfds.features.Text())
@@ -339,7 +339,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     return target
 
 
-def _others(tfds: Any, target: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
+def _other_splits(tfds: Any, target: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
     """Reads the other splits of an existing data set, which may be damaged."""
     info = target / "dataset_info.json"
     listed_splits = durable.read_json_object(info).get("splits", []) if info.is_file() else []

@@ -56,7 +56,7 @@ class JudgesConfig(Bounded):
     instruction: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
 
 
-def _undecided(run: TeacherRun) -> bool:
+def _needs_judge(run: TeacherRun) -> bool:
     """Returns whether a judge must decide whether the answer of a run is right."""
     answer, task = run.log.answer, run.task
     if run.correct or answer is None or not has_no_fault(run):
@@ -77,7 +77,7 @@ async def judge_answers(runs: Sequence[TeacherRun], config: JudgeConfig) -> list
     judge = Judge(config)
 
     async def one(run: TeacherRun) -> TeacherRun:
-        if not _undecided(run):
+        if not _needs_judge(run):
             return run
         verdict = await judge(run.task.question, run.task.gold, run.log.answer or "")
         return dataclasses.replace(run, correct=verdict)
@@ -106,14 +106,14 @@ async def judge_instructions(
         rules = get_protocol(run.record.protocol)
         data = {
             "instructions": render_prompt(rules, run.record.question, style="full"),
-            "written": "".join(_shown(author, text) for author, text in run.record.parts),
+            "written": "".join(_shortened(author, text) for author, text in run.record.parts),
         }
         return dataclasses.replace(run, obeys=await judge.decide(_SYSTEM, _PROMPT, data))
 
     return await gather(one(run) for run in runs)
 
 
-def _shown(author: str, text: str) -> str:
+def _shortened(author: str, text: str) -> str:
     if author == "policy" or len(text) <= _OBSERVATION_CHARS:
         return text
     half = _OBSERVATION_CHARS // 2

@@ -141,7 +141,7 @@ def further_filters(
         held_out = [task for tasks in sets for task in tasks]
         shows = contamination(held_out, config.ngram, config.ngram_share, config.entity_share)
         add("contaminated", lambda run: not shows(run))
-    return (*filters, *(each for each in _own(config) if isinstance(each, Filter)))
+    return (*filters, *(each for each in _custom_filters(config) if isinstance(each, Filter)))
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
@@ -151,7 +151,7 @@ def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
         config: the thresholds.
         seed: seed of hash functions and random choices.
     """
-    custom = [each for each in _own(config) if isinstance(each, SetFilter)]
+    custom = [each for each in _custom_filters(config) if isinstance(each, SetFilter)]
     if not (threshold := config.near_duplicate):
         return tuple(custom)
     near = SetFilter("near_duplicate", lambda runs: repeats_another(runs, threshold, seed))
@@ -183,7 +183,7 @@ class _Own:
         return refuse_result(FILTERS, self.name, result, expected, f"selection.own.{self.name}")
 
 
-def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
+def _custom_filters(config: SelectionConfig) -> list[Filter | SetFilter]:
     """Returns the custom filters that the settings name, in their order.
 
     Raises:

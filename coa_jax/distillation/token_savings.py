@@ -135,8 +135,8 @@ def policy_economy(
     summary: dict[str, Any] = {
         "samples": len(table),
         "left_out": left_out,
-        "team": _side(team_right, table[:, 2:3], ("tokens",)),
-        "policy": _side(policy_right, table[:, 3:], ("tokens", "resent", "written")),
+        "team": _summarize(team_right, table[:, 2:3], ("tokens",)),
+        "policy": _summarize(policy_right, table[:, 3:], ("tokens", "resent", "written")),
         "both_solved": {"samples": len(both)},
     }
     if len(both):
@@ -152,7 +152,7 @@ def policy_economy(
     return summary
 
 
-def _side(right: np.ndarray, tokens: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+def _summarize(right: np.ndarray, tokens: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     """Returns the success rate, and the tokens of all attempts per attempt and per solved task.
 
     Args:

@@ -78,7 +78,7 @@ def read_traces(
         UserError: the file cannot be read or is compressed, or the format is unknown.
     """
     read = bind(READERS, form, options or {}, "traces.format")
-    single = each_line(lambda value: _one(form, read, value))
+    single = each_line(lambda value: _read_record(form, read, value))
     data = untrusted.read_bytes(local(str(path)))
     if data.startswith(b"\x1f\x8b"):
         raise UserError(f"{path}: is compressed; unpack it with gunzip first")
@@ -116,7 +116,7 @@ def _lines(path: str, data: bytes, form: str) -> list[Line]:
     return [document]
 
 
-def _one(form: str, read: BoundFunction, value: Any) -> Trace | None:
+def _read_record(form: str, read: BoundFunction, value: Any) -> Trace | None:
     """Calls the function that reads a single record, and checks its result."""
     try:
         trace = read(record=value)

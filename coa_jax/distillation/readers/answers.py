@@ -54,9 +54,9 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     if tagged:
         opening, closing = tagged
         inside = words[opening.end() : closing.start()]
-        return words[: opening.start()].strip(), _opened(inside)
+        return words[: opening.start()].strip(), _unboxed(inside)
     for mark in reversed(list(_MARKED.finditer(words))):
-        answer = _opened(_behind(words, mark))
+        answer = _unboxed(_text_after(words, mark))
         if answer:
             return words[: mark.start()].strip(), answer
     boxed = parse_boxed(words)
@@ -67,7 +67,7 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     end = words.index("}", end) + 1
     around = words[:start] + words[end:]
     sentence = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
-    return sentence.strip(), _bare(boxed)
+    return sentence.strip(), _without_marks(boxed)
 
 
 def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
@@ -82,7 +82,7 @@ def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
     return pair
 
 
-def _behind(words: str, mark: re.Match[str]) -> str:
+def _text_after(words: str, mark: re.Match[str]) -> str:
     """Returns the rest of the line after a mark, or the next block if the line ends there.
 
     A fenced program counts as one block.
@@ -101,15 +101,15 @@ def _behind(words: str, mark: re.Match[str]) -> str:
     return line if line.strip() else _BLOCK_END.split(rest, maxsplit=1)[0]
 
 
-def _opened(answer: str) -> str:
+def _unboxed(answer: str) -> str:
     """Removes the marks around an answer, and its box if it contains exactly one."""
-    answer = _bare(answer)
+    answer = _without_marks(answer)
     if answer.count(_BOX) == 1 and not answer.startswith("```"):
-        return _bare(parse_boxed(answer) or answer)
+        return _without_marks(parse_boxed(answer) or answer)
     return answer
 
 
-def _bare(answer: str) -> str:
+def _without_marks(answer: str) -> str:
     answer = answer.strip()
     for opening, closing in _PAIRS:
         if not (answer.startswith(opening) and answer.endswith(closing)):
@@ -117,5 +117,5 @@ def _bare(answer: str) -> str:
         inner = answer[len(opening) : -len(closing)]
         program = opening == "```" and "\n" in inner
         if inner.strip() and not (program or opening in inner or closing in inner):
-            return _bare(inner)
+            return _without_marks(inner)
     return answer

@@ -55,19 +55,19 @@ def tag_of(name: str) -> str:
 
     An unknown name is returned unchanged.
     """
-    return _SQUASHED.get(_squash(name), name)
+    return _SQUASHED.get(_normal_name(name), name)
 
 
 def is_tool(name: str) -> bool:
     """Returns whether `tag_of` knows a tool's name in another framework."""
-    return _squash(name) in _SQUASHED
+    return _normal_name(name) in _SQUASHED
 
 
-def _squash(name: str) -> str:
+def _normal_name(name: str) -> str:
     return name.lower().removesuffix("tool").replace("_", "").replace("-", "")
 
 
-_SQUASHED = {_squash(name): tag for tag, names in _NAMES.items() for name in names.split()}
+_SQUASHED = {_normal_name(name): tag for tag, names in _NAMES.items() for name in names.split()}
 
 
 def body_of(tag: str, arguments: Any) -> str:
@@ -94,7 +94,7 @@ def body_of(tag: str, arguments: Any) -> str:
         if not names and len(arguments) == 1:
             names = list(arguments)
         rest = {key: value for key, value in arguments.items() if key not in names[:1]}
-        stdin = _beside(tag, rest)
+        stdin = _stdin_among(tag, rest)
         arguments = arguments[names[0]] if names else None
     if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
         arguments = " | ".join(arguments)
@@ -104,7 +104,7 @@ def body_of(tag: str, arguments: Any) -> str:
     return _program(body, stdin) if tag == "code" else body.strip()
 
 
-def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
+def _stdin_among(tag: str, rest: Mapping[Any, Any]) -> str | None:
     """Returns the standard input among the arguments besides the main argument; None if absent."""
     stdin = None
     for key, value in rest.items():

@@ -143,7 +143,7 @@ def _answers_another(session: _Session, identity: str, message: Field) -> bool:
     return not returned or "role" in result or "action" in result
 
 
-def _whole(record: Field) -> Trace:
+def _session_trace(record: Field) -> Trace:
     session = _Session(record.get("id").optional_scalar())
     _facts(session, record)
     for message in record["messages"].items("message"):
@@ -160,7 +160,7 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
     all its lines belong to one session.
     """
     sessions: dict[str, _Session] = {}
-    entries = [(line, *_take(sessions, line)) for line in lines]
+    entries = [(line, *_read_line(sessions, line)) for line in lines]
     for line in lines:
         if isinstance(line.value, Malformed):
             for session in sessions.values():
@@ -182,13 +182,13 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
             yield line, end if sessions[session_name].last == line.number else None, True
 
 
-def _take(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
+def _read_line(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
     """Reads one line; returns (name of its session, what it completed, whether it was used)."""
     session = None
     try:
         record = Field(decoded(line))
         if "messages" in record.mapping():
-            return None, _whole(record), True
+            return None, _session_trace(record), True
         name = record.get("session").scalar() if "session" in record.mapping() else ""
         session = sessions.setdefault(name, _Session(name, begin=line.number))
         session.end_line = line.number

@@ -113,17 +113,19 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
     agent_calls = [node for name, node in zip(names, calls, strict=True) if name in agents]
-    binds, used = _bound(nodes), [node for node in nodes if isinstance(node, ast.Name)]
+    binds, used = _bound_names(nodes), [node for node in nodes if isinstance(node, ast.Name)]
     read = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
     missing = [] if "*" in {*binds, *known} else sorted(read - defined)
     unknown = tuple(name for name in missing if name not in _MATH)
     roots = {_root(node.func) for node in calls}
-    adds = _adds(nodes, agent_calls) or any(name in roots or is_tool(name) for name in unknown)
+    adds = _computes(nodes, agent_calls) or any(name in roots or is_tool(name) for name in unknown)
     computes = adds
     if "final_answer" not in names:
         computes = any(name not in _GLUE and name not in agents for name in names)
-        computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
+        computes = computes or any(
+            _is_computation(node) or isinstance(node, _WORDING) for node in nodes
+        )
     elif not adds:
         unknown = ()  # the file itself contains the answer
     return StepProgram(
@@ -182,7 +184,7 @@ def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) ->
         talk.say(thought)
         return
     name, body = tool or ("code", format_code(importing(program).strip("\n")))
-    returned = _returned(seen, program.prints) if tool else seen
+    returned = _call_result(seen, program.prints) if tool else seen
     talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
 
 
@@ -217,7 +219,7 @@ def _tool_call(program: StepProgram, error: str, where: str) -> tuple[str, str] 
     return tag, body_of(tag, arguments)
 
 
-def _returned(observation: str, prints: bool) -> str:
+def _call_result(observation: str, prints: bool) -> str:
     """Extracts the result of a program's only call from the formatted output of the step."""
     # The result may itself contain the line that announces the last output. If the program prints,
     # the last output is None, the value of `print`, at the end of the text. If the program only
@@ -228,7 +230,7 @@ def _returned(observation: str, prints: bool) -> str:
     return (match[1] if prints or match[2] is None else match[2]).strip()
 
 
-def _works(node: ast.AST) -> bool:
+def _is_computation(node: ast.AST) -> bool:
     if isinstance(node, ast.UnaryOp):
         return not isinstance(node.operand, ast.Constant)  # -1 is a number
     return isinstance(node, _WORK)
@@ -246,7 +248,7 @@ def _is_text(node: ast.AST) -> bool:
     )
 
 
-def _adds(nodes: Collection[ast.AST], requests: Collection[ast.Call]) -> bool:
+def _computes(nodes: Collection[ast.AST], requests: Collection[ast.Call]) -> bool:
     inside = {inner for request in requests for inner in ast.walk(request)}
     for node in nodes:
         if node in inside:
@@ -255,12 +257,12 @@ def _adds(nodes: Collection[ast.AST], requests: Collection[ast.Call]) -> bool:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else _root(node.func)
             if name not in _GLUE and name not in _PASSING:
                 return True
-        elif _works(node) and not _is_text(node):
+        elif _is_computation(node) and not _is_text(node):
             return True
     return False
 
 
-def _bound(nodes: Iterable[ast.AST]) -> frozenset[str]:
+def _bound_names(nodes: Iterable[ast.AST]) -> frozenset[str]:
     names: set[str] = set()
     for node in nodes:
         match node:
