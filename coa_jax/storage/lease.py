@@ -53,11 +53,11 @@ class Lease:
         self._token = secrets.token_hex(8)
         self._lost = ""
         self._renewed = 0.0
-        self._take()
+        self._acquire()
         fault = f"{url}: cannot renew the lease"
         self.renewal = Repeated(self._renew, self._seconds / 4, fault)
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         first, since = self._read(), time.monotonic()
         while (now := self._read()) is not None and not _is_gone(now):
             if first is None or now != first:
@@ -102,8 +102,8 @@ class Lease:
             "token": self._token,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "place": _place(),
-            "started": _started(os.getpid()),
+            "place": _machine_id(),
+            "started": _start_time(os.getpid()),
             "renewed": time.time(),
         }
         self._fs.pipe_file(self._path, json.dumps(held).encode(), mode=mode)
@@ -137,13 +137,13 @@ class Lease:
                     self._fs.rm_file(self._path)
 
 
-def _place() -> str:
+def _machine_id() -> str:
     """Returns a text that identifies the machine, its last boot and the PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Returns the start time of a process of this machine; "" if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -157,7 +157,7 @@ def _is_gone(held: dict[str, Any]) -> bool:
     """Returns whether the holder of a lease was a process of this machine that has ended."""
     pid = held.get("pid")
     return (
-        held.get("place") == _place()
+        held.get("place") == _machine_id()
         and isinstance(pid, int)
-        and _started(pid) != held.get("started")
+        and _start_time(pid) != held.get("started")
     )

@@ -120,8 +120,8 @@ class Mirror:
                 if relative.split("/")[0] in skipped:
                     path.touch()
                 else:
-                    self._fetch(file, path)
-                file.seen = _seen(path)
+                    self._download(file, path)
+                file.seen = _file_stamp(path)
                 self._files[relative] = file
             if own and stale:
                 self._fs.rm([f"{self._root}/{name}" for name in stale])
@@ -139,7 +139,7 @@ class Mirror:
             if not parts[-1].startswith(ENTRIES):
                 yield relative, int(info.get("size") or 0)
 
-    def _fetch(self, file: _File, path: Path) -> None:
+    def _download(self, file: _File, path: Path) -> None:
         first, *rest = file.chunks
         self._fs.get_file(f"{self._root}/{first.name}", str(path))
         # The object may have been rewritten since it was listed.
@@ -168,14 +168,14 @@ class Mirror:
             if self.lease is not None:
                 self.lease.check()
             with telling(self.url):
-                here = dict(self._local())
+                here = dict(self._local_files())
                 for relative, path in here.items():
-                    self._put(relative, path)
+                    self._upload(relative, path)
                 for relative in [name for name in self._files if name not in here]:
                     self._remove(self._files[relative].chunks)
                     del self._files[relative]  # only now, so that a failed removal is repeated
 
-    def _local(self) -> Iterator[tuple[str, Path]]:
+    def _local_files(self) -> Iterator[tuple[str, Path]]:
         for folder, folders, names in os.walk(self.path):
             folders[:] = [n for n in folders if n != CHECKPOINTS and not n.startswith(".")]
             # The config of a model goes first: if the upload is killed, `save_model` recognises the
@@ -185,15 +185,15 @@ class Mirror:
                 if not name.startswith(".") and path.is_file():
                     yield path.relative_to(self.path).as_posix(), path
 
-    def _put(self, relative: str, path: Path) -> None:
+    def _upload(self, relative: str, path: Path) -> None:
         """Uploads a file from its first change on, which usually means only the new bytes."""
         file = self._files.get(relative, _File([]))
         try:
-            seen = _seen(path)
+            seen = _file_stamp(path)
             if file.seen == seen:
                 return
             with open(path, "rb") as data:
-                unchanged = _kept(data, file.chunks) if _has_grown(file.seen, seen) else []
+                unchanged = _unchanged(data, file.chunks) if _has_grown(file.seen, seen) else []
                 start = unchanged[-1].offset + unchanged[-1].size if unchanged else 0
                 name = f"{relative}{PART}{start:015d}" if unchanged else relative
                 # If the file grows during the upload, it is uploaded up to this size.
@@ -283,7 +283,7 @@ def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], lis
     return files, [name for name in sizes if name not in used]
 
 
-def _kept(data: IO[bytes], chunks: Sequence[_Chunk]) -> list[_Chunk]:
+def _unchanged(data: IO[bytes], chunks: Sequence[_Chunk]) -> list[_Chunk]:
     """Returns the parts before the first change of a file, without a part that may still grow.
 
     A file changes only at its end, so the last parts are compared first.
@@ -303,7 +303,7 @@ def _checksum(data: IO[bytes], size: int = sys.maxsize, offset: int = 0) -> int:
     return crc
 
 
-def _seen(path: Path) -> tuple[int, int, int]:
+def _file_stamp(path: Path) -> tuple[int, int, int]:
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -117,11 +117,11 @@ def telling(url: str) -> Iterator[None]:
     except Exception as error:
         if (reason := _reason(url, error)) is None:
             raise
-        passes = reason.startswith((_OUT_OF_REACH, _REFUSED)) and _passes(error)
+        passes = reason.startswith((_OUT_OF_REACH, _REFUSED)) and _is_outage(error)
         raise (Outage if passes else UserError)(f"{url}: {reason}") from error
 
 
-def _passes(error: Exception) -> bool:
+def _is_outage(error: Exception) -> bool:
     """Returns whether the error of a request shows an outage of the store."""
     causes = list(causes_of(error))
     names = " ".join(kind.__name__ for cause in causes for kind in type(cause).__mro__)

@@ -267,13 +267,13 @@ def test_a_report_downloads_only_what_its_page_shows(memory, monkeypatch, capsys
         (mirror.path / name).write_bytes(data)
     mirror.sync()
     fetched = []
-    fetch = storage.Mirror._fetch
+    fetch = storage.Mirror._download
 
     def counted(self, file, path):
         fetched.append(path.relative_to(self.path).as_posix())
         fetch(self, file, path)
 
-    monkeypatch.setattr(storage.Mirror, "_fetch", counted)
+    monkeypatch.setattr(storage.Mirror, "_download", counted)
     values = types.SimpleNamespace(workdir=url, traces_per_stage=1)
     monkeypatch.setattr(flags, "FLAGS", values)
     report.main(["report"])
