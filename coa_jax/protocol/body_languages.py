@@ -148,14 +148,14 @@ _LINES = ~_FENCE_LINE
 _CLOSED = _NEWLINE + _FENCE + _SPACES
 
 
-def _opened(*names: str) -> Regex:
+def _fence(*names: str) -> Regex:
     name = union(literal(name, ignore_case=True) for name in names)
     return _FENCE + name + _SPACES + _NEWLINE
 
 
-_PROGRAM = _GAP + _opened("py", "python") + (_LINES & _NOT_BLANK) + _CLOSED
+_PROGRAM = _GAP + _fence("py", "python") + (_LINES & _NOT_BLANK) + _CLOSED
 _TAIL = optional(_NEWLINE + _GAP)
-_STDIN = _NEWLINE + _GAP + _opened("sh", "bash") + optional(_LINES + _NEWLINE) + _FENCE + _SPACES
+_STDIN = _NEWLINE + _GAP + _fence("sh", "bash") + optional(_LINES + _NEWLINE) + _FENCE + _SPACES
 _CODE = _PROGRAM + optional(_STDIN) + _TAIL
 
 # --- addresses -----------------------------------------------------------------------------
@@ -179,7 +179,7 @@ _ASKED = _SPLIT + literal('"question"') + _COLON + literal('"') + _STRING_REST
 _OBJECT = literal("{") + _GAP + literal('"file_path"') + _COLON + _PATH + optional(_ASKED) + _GAP
 _OBJECT += literal("}")
 _INSPECTION = _GAP + (
-    _OBJECT + _GAP | _opened("json") + _GAP + _OBJECT + up_to(2, _BLANK) + _CLOSED + _TAIL
+    _OBJECT + _GAP | _fence("json") + _GAP + _OBJECT + up_to(2, _BLANK) + _CLOSED + _TAIL
 )
 
 # --- solutions -----------------------------------------------------------------------------

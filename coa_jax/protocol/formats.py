@@ -302,11 +302,11 @@ def find_format(name: str, by_setting: bool = False) -> Format:
         raise UserError(
             f"the format {name} is code that no setting names; name it in the setting 'format'"
         )
-    return _made(name)
+    return _create_format(name)
 
 
 @functools.cache
-def _made(name: str) -> Format:
+def _create_format(name: str) -> Format:
     try:
         created: Any = find(FORMATS, name, "format")()
     except TypeError as error:

@@ -160,7 +160,7 @@ class HermesReader(Pieces):
                 has_text = bool(self.text.strip())
                 if name == THINK and (has_text or self._calls):
                     self.broken("misplaced_think", "thoughts stand first in a turn", here)
-                done += self._loose()
+                done += self._close_loose_text()
                 self.text, self._open = tag, name
                 consumed = match.end()
         keep = undecided(data[consumed:], _TAGS)
@@ -182,7 +182,7 @@ class HermesReader(Pieces):
             role, body = BAD_CALL, inner
         return self.close(role, body)
 
-    def _loose(self) -> list[Segment]:
+    def _close_loose_text(self) -> list[Segment]:
         """Returns text outside of thoughts, calls and answers as a segment."""
         if self._calls and self.text.strip():
             self.broken("stray_text", "text behind a call", self.start)
@@ -194,7 +194,7 @@ class HermesReader(Pieces):
         if self._open:
             done = self.finish()
         elif self._calls or not self.text.strip():
-            done = self._loose()
+            done = self._close_loose_text()
         else:
             done = self.answer(self.text.strip())
         self._calls = self._segments = 0

@@ -39,11 +39,11 @@ class Monitor:
             self.broken = bool(parser.violations)
             return self.broken
         for segment in closed:
-            self.broken |= self._breaks(segment.role, segment.body)
+            self.broken |= self._violates(segment.role, segment.body)
             if segment.role is not None:
                 self.broken |= bool(body_violations(self.protocol, segment))
                 self._state = advance(self.protocol, self._state, segment.role, segment.body)
-        self.broken |= bool(parser.violations) or self._breaks(parser.open_role, parser.open_body)
+        self.broken |= bool(parser.violations) or self._violates(parser.open_role, parser.open_body)
         return self.broken
 
     def observe(self, text: str) -> None:
@@ -55,7 +55,7 @@ class Monitor:
         if self.protocol.format is None:
             self._state = advance(self.protocol, self._state, self.protocol.observation, text)
 
-    def _breaks(self, role: str | None, body: str) -> bool:
+    def _violates(self, role: str | None, body: str) -> bool:
         """Returns whether the policy may not write a segment with a role here."""
         if role is None:
             return bool(body.strip())

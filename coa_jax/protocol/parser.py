@@ -102,20 +102,20 @@ class Parser:
                 elif closing:
                     self._violation("unexpected_close", position, f"{match[0]} closes nothing")
                 else:
-                    self._take(data[consumed : match.start()])
+                    self._append(data[consumed : match.start()])
                     if self._pieces:
                         done.append(self._close())
                     self._role = name
-                    self._take(match[0])
+                    self._append(match[0])
                     consumed = match.end()
             elif closing and name == self._role:
-                self._take(data[consumed : match.end()])
+                self._append(data[consumed : match.end()])
                 done.append(self._close())
                 consumed = match.end()
             elif name in self._roles and self._role not in self.protocol.verbatim:
                 self._violation("nested", position, f"{match[0]} inside <{self._role}> is text")
         keep = _undecided(data, consumed)
-        self._take(data[consumed : len(data) - keep])
+        self._append(data[consumed : len(data) - keep])
         self._carry = data[len(data) - keep :] if keep else ""
         return done
 
@@ -125,7 +125,7 @@ class Parser:
         An incomplete tag at the end of the previous chunk becomes plain text. The next chunk cannot
         complete the tag.
         """
-        self._take(self._carry)
+        self._append(self._carry)
         self._carry = ""
 
     def end_turn(self) -> list[Segment]:
@@ -145,7 +145,7 @@ class Parser:
             self._violation("unclosed", self._start, f"<{self._role}> is never closed")
         return [self._close(complete=self._role is None)]
 
-    def _take(self, text: str) -> None:
+    def _append(self, text: str) -> None:
         if text:
             self._pieces.append(text)
             self._end += len(text)
@@ -164,7 +164,7 @@ class Parser:
 
 
 def _undecided(data: str, consumed: int) -> int:
-    """Returns the length of the end of ``data[taken:]`` that may be the beginning of a tag."""
+    """Returns the length of the end of ``data[consumed:]`` that may be the beginning of a tag."""
     start = data.rfind("<", max(consumed, len(data) - _MAX_PARTIAL))
     if start < 0 or not _PARTIAL_TAG.fullmatch(data, start):
         return 0

@@ -250,14 +250,14 @@ def _order_rules(protocol: Protocol) -> list[str]:
     by_rule = defaultdict[str, list[str]](list)
     for role in protocol.roles:
         by_rule[protocol.think_rule.get(role, "")].append(role)
-    rules = [f"Begin with {_either(protocol, START)}."]
+    rules = [f"Begin with {_next_tags(protocol, START)}."]
     for action in protocol.roles:
         if action not in protocol.next_actions or action == protocol.answer:
             continue
         after = f"<{action}>"
         if action in protocol.tools:
             after += f" and its <{protocol.observation}>"
-        rules.append(f"After {after} comes {_either(protocol, action)}.")
+        rules.append(f"After {after} comes {_next_tags(protocol, action)}.")
     rules.append(f"Put one <{THINK}> right before each {_tags(by_rule['required'])}.")
     if by_rule["optional"]:
         rules.append(f"A <{THINK}> before {_tags(by_rule['optional'])} is optional.")
@@ -273,7 +273,7 @@ def _order_rules(protocol: Protocol) -> list[str]:
     return rules
 
 
-def _either(protocol: Protocol, action: str) -> str:
+def _next_tags(protocol: Protocol, action: str) -> str:
     following = protocol.next_actions[action]
     if protocol.must_end and protocol.form(action) == "score":
         following &= {"plan", protocol.answer}

@@ -70,11 +70,11 @@ def find_protocols(path: str | os.PathLike[str]) -> None:
     ]
     for folder in (absolute, absolute.parent, *runs):
         if (folder / FILE).is_file():
-            _enter(folder / FILE)
+            _register(folder / FILE)
             return
 
 
-def _enter(path: Path) -> None:
+def _register(path: Path) -> None:
     saved = durable.read_json_object(path)
     for name, made in saved.items():
         if name in protocol_names():

@@ -46,7 +46,7 @@ def _frozen(table: Mapping[str, Iterable[str]]) -> Mapping[str, frozenset[str]]:
     return {key: frozenset(value) for key, value in table.items()}
 
 
-def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
+def _verifying_protocol(name: str, tools: tuple[str, ...]) -> Protocol:
     """Returns a protocol with given tools and the rules of the web agent (paper §3.1, App D.1).
 
     An ``answer`` requires a ``suggested_answer`` and then a ``double_check`` that passes. The
@@ -212,12 +212,12 @@ TURNS = Protocol(
 """A protocol without tags and rules. An environment answers each whole turn of the policy."""
 
 _BUILT_IN = (
-    _verifying("web", ("web_search", "crawl_page")),
-    _verifying("web_wiki", ("wiki_search",)),
+    _verifying_protocol("web", ("web_search", "crawl_page")),
+    _verifying_protocol("web_wiki", ("wiki_search",)),
     _MHQA,
     _CODE,
-    _verifying("generalist", ("wiki_search", "code")),
-    _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
+    _verifying_protocol("generalist", ("wiki_search", "code")),
+    _verifying_protocol("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
     TURNS,
 )
 _PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _BUILT_IN}
@@ -346,5 +346,5 @@ def protocol_with_tools(
         raise UserError(
             f"protocol {name!r} cannot have the tools {tools!r}; use any, once each, of: {allowed}"
         )
-    made = _verifying(name, tools)
+    made = _verifying_protocol(name, tools)
     return dataclasses.replace(made, described=dict(described), schemas=dict(schemas or {}))
