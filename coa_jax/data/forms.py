@@ -73,9 +73,9 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
     if {"authors", "texts"} <= value.keys():
-        return Made(_checked(from_tfds(value)))
-    conversation = _present(value, _CONVERSATIONS)
-    user_key, replied = _present(value, _USER), _present(value, _REPLY)
+        return Made(_checked_record(from_tfds(value)))
+    conversation = _first_key(value, _CONVERSATIONS)
+    user_key, replied = _first_key(value, _USER), _first_key(value, _REPLY)
     pair = None not in (user_key and value[user_key], replied and value[replied])
     if conversation is not None and (value[conversation] is not None or not pair):
         return _of_messages(value, value[conversation], name, protocol)
@@ -88,7 +88,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if "parts" in value:
         optional = ("metadata", "prompt", "context")  # tables have null for a missing value
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
-        return Made(_checked(DistilledRecord.from_json(row)))
+        return Made(_checked_record(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa-jax rft")
     if "question" in value:
@@ -100,7 +100,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     )
 
 
-def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+def _first_key(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     """Returns the first of some keys whose value is not null, or else the first key that exists.
 
     The result is None if the row has none of the keys.
@@ -109,7 +109,7 @@ def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     return next((key for key in there if value[key] is not None), next(iter(there), None))
 
 
-def _checked(record: DistilledRecord) -> DistilledRecord:
+def _checked_record(record: DistilledRecord) -> DistilledRecord:
     get_protocol(record.protocol)
     jsonl.dumps(record.metadata)  # metadata must be valid JSON
     return record
@@ -173,7 +173,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         text = _content(turn["content"] if "content" in turn else turn.get("value"), number)
         if role == "assistant":
             text = _with_thought(turn, text)
-        elif role == "user" and turns and _calls(turns[-1]):
+        elif role == "user" and turns and _ends_with_call(turns[-1]):
             role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
         # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
         marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
@@ -184,7 +184,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     if named == PROTOCOL or (not named and _has_functions(value, turns)):
         return Made(_of_function_calls(value, turns, name))
     # The trajectory begins after the last user message that is not a tagged observation.
-    users = [turn.role == "user" and not _shown(turn.text) for turn in turns]
+    users = [turn.role == "user" and not _is_observation(turn.text) for turn in turns]
     if True not in users:
         raise Unusable("there is no user message")
     end = len(users) - users[::-1].index(True)
@@ -204,7 +204,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     context = tuple((turn.role, turn.text) for turn in before if turn.text or turn.role != "system")
     prompt = "\n".join(turn.text for turn in question_turns)
     reply = tuple(
-        (POLICY if turn.role in _POLICY else ENVIRONMENT, _written(rules, turn)) for turn in after
+        (POLICY if turn.role in _POLICY else ENVIRONMENT, _turn_text(rules, turn)) for turn in after
     )
     return _assemble(value, context, prompt, reply, None, name, protocol)
 
@@ -262,27 +262,27 @@ def _with_thought(turn: Mapping[str, Any], text: str) -> str:
     return text
 
 
-def _calls(turn: Turn) -> bool:
+def _ends_with_call(turn: Turn) -> bool:
     """Returns whether a turn ends with the tag of a call, whose reply is an observation."""
     tag = _CLOSING.search(turn.text) if turn.role in _POLICY else None
     return tag is not None and tag[1] in any_protocol().tools
 
 
-def _shown(text: str) -> bool:
+def _is_observation(text: str) -> bool:
     """Returns whether a user message is a tagged observation."""
     return text.lstrip().startswith("<observation>") and text.rstrip().endswith("</observation>")
 
 
-def _written(rules: Protocol, turn: Turn) -> str:
+def _turn_text(rules: Protocol, turn: Turn) -> str:
     """Returns the text of a turn of the trajectory. Tool calls are written as tags."""
     text, calls = turn.text, turn.calls
     if turn.role == "call" and text.lstrip().startswith("{"):
-        return _tagged(rules, _json(text, "a function call is not JSON"))
+        return _call_tag(rules, _json(text, "a function call is not JSON"))
     if turn.role != "assistant" or not calls:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
         raise Unusable("a turn calls several tools at once, which no protocol can express")
-    return "\n".join(filter(None, (text, _tagged(rules, calls[0].get("function")))))
+    return "\n".join(filter(None, (text, _call_tag(rules, calls[0].get("function")))))
 
 
 def _json(text: str, problem: str) -> Any:
@@ -292,7 +292,7 @@ def _json(text: str, problem: str) -> Any:
         raise Unusable(problem) from None
 
 
-def _tagged(rules: Protocol, call: Any) -> str:
+def _call_tag(rules: Protocol, call: Any) -> str:
     """Writes a call ``{"name": ..., "arguments": ...}`` as the tag of the tool with a body."""
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments") if isinstance(call, dict) else None

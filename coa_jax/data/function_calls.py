@@ -102,7 +102,7 @@ def parts_of_calls(turns: Sequence[Turn]) -> Parts:
         if (before, kind) not in _ORDER:
             raise Unusable(f"a turn of the role {kind} follows one of the role {before}")
         if kind == POLICY:
-            texts = (text for turn in run for text in (*_content(turn), *_written(turn)))
+            texts = (text for turn in run for text in (*_content(turn), *_call_texts(turn)))
             parts.append((POLICY, "\n".join(texts)))
         elif kind == "tool":
             quoted = (protocol.format.quote(text) for turn in run for text in _results(turn.text))
@@ -133,7 +133,7 @@ def _content(turn: Turn) -> list[str]:
     return [turn.text] if turn.role == "assistant" and turn.text else []
 
 
-def _written(turn: Turn) -> list[str]:
+def _call_texts(turn: Turn) -> list[str]:
     return [hermes.call_text(name, arguments) for name, arguments in _calls(turn)]
 
 

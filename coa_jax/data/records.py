@@ -92,7 +92,7 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
     for path in _find_files(source, protocol):
         info = columns_of(path)
         for row in open_rows(path, longest=LONGEST):
-            yield _found(row, info, protocol)
+            yield _read_row(row, info, protocol)
 
 
 def _find_files(source: str | os.PathLike[str], protocol: str) -> list[Path]:
@@ -109,7 +109,7 @@ def _find_files(source: str | os.PathLike[str], protocol: str) -> list[Path]:
     return paths
 
 
-def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
+def _read_row(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
     """Converts a row to a record, see `iterate_records`."""
     value, dropped = row.value, ""
     if value.keys() == {"filter", "record"}:
@@ -162,7 +162,7 @@ class Records:
         file = bisect.bisect_right(self._ends, index)
         rows = self._files[file]
         position = index - self._ends[file] + len(rows)
-        return _found(rows[position], self._columns[file], self.protocol)
+        return _read_row(rows[position], self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
         """Returns a text for each file, which changes when the file is rewritten.

@@ -288,12 +288,12 @@ def _rows(
 ) -> Rows:
     """Opens a file, given the start and end of each row in bytes, [2 n]."""
     pairs = np.asarray(places, np.int64).reshape(-1, 2)
-    read = functools.partial(_at, path, pairs, decode)
+    read = functools.partial(_row_at, path, pairs, decode)
     numbers = np.asarray(lines, np.int64) if len(lines) else None
     return Rows(path, len(pairs), read, _stamp(path), numbers)
 
 
-def _at(path: Path, pairs: np.ndarray, decode: Callable[[bytes], Any], index: int) -> Any:
+def _row_at(path: Path, pairs: np.ndarray, decode: Callable[[bytes], Any], index: int) -> Any:
     start, end = map(int, pairs[index])
     with untrusted.open_file(path) as file:
         file.seek(start)
