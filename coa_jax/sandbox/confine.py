@@ -60,11 +60,11 @@ def become_program(
         rules = os.memfd_create("filter", 0)
         os.write(rules, seccomp.compile_filter(False, False, shared_memory))
         os.lseek(rules, 0, os.SEEK_SET)
-        _enter(pipes, keep=(pipes.source, rules, started))
+        _set_streams(pipes, keep=(pipes.source, rules, started))
         _give_way()
         _exec_bubblewrap(job, pipes.source, rules, started, shared_memory)
     os.chdir(scratch.path)
-    _enter(pipes, keep=())
+    _set_streams(pipes, keep=())
     if job.backend == "landlock":
         scoped = landlock.abi() >= landlock.SIGNAL_SCOPE_ABI
         code = seccomp.compile_filter(True, uid is None and not scoped, shared_memory)
@@ -140,7 +140,7 @@ def _set_limits(limits: Limits, count: int) -> None:
         resource.setrlimit(limit, (soft, hard))
 
 
-def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
+def _set_streams(pipes: Pipes, keep: tuple[int, ...]) -> None:
     """Makes the pipes the standard streams. Other descriptors except ``keep`` close at exec."""
     for number, end in enumerate((pipes.stdin, pipes.stdout, pipes.stderr)):
         os.dup2(end, number)

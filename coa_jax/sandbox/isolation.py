@@ -88,7 +88,7 @@ class Isolation:
         places = tuple(map(os.path.realpath, libraries))
         readable, hidden, links = _file_system(self.interpreter, places)
         bwrap = shutil.which("bwrap", path=_search_path()) or ""
-        settings = (places, _scratch(), bwrap, namespaces, cgroup, limits)
+        settings = (places, _scratch_parent(), bwrap, namespaces, cgroup, limits)
         return Job(self.backend, self.interpreter.path, readable, hidden, links, *settings)
 
 
@@ -275,7 +275,7 @@ def _shared_libraries(interpreter: str, extensions: list[str]) -> list[str]:
     return [*paths, *(os.path.join(folder, "libgcc_s.so.1") for folder in beside)]
 
 
-def _scratch() -> str:
+def _scratch_parent() -> str:
     for directory in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         if reachable(directory) and os.access(directory, os.W_OK):
             return directory
