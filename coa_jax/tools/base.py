@@ -254,7 +254,7 @@ async def call_tool(tool: Tool, arguments: str, context: ToolContext) -> Observa
         done, _ = await asyncio.wait({task}, timeout=deadline)
         if done:
             return task.result()
-        await _end(task)
+        await _cancel(task)
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
         return observe(start, text, "timeout")
     except BudgetSpentError:
@@ -262,7 +262,7 @@ async def call_tool(tool: Tool, arguments: str, context: ToolContext) -> Observa
     except (Exception, asyncio.CancelledError) as error:  # a broken tool must not end the run
         caller = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and caller and caller.cancelling():
-            await _end(task)
+            await _cancel(task)
             raise
         text = f"The {tool.name} tool is not available at the moment."
         detail = redact_all({"exception": f"{type(error).__name__}: {error}"})
@@ -314,15 +314,15 @@ _PATIENCE_S = 5.0
 _left_behind: set[asyncio.Task[Observation]] = set()
 
 
-async def _end(task: asyncio.Task[Observation]) -> None:
+async def _cancel(task: asyncio.Task[Observation]) -> None:
     """Cancels a call, and waits up to `_PATIENCE_S` until the call has ended."""
     _left_behind.add(task)
-    task.add_done_callback(_forget)
+    task.add_done_callback(_retrieve_exception)
     task.cancel()
     await asyncio.wait({task}, timeout=_PATIENCE_S)
 
 
-def _forget(task: asyncio.Task[Observation]) -> None:
+def _retrieve_exception(task: asyncio.Task[Observation]) -> None:
     _left_behind.discard(task)
     if not task.cancelled():
         task.exception()  # asyncio logs exceptions that nobody retrieves

@@ -207,7 +207,7 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
     folder = cache_folder("wiki", wiki.corpus)
     load = functools.partial(load_retriever, wiki.retrieval, wiki.encoder, folder=folder)
     search = WikiSearch(wiki.top_k, passages=passages, load=load)
-    tools = [_made(name, config, search) for name in config.names]
+    tools = [_make_tool(name, config, search) for name in config.names]
     if config.protocol:
         user_descriptions = dict(described or {})
         new = [tool for tool in tools if isinstance(tool, McpTool) or tool.name not in TOOL_FORMS]
@@ -217,7 +217,7 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
         tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *user_descriptions)))
         add_protocol(protocol_with_tools(config.protocol, tags, descriptions, schemas))
     if "code" in config.names:
-        add_note("code", _note(config, tools))
+        add_note("code", _libraries_note(config, tools))
     return _stored(_budgeted(tools, config), config)
 
 
@@ -234,12 +234,12 @@ def _budgeted(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
     return [Budgeted(t, budgets[t.name]) if t.name in budgets else t for t in tools]
 
 
-def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
+def _make_tool(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
     """Creates the tool with a name, and checks that it has the interface of a tool."""
     if name in config.mcp:
         return McpTool(name, build_config(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
     where = f"config.tools.own.{name}" if name in config.own else "config.tools.names"
-    named = _own(name, config)
+    named = _extension(name, config)
     path = named.path or name
     tool = bind(TOOLS, path, named.options, where)(config=config, search=search)
     fits = isinstance(tool, Tool) and isinstance(tool.name, str)
@@ -255,14 +255,14 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
 def _needs(name: str, config: ToolsConfig) -> Needs:
     if name in config.mcp:
         return build_config(McpConfig, config.mcp[name]).needs().under(f"mcp.{name}")
-    extension = _own(name, config)
+    extension = _extension(name, config)
     needs = code_needs(TOOLS, extension.path or name, extension.options, config=config)
     return needs.under(f"own.{name}") if name in config.own else needs
 
 
 def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer | Awaitable[Answer]:
     """Asks a function that creates a tool, or else the created tool, whether it can be called."""
-    extension, where = _own(name, config), "config.tools.names"
+    extension, where = _extension(name, config), "config.tools.names"
     path = extension.path or name
     if name not in config.mcp and not isinstance(find(TOOLS, path, where), type):
         for probe in code_probes(TOOLS, path, extension.options, where, config=config).values():
@@ -279,7 +279,7 @@ def _probe(name: str, config: ToolsConfig, seconds: float) -> Answer | Awaitable
     return ask(seconds) if ask else (True, "a tool of your own")  # only a call could check it
 
 
-def _own(name: str, config: ToolsConfig) -> Extension:
+def _extension(name: str, config: ToolsConfig) -> Extension:
     return build_config(Extension, config.own.get(name, {}), f"config.tools.own.{name}")
 
 
@@ -361,7 +361,7 @@ def with_names(config: ToolsConfig, names: tuple[str, ...]) -> ToolsConfig:
     return dataclasses.replace(config, names=names, mcp=mcp, own=own, store=store)
 
 
-def _note(config: ToolsConfig, tools: list[Tool]) -> str:
+def _libraries_note(config: ToolsConfig, tools: list[Tool]) -> str:
     """Returns the sentence about the packages that programs can import, for prompts."""
     if notes := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
         return notes[0]
@@ -384,7 +384,7 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
     if isinstance(inner, WikiSearch | WebSearch | CrawlPage):
         return _index(config)
     if is_path(name) or name in config.own:
-        return json.dumps([name, dataclasses.asdict(_own(name, config))], default=str)
+        return json.dumps([name, dataclasses.asdict(_extension(name, config))], default=str)
     return ""
 
 
@@ -410,11 +410,11 @@ def named_tools(tools: Tools) -> dict[str, Any]:
         if not isinstance(tool, Tool):
             tool = FunctionTool(tool)
         names.append(tool.name)
-        extensions[tool.name] = {"path": Reference(functools.partial(_same, tool), tool.name)}
+        extensions[tool.name] = {"path": Reference(functools.partial(_existing, tool), tool.name)}
     return {"names": tuple(names), **({"own": extensions} if extensions else {})}
 
 
-def _same(tool: Tool, /) -> Tool:
+def _existing(tool: Tool, /) -> Tool:
     """Returns an existing tool, where a function that creates a tool is required."""
     return tool
 

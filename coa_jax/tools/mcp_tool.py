@@ -122,7 +122,7 @@ class _Session:
 
         async def end() -> None:
             if self._client is not None:
-                self._end(self._client)
+                self._end_session(self._client)
             tasks, self._tasks = self._tasks, set()
             if tasks:
                 await asyncio.wait(tasks)
@@ -152,7 +152,7 @@ class _Session:
             if self._client is None:
                 self._client = asyncio.get_running_loop().create_future()
                 self._close = asyncio.Event()
-                self._task = self._start(self._hold(self._client, self._close))
+                self._task = self._start(self._hold_session(self._client, self._close))
             opening = self._client
             try:
                 return await call(await asyncio.shield(opening))
@@ -161,7 +161,7 @@ class _Session:
                 raise
             except Exception as error:
                 if not _is_answer(error):
-                    self._end(opening)
+                    self._end_session(opening)
                 raise
 
     async def _check(self, opening: asyncio.Future[Any]) -> None:
@@ -171,9 +171,9 @@ class _Session:
                 await opening.result().list_tools(cache_mode="bypass")
         except Exception as error:
             if not _is_answer(error):
-                self._end(opening)
+                self._end_session(opening)
 
-    def _end(self, opening: asyncio.Future[Any]) -> None:
+    def _end_session(self, opening: asyncio.Future[Any]) -> None:
         """Closes a session. The next call begins a new session."""
         if self._client is opening and self._close is not None:
             self._close.set()
@@ -181,7 +181,7 @@ class _Session:
             if not opening.done() and self._task is not None:  # the server has not answered yet
                 self._task.cancel()
 
-    async def _hold(self, client: asyncio.Future[Any], close: asyncio.Event) -> None:
+    async def _hold_session(self, client: asyncio.Future[Any], close: asyncio.Event) -> None:
         """Opens the session and keeps it open until ``close`` is set, all in the same task."""
         from mcp import Client
 
@@ -320,7 +320,7 @@ class McpTool:
             setting = f"command={' '.join(config.command)}" if config.command else config.url
             words = await self._last_words()
             stderr = f"; it wrote: {words}" if words else ""
-            cause = self._shown(_cause(error))  # the error may quote text of the server
+            cause = self._redact(_cause(error))  # the error may quote text of the server
             message = f"{where}: the server ({setting}) does not answer: {cause}{stderr}"
             raise UserError(message) from error
         tools = {tool.name: tool for tool in listed.tools}
@@ -351,25 +351,25 @@ class McpTool:
             return observe(start, text, "timeout")
         except Exception as error:
             if _is_answer(error):
-                return self._seen(f"The call failed: {error}", False, start)
-            detail = self._shown({"exception": f"{type(error).__name__}: {error}"})
+                return self._observation(f"The call failed: {error}", False, start)
+            detail = self._redact({"exception": f"{type(error).__name__}: {error}"})
             if words := await self._last_words():
                 detail["stderr"] = words
             text = f"The {self.name} tool is not available at the moment."
             return observe(start, text, "fault", detail)
         parts = [(item.type, getattr(item, "text", None)) for item in result.content or []]
         text = result_text(parts, result.structured_content)
-        return self._seen(text, not result.is_error, start)
+        return self._observation(text, not result.is_error, start)
 
     async def _last_words(self) -> str:
         """Returns the end of the server's stderr, without API keys."""
-        return str(self._shown(await asyncio.to_thread(self._session.last_words)))[-_STDERR_CHARS:]
+        return str(self._redact(await asyncio.to_thread(self._session.last_words)))[-_STDERR_CHARS:]
 
-    def _seen(self, text: str, ok: bool, start: float) -> Observation:
-        text = clip_text(self._shown(text), self._config.max_chars)
+    def _observation(self, text: str, ok: bool, start: float) -> Observation:
+        text = clip_text(self._redact(text), self._config.max_chars)
         return observe(start, text, "ok" if ok else "error")
 
-    def _shown(self, value: Any) -> Any:
+    def _redact(self, value: Any) -> Any:
         """Removes the API keys that the server got from a text or JSON value of the server."""
         return redact_variables(Secret(self._config.key_env).redact(value), self._config.env)
 

@@ -275,7 +275,7 @@ class Client:
             self._purse.begin()
             usage, answered = None, False
             try:
-                answer = await self._once(body)
+                answer = await self._send(body)
                 usage = answer.get("usage")
                 answered = usage is not None
                 value = read(answer)
@@ -288,7 +288,7 @@ class Client:
 
         return await attempts(attempt, limits, go_on)
 
-    async def _once(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send(self, body: Mapping[str, Any]) -> dict[str, Any]:
         openai, http, more = self._openai, self._http, dict(body)
         route: Any = self._client.chat.completions
         named = {"messages": more.pop("messages", None)}

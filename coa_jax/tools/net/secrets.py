@@ -63,7 +63,7 @@ class Secret:
 
     def redact(self, value: Any) -> Any:
         """Replaces the secret by "[secret]" in a text, or in all texts of a JSON value."""
-        return _without(value, _values([self.name]))
+        return _redacted(value, _values([self.name]))
 
 
 def redact_all(value: Any) -> Any:
@@ -72,7 +72,7 @@ def redact_all(value: Any) -> Any:
     Secrets are the values of environment variables whose names end in KEY, TOKEN, SECRET, PASSWORD
     or CREDENTIALS.
     """
-    return _without(value, _values(filter(_SPEAKING.search, os.environ), _SHORTEST_UNNAMED))
+    return _redacted(value, _values(filter(_SPEAKING.search, os.environ), _SHORTEST_UNNAMED))
 
 
 def redact_variables(value: Any, names: Iterable[str]) -> Any:
@@ -83,7 +83,7 @@ def redact_variables(value: Any, names: Iterable[str]) -> Any:
         names: names of the environment variables. Values that are absolute paths are not replaced.
     """
     secret_names = [name for name in names if not os.environ.get(name, "").startswith("/")]
-    return _without(value, _values(secret_names))
+    return _redacted(value, _values(secret_names))
 
 
 def _values(names: Iterable[str], shortest: int = _SHORTEST) -> list[str]:
@@ -92,7 +92,7 @@ def _values(names: Iterable[str], shortest: int = _SHORTEST) -> list[str]:
     return sorted((value for value in values if len(value) >= shortest), key=len, reverse=True)
 
 
-def _without(value: Any, keys: list[str]) -> Any:
+def _redacted(value: Any, keys: list[str]) -> Any:
     if isinstance(value, str):
         for key in keys:
             value = value.replace(key, HIDDEN)
@@ -100,9 +100,9 @@ def _without(value: Any, keys: list[str]) -> Any:
     if not keys:
         return value
     if isinstance(value, dict):
-        return {_without(k, keys): _without(v, keys) for k, v in value.items()}
+        return {_redacted(k, keys): _redacted(v, keys) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_without(item, keys) for item in value]
+        return [_redacted(item, keys) for item in value]
     return value
 
 
