@@ -206,11 +206,11 @@ async def open_stream(
         no_usage = {"usage": None} if with_usage else {}
         try:
             async for choice in write(_chain(first, events), choices):
-                yield _sent({**begin, "choices": [choice], **no_usage})
+                yield _server_sent_event({**begin, "choices": [choice], **no_usage})
             if with_usage:
-                yield _sent({**begin, "choices": [], "usage": usage([visit], choices)})
+                yield _server_sent_event({**begin, "choices": [], "usage": usage([visit], choices)})
         except Refused as error:  # the engine stopped during the stream
-            yield _sent(error_body(error))
+            yield _server_sent_event(error_body(error))
         finally:
             await events.aclose()
         yield "data: [DONE]\n\n"
@@ -219,7 +219,7 @@ async def open_stream(
     return StreamingResponse(chunks(), media_type="text/event-stream", headers=headers)
 
 
-def _sent(chunk: Mapping[str, Any]) -> str:
+def _server_sent_event(chunk: Mapping[str, Any]) -> str:
     """Formats a chunk as a server-sent event."""
     return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 

@@ -64,7 +64,7 @@ class Service:
         self._visits: set[Visit] = set()
         self._samples = 0  # number of samples that wait or run
         self.meters = Meters(self.slots, lambda: self._samples)
-        self._places = collections.Counter[str]()  # number of requests in each kind of `_place`
+        self._places = collections.Counter[str]()  # number of requests in each kind of `_limited`
         # Blocking tools may occupy all threads of the event loop, so the service has threads of its
         # own.
         self._scorer = ThreadPoolExecutor(1, "score")
@@ -125,7 +125,7 @@ class Service:
             await asyncio.sleep(0.05)
 
     @contextlib.contextmanager
-    def _place(self, kind: str, most: int) -> Iterator[None]:
+    def _limited(self, kind: str, most: int) -> Iterator[None]:
         if self._places[kind] >= most:
             raise Refused(429, f"{self._places[kind]} requests {kind} already; try again later")
         self._places[kind] += 1
@@ -140,7 +140,7 @@ class Service:
         Raises:
             Refused: too many requests are being parsed.
         """
-        return self._place("are read", self.slots + self.config.max_waiting)
+        return self._limited("are read", self.slots + self.config.max_waiting)
 
     def read(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         """Calls a function that parses or tokenises a request, in a thread.
@@ -170,7 +170,7 @@ class Service:
         if not wanted:
             return contextlib.nullcontext()
         self._check_accepting()
-        return self._place("want scores", self.config.max_waiting)
+        return self._limited("want scores", self.config.max_waiting)
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
         """Returns the log-probabilities of the tokens of a text.

@@ -38,11 +38,11 @@ def run(owner: int, command: list[str]) -> int:
     Returns:
         The exit code for this process, see the docstring of the module.
     """
-    _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())
     try:
         # If SIGKILL ends this process, the kernel kills the program, too.
-        end_with_me = functools.partial(_set, kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_me = functools.partial(_prctl, kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         program = subprocess.Popen(command, preexec_fn=end_with_me)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
@@ -53,7 +53,7 @@ def run(owner: int, command: list[str]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _set(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # prctl exists only on Linux
         kernel.prctl(option, value)
 

@@ -176,7 +176,7 @@ class AgentSampler:
         if reason is StopReason.EOS and outcome != _NOTHING:
             reason = StopReason.ANSWER
         if reason is not StopReason.CANCELLED:
-            self._count(session, reason, fault)
+            self._count_failure(session, reason, fault)
         return self._finished(session, reason, outcome, clock() - began, fault)
 
     async def _ended_program(self, session: AgentSession) -> tuple[StopReason, ProgramOutcome, str]:
@@ -208,7 +208,7 @@ class AgentSampler:
         del self._by_key[key]
         return reason, outcome, fault
 
-    def _count(self, session: AgentSession, reason: StopReason, fault: str) -> None:
+    def _count_failure(self, session: AgentSession, reason: StopReason, fault: str) -> None:
         """Logs the first failure, and stops the run if the first programs all fail.
 
         A program without a completion of the policy does not count as a success.

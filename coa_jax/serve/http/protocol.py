@@ -90,7 +90,7 @@ class GuardedProtocol(H11Protocol):
         self._wait("first")
         if len(self.connections) > self._limits.connections:
             oldest = next(iter(self._shared.waiting))
-            oldest._note(503, "too many connections; this one had no complete request")
+            oldest._log_refusal(503, "too many connections; this one had no complete request")
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -171,7 +171,7 @@ class GuardedProtocol(H11Protocol):
         self._chunked_wire += wire
         self._chunked_body += body
         if self._chunked_wire > 2 * _SLICE + 1.25 * self._chunked_body:
-            self._note(400, "the body comes in chunks of a few bytes")
+            self._log_refusal(400, "the body comes in chunks of a few bytes")
             self.transport.abort()
 
     def on_response_complete(self) -> None:
@@ -217,9 +217,9 @@ class GuardedProtocol(H11Protocol):
         if phase and phase != "body":
             limits = self._limits
             seconds = limits.idle_seconds if phase == "idle" else limits.header_seconds
-            self._timer = self.loop.call_later(seconds, self._late)
+            self._timer = self.loop.call_later(seconds, self._time_out)
 
-    def _late(self) -> None:
+    def _time_out(self) -> None:
         if self._pending and not self.transport.is_closing():
             seconds = self._limits.header_seconds
             self._refuse(408, f"the headers were not complete after {seconds:g} s")
@@ -234,7 +234,7 @@ class GuardedProtocol(H11Protocol):
             if self.transport.is_closing() and not now:
                 return
             if now >= before > 0:
-                self._note(408, "the client stopped reading its answer")
+                self._log_refusal(408, "the client stopped reading its answer")
                 self.transport.abort()
             elif self.flow.write_paused:
                 self._watch_writing(now)
@@ -243,12 +243,12 @@ class GuardedProtocol(H11Protocol):
 
     # --- refusals --------------------------------------------------------------------------
 
-    def _note(self, status: int, reason: str) -> None:
+    def _log_refusal(self, status: int, reason: str) -> None:
         client = self.client[0] if self.client else "-"
         self._shared.log.note(status, "-", client, reason)
 
     def _refuse(self, status: int, reason: str) -> None:
-        self._note(status, reason)
+        self._log_refusal(status, reason)
         self._pending.clear()
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
         start = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
@@ -261,5 +261,5 @@ class GuardedProtocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, "the request is not valid HTTP/1.1")
         else:  # the response has already begun
-            self._note(400, "the request is not valid HTTP/1.1")
+            self._log_refusal(400, "the request is not valid HTTP/1.1")
             self.transport.abort()

@@ -91,11 +91,11 @@ def on_signals() -> asyncio.Event:
     """Returns an event that SIGINT or SIGTERM sets; a second signal ends the process at once."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _ask, stop, number)
+        loop.add_signal_handler(number, _request_stop, stop, number)
     return stop
 
 
-def _ask(stop: asyncio.Event, number: int) -> None:
+def _request_stop(stop: asyncio.Event, number: int) -> None:
     if stop.is_set():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
