@@ -42,7 +42,7 @@ class Exposure:
     def blocked(self, trajectory: Trajectory) -> int:
         """Returns the number of a trajectory's tool calls that contain a blocked address."""
         return sum(
-            any(self._blocks(url) for url in _URL.findall(call.arguments))
+            any(self._is_blocked(url) for url in _URL.findall(call.arguments))
             for call in trajectory.tool_calls
         )
 
@@ -57,7 +57,7 @@ class Exposure:
             if call.tool not in _OWN_WORDS
         )
 
-    def _blocks(self, url: str) -> bool:
+    def _is_blocked(self, url: str) -> bool:
         try:
             return self.guard.blocks(parse_url(url))
         except FetchError:

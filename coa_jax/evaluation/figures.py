@@ -298,7 +298,9 @@ def table(outcome: Mapping[str, Any]) -> str:
     for why, count in values["samples"]["ungraded"].items():
         if count:
             lines.append(f"  ungraded, and in no figure: {count} samples ({why.replace('_', ' ')})")
-    lines += [f"  no verdict of the judge: {_why(values['unjudged'])}"] * bool(values["unjudged"])
+    lines += [f"  no verdict of the judge: {_reasons(values['unjudged'])}"] * bool(
+        values["unjudged"]
+    )
     return "\n".join(lines)
 
 
@@ -332,10 +334,10 @@ def _scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, entry in scaling.items():
         missing = f", {entry['ungraded']} tasks ungraded" if entry["ungraded"] else ""
-        missing += f": {_why(entry['why'])}" if entry.get("why") else ""
+        missing += f": {_reasons(entry['why'])}" if entry.get("why") else ""
         lines.append(f"{name} {shown_rate(entry['pass_at_1'])} (n {entry['n']}{missing})")
     return lines
 
 
-def _why(reasons: Mapping[str, int]) -> str:
+def _reasons(reasons: Mapping[str, int]) -> str:
     return "; ".join(f"{reason} ({count})" for reason, count in reasons.items())

@@ -160,13 +160,13 @@ class Journal:
             return
         durable.cut_torn_line(self._verdicts_file)
         for row in jsonl.read_lines(self._verdicts_file, _verdict):
-            if row.get("grading") == self._grading and self._holds(row):
+            if row.get("grading") == self._grading and self._is_valid(row):
                 self.verdicts[row["name"]] = row["value"]
         for key, sample in self.samples.items():
             if (value := self.verdicts.get(_grade(key))) is not None:
                 self.samples[key] = sample.graded(Reward(**jsonl.fields(Reward, value)))
 
-    def _holds(self, row: Mapping[str, Any]) -> bool:
+    def _is_valid(self, row: Mapping[str, Any]) -> bool:
         """Returns whether a stored verdict is still valid.
 
         A grade is valid if it was given by the present accepted answers, and invalid if it does not
@@ -230,15 +230,15 @@ class Journal:
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)
-            return self._counted(Trajectory.from_json(jsonl.loads(file.read(length))))
+            return self._with_suggestion(Trajectory.from_json(jsonl.loads(file.read(length))))
 
-    def _counted(self, trajectory: Trajectory) -> Trajectory:
+    def _with_suggestion(self, trajectory: Trajectory) -> Trajectory:
         """With ``last_suggestion``, replaces a missing answer by the last suggested answer."""
         return by_last_suggestion(trajectory) if self._last_suggestion else trajectory
 
     def _sample(self, trajectory: Trajectory) -> Sample:
         blocked, shown = self._exposure.blocked(trajectory), self._exposure.shown(trajectory)
-        sample = sample_of(self._counted(trajectory))
+        sample = sample_of(self._with_suggestion(trajectory))
         sample = dataclasses.replace(sample, blocked=blocked, shown=shown)
         if trajectory.answer is None:  # a chain of agents without an answer is not well-formed
             sample = dataclasses.replace(sample, format_valid=format_valid(trajectory))

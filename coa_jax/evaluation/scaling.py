@@ -182,7 +182,7 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
         if sample.answer is None or not sample.answer.strip():
             continue
         for cluster in clusters:
-            if await _equal(graders, task, str(cluster[0].answer), sample.answer):
+            if await _are_equal(graders, task, str(cluster[0].answer), sample.answer):
                 cluster.append(sample)
                 break
         else:
@@ -192,7 +192,7 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
     return max(clusters, key=len)[0].number  # the first of the largest clusters
 
 
-async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
+async def _are_equal(graders: Graders, task: Task, first: str, second: str) -> bool:
     if first.strip() == second.strip():
         return True
     for gold, answer in ((first, second), (second, first)):
@@ -234,28 +234,28 @@ def scaling(
     methods = {}
     chosen = [g for g in groups if not g.task.is_program]  # programs cannot be compared
     if numbers > 1 and chosen:
-        methods[f"majority@{numbers}"] = _chosen(chosen, vote_name, verdicts, reasons)
+        methods[f"majority@{numbers}"] = _chosen_figures(chosen, vote_name, verdicts, reasons)
     if best_of:
         name = functools.partial(pick_name, n=best_of)
-        methods[f"best-of-{best_of}"] = _chosen(groups, name, verdicts, reasons)
+        methods[f"best-of-{best_of}"] = _chosen_figures(groups, name, verdicts, reasons)
     return methods
 
 
 def vote_name(group: Measured) -> str:
     """Returns the name of a task's majority vote, under which the journal stores the result."""
-    return f"vote/{group.task.id}/{_numbers(group.samples)}"
+    return f"vote/{group.task.id}/{_sample_numbers(group.samples)}"
 
 
 def pick_name(group: Measured, n: int) -> str:
     """Returns the name of a task's best-of-n choice, under which the journal stores the result."""
-    return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
+    return f"pick/{group.task.id}/{_sample_numbers(group.samples[:n])}"
 
 
-def _numbers(samples: Sequence[Sample]) -> str:
+def _sample_numbers(samples: Sequence[Sample]) -> str:
     return ",".join(str(sample.number) for sample in samples)
 
 
-def _chosen(
+def _chosen_figures(
     groups: Sequence[Measured],
     name: Callable[[Measured], str],
     verdicts: Mapping[str, Any],
