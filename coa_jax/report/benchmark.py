@@ -51,7 +51,7 @@ def page(outcome: Mapping[str, Any]) -> str:
     sections = [
         _header(stage, outcome["settings"], figures, outcome.get("not_plain") or ()),
         _headline(figures),
-        _several(figures),
+        _at_k_table(figures),
         _breakdown(figures["by"]),
         _costs(figures),
         _left_out(figures),
@@ -99,7 +99,7 @@ def _rate_row(name: str, entry: Mapping[str, Any]) -> list[str]:
     return [escape(name), rate, plot, fixed(entry["se"], 3, NONE), f"{entry['n']:,}"]
 
 
-def _several(figures: Mapping[str, Any]) -> str:
+def _at_k_table(figures: Mapping[str, Any]) -> str:
     at, scaling = figures["at_k"], figures["scaling"]
     if len(at) < 2 and not scaling:
         return ""
@@ -190,7 +190,7 @@ def _tasks(tasks: Sequence[Mapping[str, Any]], by: Mapping[str, Any]) -> str:
     rows = []
     for task in tasks[:MOST_TASKS]:
         samples = task["samples"]
-        marks = "".join(_mark(sample["value"]) for sample in samples)
+        marks = "".join(_verdict_mark(sample["value"]) for sample in samples)
         tokens = sum(sample["tokens"] for sample in samples) / len(samples) if samples else None
         fields = [escape(str(task.get(field, NONE))) for field in by]
         shown = f'<span class="marks">{marks}</span>'
@@ -201,7 +201,7 @@ def _tasks(tasks: Sequence[Mapping[str, Any]], by: Mapping[str, Any]) -> str:
     return f"<h2>Tasks</h2>{shown}{note}"
 
 
-def _mark(value: float | None) -> str:
+def _verdict_mark(value: float | None) -> str:
     if value is None:
         return '<span class="">?</span>'
     kind, sign = ("correct", "\u2713") if value == 1.0 else ("wrong", "\u2717")
