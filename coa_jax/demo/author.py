@@ -66,7 +66,7 @@ class FactsAuthor:
         if fact is None or fact[2] == "0":
             return []
         relation, entity, value = fact
-        drafts = [self._draft("atomic", (_about(relation, entity),), value, (document,))]
+        drafts = [self._draft("atomic", (_step_about(relation, entity),), value, (document,))]
         if relation.invertible and len(self._owners[relation.key, value.casefold()]) == 1:
             step = grammar.Inverse(relation.key, value)
             drafts.append(self._draft("atomic", (step,), entity, (document,)))
@@ -90,8 +90,8 @@ class FactsAuthor:
         entity_is_answer = isinstance(program.steps[-1], grammar.Inverse | grammar.Neighbour)
         if not entity_is_answer or entity.casefold() != answer.casefold():
             return None
-        steps = (*program.steps, _about(relation, grammar.Ref(len(program.steps) - 1)))
-        alone = grammar.render(grammar.Program((_about(relation, entity),)))
+        steps = (*program.steps, _step_about(relation, grammar.Ref(len(program.steps) - 1)))
+        alone = grammar.render(grammar.Program((_step_about(relation, entity),)))
         documents, parts = (*draft.documents, document), (*draft.steps, (alone, value))
         return self._draft("depth", steps, value, documents, parts, (*draft.hidden, answer))
 
@@ -134,7 +134,7 @@ class FactsAuthor:
         return Draft(form, question, gold, documents, parts, hidden, topic)
 
 
-def _about(relation: Relation, subject: grammar.Subject) -> grammar.Lookup | grammar.Neighbour:
+def _step_about(relation: Relation, subject: grammar.Subject) -> grammar.Lookup | grammar.Neighbour:
     if relation.key == "neighbour":
         return grammar.Neighbour(subject)
     return grammar.Lookup(relation.key, subject)

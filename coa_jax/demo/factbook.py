@@ -217,7 +217,7 @@ def _parts(gold: Iterable[str]) -> Iterator[str]:
         yield from answer.split("|")
 
 
-def _told(gold: Iterable[str], text: str) -> bool:
+def _has_answer(gold: Iterable[str], text: str) -> bool:
     """Returns whether a text contains an accepted answer, or a member of one, as whole words."""
     haystack = f" {normalize_answer(text)} "
     return any(f" {_normal(part)} " in haystack for part in _parts(gold))
@@ -243,7 +243,7 @@ def items_of(split: str) -> tuple[Item, ...]:
             continue
         inside = all(split_of(entity) == split for entity in solution.entities)
         again = len(solution.entities) < _distinct(program)
-        if not inside or again or _told(solution.gold, render(program)):
+        if not inside or again or _has_answer(solution.gold, render(program)):
             continue
         if any(_normal(part) in seen for part in _parts(solution.gold)):
             continue

@@ -46,7 +46,7 @@ _BORDERS = "The border countries of {entity} are {value}."
 _LONGEST_BORDER = "The longest border of {entity} is with {value}."
 
 
-def _of(key: str, title: str, noun: str, **more: object) -> Relation:
+def _relation(key: str, title: str, noun: str, **more: object) -> Relation:
     """Returns a relation whose sentence is "The <noun> of <entity> is <value> <unit>."."""
     unit = f" {more['unit']}" if more.get("unit") else ""
     preposition = "in" if noun.startswith("number of ") else "of"
@@ -55,27 +55,29 @@ def _of(key: str, title: str, noun: str, **more: object) -> Relation:
 
 
 _ALL = (
-    _of("capital", "Capital", "capital", invertible=True),
-    _of("area", "Area", "area", unit="sq km", number=True),
-    _of("population", "Population", "population", number=True),
-    _of("currency", "Currency", "currency"),
-    _of("internet_code", "Internet code", "internet code", invertible=True),
-    _of("demonym", "Demonym", "demonym", invertible=True),
-    _of("highest_point", "Highest point", "highest point", invertible=True),
-    _of("highest_elevation", "Top elevation", "top elevation", unit="m", number=True),
-    _of("mean_elevation", "Mean elevation", "mean elevation", unit="m", number=True),
-    _of("lowest_point", "Lowest point", "lowest point"),
-    _of("coastline", "Coastline", "coastline", unit="km", number=True),
-    _of("government", "Government type", "government type"),
-    _of("independence", "Independence", "independence date"),
-    _of("anthem", "National anthem", "national anthem", invertible=True),
-    _of("largest_city", "Largest city", "largest city"),
-    _of("aircraft_prefix", "Aircraft prefix", "aircraft prefix", invertible=True),
-    _of("airports", "Airports", "number of airports", number=True),
-    _of("railways", "Railways", "railway length", unit="km", number=True),
-    _of("heritage_sites", "World Heritage Sites", "number of World Heritage Sites", number=True),
-    _of("median_age", "Median age", "median age", unit="years", number=True),
-    _of("life_expectancy", "Life expectancy", "life expectancy", unit="years", number=True),
+    _relation("capital", "Capital", "capital", invertible=True),
+    _relation("area", "Area", "area", unit="sq km", number=True),
+    _relation("population", "Population", "population", number=True),
+    _relation("currency", "Currency", "currency"),
+    _relation("internet_code", "Internet code", "internet code", invertible=True),
+    _relation("demonym", "Demonym", "demonym", invertible=True),
+    _relation("highest_point", "Highest point", "highest point", invertible=True),
+    _relation("highest_elevation", "Top elevation", "top elevation", unit="m", number=True),
+    _relation("mean_elevation", "Mean elevation", "mean elevation", unit="m", number=True),
+    _relation("lowest_point", "Lowest point", "lowest point"),
+    _relation("coastline", "Coastline", "coastline", unit="km", number=True),
+    _relation("government", "Government type", "government type"),
+    _relation("independence", "Independence", "independence date"),
+    _relation("anthem", "National anthem", "national anthem", invertible=True),
+    _relation("largest_city", "Largest city", "largest city"),
+    _relation("aircraft_prefix", "Aircraft prefix", "aircraft prefix", invertible=True),
+    _relation("airports", "Airports", "number of airports", number=True),
+    _relation("railways", "Railways", "railway length", unit="km", number=True),
+    _relation(
+        "heritage_sites", "World Heritage Sites", "number of World Heritage Sites", number=True
+    ),
+    _relation("median_age", "Median age", "median age", unit="years", number=True),
+    _relation("life_expectancy", "Life expectancy", "life expectancy", unit="years", number=True),
     Relation("borders", "Border countries", "border countries", _BORDERS),
     Relation("neighbour", "Longest border", "longest border", _LONGEST_BORDER),
 )
