@@ -361,9 +361,9 @@ def report(
     for name, entry in told.items():
         rate, records = entry["pass_at_1"], ", ".join(str(one["records"]) for one in sets[name])
         seeds = ", ".join(f"{value:.3f}" for value in rate["seeds"])
-        rates.append((name, records, seeds, _with(rate["mean"], rate["ci95"], "")))
+        rates.append((name, records, seeds, _with_interval(rate["mean"], rate["ci95"], "")))
         for other, less in entry["minus"].items():
-            over = (_with(less["mean"], less[key], "+") for key in ("ci95", "ci95_tasks"))
+            over = (_with_interval(less["mean"], less[key], "+") for key in ("ci95", "ci95_tasks"))
             differences.append((f"{name} - {other}", *over))
     for name, by_seed in sets.items():
         for number, one in enumerate(by_seed, 1):
@@ -387,7 +387,7 @@ def report(
     return "\n".join(lines)
 
 
-def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
+def _with_interval(mean: float, interval: Sequence[float] | None, sign: str) -> str:
     if interval is None:
         return f"{mean:{sign}.3f}"
     return f"{mean:{sign}.3f} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
