@@ -267,7 +267,7 @@ def _load(kind: ExtensionKind, path: str, where: str) -> Any:
             raise UserError(
                 f"{where}: {path}: there is no module {absent!r} among the installed packages, in "
                 "the folder of the config file or in the working directory"
-                f"{_near(module, kind.names())}"
+                f"{_suggestion(module, kind.names())}"
             ) from None
         raise UserError(f"{where}: {path} cannot be imported: {_reason(error)}") from error
     file = getattr(value, "__file__", None) or module
@@ -359,7 +359,7 @@ def bind(
     for parameter in option_names:
         if parameter not in bound_options and named[parameter].default is kinds.empty:
             offers = ", ".join(kind.offers) or "nothing"
-            needs = f"{name} needs {parameter!r}{_near(parameter, kind.offers)}"
+            needs = f"{name} needs {parameter!r}{_suggestion(parameter, kind.offers)}"
             gets = f"{kind.one} gets these arguments by name: {offers}; and its own options"
             raise UserError(f"{where}: {needs}; {gets}")
     asks = frozenset(named) & frozenset(kind.offers)
@@ -372,7 +372,7 @@ def bind(
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _near(name: str, offers: Iterable[str]) -> str:
+def _suggestion(name: str, offers: Iterable[str]) -> str:
     hint = suggest(name, offers)
     return hint if "did you mean" in hint else ""
 

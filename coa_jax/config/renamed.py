@@ -69,13 +69,13 @@ def hint(key: str) -> str:
         key: dotted key that does not exist, such as ``config.rl.optimizer.b2``.
     """
     for old, new in RENAMED.items():
-        if before := _before(key, old):
+        if before := _prefix_of(key, old):
             return f"; write {before}{new}"
-    texts = (text for old, text in REMOVED.items() if _before(key, old))
+    texts = (text for old, text in REMOVED.items() if _prefix_of(key, old))
     return next((f" any more: {text}" for text in texts), "")
 
 
-def _before(key: str, old: str) -> str:
+def _prefix_of(key: str, old: str) -> str:
     """Returns the part of a key before the key ``old``, with the dot; "" if it does not end so."""
     return key.removesuffix(old) if key.endswith(f".{old}") else ""
 
@@ -98,9 +98,11 @@ def _moved(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yields present keys and values for the settings of a config of any version."""
     for name, value in config.items():
         key = f"{prefix}{name}"
-        places = ((_before(f".{key}", old), new) for old, new in RENAMED.items())
+        places = ((_prefix_of(f".{key}", old), new) for old, new in RENAMED.items())
         new = next((f"{before}{new}"[1:] for before, new in places if before), "")
-        if any(_before(f".{key}", old) for old in REMOVED) or (new and DEFAULTS.get(name) == value):
+        if any(_prefix_of(f".{key}", old) for old in REMOVED) or (
+            new and DEFAULTS.get(name) == value
+        ):
             continue
         is_group = isinstance(value, Mapping) and value and not name.endswith("options")
         if new or not is_group:  # the keys of options are those of a user's function
