@@ -94,7 +94,7 @@ def check(command: str) -> int:
 
 def _checks(command: str, values: dict[str, Any], workdir: str) -> Iterator[Check]:
     """Yields the result of each check and continues after a failed check."""
-    config, result = _tried("settings", lambda: (settings_of(command, values), "can be read"))
+    config, result = _run_check("settings", lambda: (settings_of(command, values), "can be read"))
     yield result
     # A group that is wrong, such as a missing judge, must hide no other fault.
     groups = iter(values if config is None else ())
@@ -104,14 +104,14 @@ def _checks(command: str, values: dict[str, Any], workdir: str) -> Iterator[Chec
             config = settings_of(command, rest)
     if config is not None:
         wandb = bool(getattr(flags.FLAGS, "wandb_project", ""))  # `evaluate` has no such flag
-        yield from _here(needs_of(config, wandb, workdir))
+        yield from _check_host(needs_of(config, wandb, workdir))
         yield from _run(config)
     yield from _places(workdir, config)
     if config is not None:
         yield Check("cost", True, worst_case(config))
 
 
-def _tried(
+def _run_check(
     name: str, function: Callable[[], tuple[Any, str]], together: bool = False
 ) -> tuple[Any, Check]:
     """Runs a check; returns the object that the check opened (None if it fails) and the result.
@@ -127,7 +127,7 @@ def _tried(
         return None, Check.failed(name, error)
 
 
-def _here(needs: Needs) -> Iterator[Check]:
+def _check_host(needs: Needs) -> Iterator[Check]:
     """Checks the installed packages, the keys and the addresses of servers."""
     for extra in needs.extras:
         there = has_extra(extra)
@@ -154,20 +154,20 @@ def _run(config: Any) -> Iterator[Check]:
     """Checks the model, data, tools and judge by opening each of them as the run would."""
     used = used_settings(config)
     if not used.get("endpoint"):
-        yield _tried("model", lambda: (None, _model(config.model)), together=True)[1]
+        yield _run_check("model", lambda: (None, _model(config.model)), together=True)[1]
     for name in ("data", "validation"):
         for path in filter(None, used.get(name, "").split(",")):
-            yield _tried(name, functools.partial(_records, path, config.protocol))[1]
+            yield _run_check(name, functools.partial(_records, path, config.protocol))[1]
     if isinstance(config, RFTConfig | DPOConfig) and config.traces:
-        yield _tried("traces", lambda: (None, _traces(config.traces)))[1]
-    tasks, result = _tried("tasks", lambda: _tasks(config))
+        yield _run_check("traces", lambda: (None, _traces(config.traces)))[1]
+    tasks, result = _run_check("tasks", lambda: _tasks(config))
     if result.text:
         yield result
     tools, environment = used.get("tools"), used.get("environment", EnvironmentConfig())
-    tags = _tried("tools", lambda: (tags_of(environment), ""))[0] or {}
+    tags = _run_check("tools", lambda: (tags_of(environment), ""))[0] or {}
     made = Check("tools", True, "")
     if tools:
-        made = _tried("tools", lambda: (make_tools(tools, tags), ""))[1]
+        made = _run_check("tools", lambda: (make_tools(tools, tags), ""))[1]
 
     def ask() -> tuple[list[Check], str]:
         probes = {**environment.probes(), **(tools.probes() if tools else {})}
@@ -178,7 +178,7 @@ def _run(config: Any) -> Iterator[Check]:
             probes |= config.graders.probes(tasks or ())
         return preflight(probes, getattr(config, "probe_s", 0.0) or SECONDS), ""
 
-    checks, result = _tried("servers", ask)
+    checks, result = _run_check("servers", ask)
     yield from checks or ()
     if not result.ok:
         yield result
@@ -226,22 +226,22 @@ def _tasks(config: Any) -> tuple[Any, str]:
 
 def _places(workdir: str, config: Any) -> Iterator[Check]:
     """Checks work directory, disk and memory."""
-    yield _tried("workdir", lambda: (None, _writable(workdir)), together=True)[1]
+    yield _run_check("workdir", lambda: (None, _writable(workdir)), together=True)[1]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
     # JAX also writes to stores that this package does not open.
     if cache and ("://" not in cache or cache.partition("://")[0] in storage.SCHEMES):
-        yield _tried("compiled programs", lambda: (None, _written(cache)))[1]
+        yield _run_check("compiled programs", lambda: (None, _written(cache)))[1]
     if not isinstance(config, FitConfig | RLRun):
         return
-    setup, result = _tried("mesh", lambda: _setup(config))
+    setup, result = _run_check("mesh", lambda: _setup(config))
     yield result
     if setup is None:
         return
-    yield _tried("memory", lambda: (None, _memory(setup)))[1]
+    yield _run_check("memory", lambda: (None, _memory(setup)))[1]
     if not storage.is_url(workdir):
-        yield _tried("disk", lambda: (None, _disk(Path(workdir), setup)))[1]
+        yield _run_check("disk", lambda: (None, _disk(Path(workdir), setup)))[1]
     if flags.FLAGS.check == "compile" and processes.index() == 0:
-        yield _tried("programs", lambda: (None, _compiled(setup)))[1]
+        yield _run_check("programs", lambda: (None, _compiled(setup)))[1]
 
 
 def _written(address: str) -> str:
