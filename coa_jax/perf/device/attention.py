@@ -102,7 +102,7 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
     return [], why
 
 
-def _found(kind: Kind, names: Sequence[str], head_dim: int) -> Iterator[tuple[str, Compute | str]]:
+def _cases(kind: Kind, names: Sequence[str], head_dim: int) -> Iterator[tuple[str, Compute | str]]:
     """Yields (label, `Compute` to check), or (name, reason why the implementation cannot run)."""
     for name in names or implementations(kind):
         computes, why = runs_here(kind, name, head_dim)
@@ -122,7 +122,7 @@ def causal_checks(length: int, names: Sequence[str] = ()) -> Iterator[Check]:
         length: number of tokens of a row.
         names: names of the implementations to check; () checks all implementations.
     """
-    for name, compute in _found("causal", names, 64):
+    for name, compute in _cases("causal", names, 64):
         if isinstance(compute, str):
             yield Check(GROUP, f"causal {name}", "skip", compute)
             continue
@@ -155,7 +155,7 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
     mask = np.tril(np.ones((length, length), bool)) & same
     expected, reference_gradients = numpy_attention(q, k, v, mask, cotangent)
     limit = LIMITS[compute.dtype]
-    measured, limits = {"values": _far(out, expected)}, {"values": limit}
+    measured, limits = {"values": _largest_error(out, expected)}, {"values": limit}
     why = ""
     if not measured["values"] <= limit:
         ones = np.ones((length, length), bool)
@@ -187,7 +187,7 @@ def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
     Args:
         names: names of the implementations to check; () checks all implementations.
     """
-    for name, compute in _found("paged", names, 128):
+    for name, compute in _cases("paged", names, 128):
         if isinstance(compute, str):
             yield Check(GROUP, f"paged {name}", "skip", compute)
             continue
@@ -226,7 +226,7 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     mask = steps <= positions[..., None]
     expected, _ = numpy_attention(q[:3], k[:3], v[:3], mask[:3])
     limit = LIMITS[compute.dtype]
-    measured = {"values": _far(out[:3], expected)}
+    measured = {"values": _largest_error(out[:3], expected)}
     if not np.isfinite(out[3]).all():
         measured["values"] = float("nan")
     why, at = "", positions[:3, :, None]
@@ -245,7 +245,7 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
 # --- known faults --------------------------------------------------------------------------
 
 
-def _far(actual: np.ndarray, right: np.ndarray) -> float:
+def _largest_error(actual: np.ndarray, right: np.ndarray) -> float:
     """Returns the largest difference over queries that see a key; NaN if a value is not finite."""
     seen = np.isfinite(right)
     if not seen.any():
@@ -278,7 +278,7 @@ def _fitting(
         Description of the fault; "" if no known fault matches.
     """
     for fault, mask in masks.items():
-        if _far(out, numpy_attention(q, k, v, mask)[0]) <= limit:
+        if _largest_error(out, numpy_attention(q, k, v, mask)[0]) <= limit:
             return fault
 
     def error(power: float) -> float:
@@ -293,7 +293,7 @@ def _fitting(
         power = float(powers[int(np.argmin([error(power) for power in powers]))])
         width /= 16
     factor = 2**power
-    if _far(out, numpy_attention(q, k, v, right, factor=factor)[0]) <= limit:
+    if _largest_error(out, numpy_attention(q, k, v, right, factor=factor)[0]) <= limit:
         return f"the scores are {factor:.3g} times the right ones (wrong scale)"
     return ""
 

@@ -85,7 +85,7 @@ def all_checks() -> Iterator[Check]:
     verdict: Verdict = "FAIL" if number else "pass"
     yield Check(GROUP, "training compiles once", verdict, text, {"compiles": number})
     predicted = prediction(work.step, subject.config, device, stated, flops, bandwidth)
-    yield from _beside(step, used, predicted)
+    yield from _compare(step, used, predicted)
     yield from _decoding(subject, work)
 
 
@@ -144,7 +144,9 @@ def prediction(
     return analyse(set_up(config, model, chips, devices), 0.1)
 
 
-def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any]) -> Iterator[Check]:
+def _compare(
+    step: dict[str, Any], used: float | None, predicted: dict[str, Any]
+) -> Iterator[Check]:
     """Compares memory and time of the training step with their predictions.
 
     Args:

@@ -206,4 +206,4 @@ def test_memory_and_time_far_from_the_prediction_are_to_be_looked_at(used, secon
     roofline = {"step_s": 1.0, "serial_s": 2.0}
     predicted = {"programs": [{"bytes_per_chip": {"total": 10**9}, "roofline": roofline}]}
     step = {"step_s": {"median": seconds}, "share_of_peak": 0.5}
-    assert [check.verdict for check in speed._beside(step, used, predicted)] == verdicts
+    assert [check.verdict for check in speed._compare(step, used, predicted)] == verdicts
