@@ -37,6 +37,7 @@ COMMANDS = {
     "ablation": "paper.ablation",
     "economy": "paper.economy",
     "claims": "paper.claims",
+    "proof": "paper.proof",
     "release": "paper.release",
     "replay": "rollout.replay",
     "aot": "perf.aot",

@@ -47,6 +47,8 @@ ARCHITECTURES: dict[str, ModelConfig] = {
         sliding_window=1024,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
+    "qwen3-0.6b": _QWEN3(151936, 1024, 3072, 28, 16, 8, 128),
+    "qwen3-1.7b": _QWEN3(151936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-4b": _QWEN3(151936, 2560, 9728, 36, 32, 8, 128),
 }
 

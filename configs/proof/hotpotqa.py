@@ -1,0 +1,49 @@
+r"""Proves the method on HotpotQA with a search over the passages of its questions.
+
+    bash launch/proof.sh Qwen/Qwen3-0.6B --tasks hotpotqa
+
+Needs, takes and variants: as configs/proof/gsm8k.py, without the extra ``maths``.
+Gives: ``report/index.html`` and ``results.json``: exact match on 1,000 questions of the validation
+split, because the answers of the test split are not published.
+
+``coa-jax proof corpus`` writes the passages of all questions of the stages, relevant ones and
+distractors, to ``corpus.jsonl``. These are about 70,000 of the 5 million introductions of Wikipedia
+articles that the set ``fullwiki`` searches, so the search is easier than there.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.run.command import load_config
+from coa_jax.run.settings import complete_config
+from coa_jax.tools.make import ToolsConfig
+
+SOURCES = {
+    "sample": "hf:hotpotqa/hotpot_qa:distractor:train[:2%]",
+    "rl": "hf:hotpotqa/hotpot_qa:distractor:train[2%:7%]",
+    "evaluate": "hf:hotpotqa/hotpot_qa:distractor:validation[:1000]",
+}
+"""Tasks of a stage; ``again`` has those of ``rl``."""
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the configuration of a stage."""
+    config = load_config(f"configs/proof/gsm8k.py:{arg or ''}")
+    if "rollout" not in config or "tasks" not in config:
+        return config
+    stage = config.get("stage", "rl")
+    config.tasks = SOURCES["rl" if stage == "again" else stage]
+    with config.unlocked():
+        config.task_options = ml_collections.ConfigDict(
+            {
+                "columns": {"kind": "type", "level": "level"},
+                "grader": "exact_match",
+                "protocol": "mhqa",
+            }
+        )
+    if stage == "evaluate":
+        config.num_tasks = min(config.num_tasks, 1000)
+    wiki = {"corpus": "corpus.jsonl", "top_k": 2}
+    config.tools = complete_config(ToolsConfig, {"names": ("wiki_search",), "wiki_search": wiki})
+    return config
