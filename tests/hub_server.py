@@ -11,17 +11,19 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_token-of-the-tests"
-_LARGE = (".safetensors", ".gguf", ".bin")
+_LARGE = (".safetensors", ".gguf", ".bin", ".parquet")
+_REPOSITORY = "(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)"
 
 
 class Hub:
-    """Repositories of models in memory.
+    """Repositories of models and of data sets in memory.
 
     Attributes:
-        commits: repository -> revisions in their order: (commit, its files).
+        commits: repository -> revisions in their order: (commit, its files); the names of data sets
+            begin with ``datasets/``.
         gated: repositories that ask for an agreement.
         objects: large files by their SHA-256.
         requests: method and path of each request.
@@ -100,11 +102,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self._path()
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
-            return self._info(match[1], match[2] or "main")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)/?", path):
-            return self._tree(match[1], match[2])
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        if match := re.fullmatch(rf"/api/{_REPOSITORY}(?:/revision/(?P<rest>.+))?", path):
+            return self._info(_named(match), match["rest"] or "main")
+        if match := re.fullmatch(rf"/api/{_REPOSITORY}/tree/(?P<rest>[^/]+)(?P<folder>/.*)?", path):
+            return self._tree(_named(match), match["rest"], (match["folder"] or "").strip("/"))
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(*match.groups())
         return self._refuse(404, "EntryNotFound")
 
@@ -122,10 +124,18 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": file} for file in files]
             self._answer(200, {"id": name, "sha": sha, "siblings": siblings, "private": False})
 
-    def _tree(self, name: str, revision: str) -> None:
-        if (found := self._commit(name, revision)) is not None:
-            rows = [_row(file, data) for file, data in found[1].items()]
-            self._answer(200, rows)
+    def _tree(self, name: str, revision: str, folder: str) -> None:
+        if (found := self._commit(name, revision)) is None:
+            return
+        start = f"{folder}/" if folder else ""
+        inside = {file: data for file, data in found[1].items() if file.startswith(start)}
+        rows = [_row(file, data) for file, data in inside.items()]
+        if "recursive=true" not in self.path.lower():
+            children = {file.removeprefix(start).partition("/")[0] for file in inside}
+            rows = [row for row in rows if row["path"].removeprefix(start) in children]
+            folders = sorted(start + child for child in children if start + child not in inside)
+            rows += [{"type": "directory", "path": path, "oid": _oid(b"")} for path in folders]
+        self._answer(200, rows)
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
         if (found := self._commit(name, revision)) is None:
@@ -158,6 +168,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, body = self._path(), self._body()
+        if match := re.fullmatch(rf"/api/{_REPOSITORY}/paths-info/(?P<rest>.+)", path):
+            if (found := self._commit(_named(match), match["rest"])) is not None:
+                asked = parse_qs(body.decode())["paths"]
+                self._answer(200, [_row(f, found[1][f]) for f in asked if f in found[1]])
+            return None
         if not self._known():
             return self._refuse(401, "Unauthorized")
         if path == "/api/validate-yaml":
@@ -214,6 +229,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"success": True, "commitOid": sha, "commitUrl": url})
 
 
+def _named(match: re.Match[str]) -> str:
+    return match["name"] if match["kind"] == "models" else f"datasets/{match['name']}"
+
+
 def _row(file: str, data: bytes) -> dict[str, Any]:
     row: dict[str, Any] = {"type": "file", "path": file, "size": len(data), "oid": _oid(data)}
     if file.endswith(_LARGE):
@@ -230,55 +249,6 @@ def _oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-class _DataSet(BaseHTTPRequestHandler):
-    """The routes of the Hub that the data set ``me/sums``, which has one file, needs."""
-
-    data: bytes
-    requests: list[str]
-    commit = "a" * 40
-
-    def _answer(self, body: bytes, **headers: str) -> None:
-        self.send_response(200)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        file = {"path": "train.jsonl", "type": "file", "size": len(self.data), "oid": "b" * 40}
-        path = self.path.partition("?")[0]
-        if path.startswith("/datasets/me/sums/resolve/") and path.endswith("/train.jsonl"):
-            self._answer(self.data, ETag='"b"', X_Repo_Commit=self.commit)
-        elif path.startswith("/api/datasets/me/sums/tree/"):
-            self._answer(json.dumps([file]).encode(), Content_Type="application/json")
-        elif path.startswith("/api/datasets/me/sums"):
-            about = {
-                "id": "me/sums",
-                "sha": self.commit,
-                "siblings": [{"rfilename": "train.jsonl"}],
-            }
-            self._answer(json.dumps(about).encode(), Content_Type="application/json")
-        else:
-            known = path.startswith("/datasets/me/sums/")
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
-            self.send_header("X-Repo-Commit", self.commit)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        file = {"path": "train.jsonl", "type": "file", "size": len(self.data), "oid": "b" * 40}
-        self._answer(json.dumps([file]).encode(), Content_Type="application/json")
-
-    def log_message(self, *arguments: object) -> None:
-        self.requests.append(f"{self.command} {self.path}")
-
-
 @contextlib.contextmanager
 def hub_server() -> Iterator[Hub]:
     """Starts an empty Hub; clients find it by ``HF_ENDPOINT``."""
@@ -290,10 +260,9 @@ def hub_server() -> Iterator[Hub]:
 @contextlib.contextmanager
 def data_set_server(rows: list[dict[str, Any]]) -> Iterator[Hub]:
     """Starts a Hub that has the data set ``me/sums`` with one file: train.jsonl with ``rows``."""
-    hub = Hub()
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    handler = type("Handler", (_DataSet,), {"data": data, "requests": hub.requests})
-    with _serving(handler) as hub.url:
+    with hub_server() as hub:
+        hub.add("datasets/me/sums", {"train.jsonl": data})
         yield hub
 
 

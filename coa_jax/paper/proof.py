@@ -165,7 +165,7 @@ def passages(sources: Sequence[str]) -> Iterator[dict[str, str]]:
     """
     seen = set()
     for source in sources:
-        for row in open_rows(Path(source), columns=lambda names: [n for n in names if n == "context"]):
+        for row in open_rows(Path(source), columns=_context):
             try:
                 context = row.value["context"]
                 pairs = list(zip(context["title"], context["sentences"], strict=True))
@@ -176,6 +176,10 @@ def passages(sources: Sequence[str]) -> Iterator[dict[str, str]]:
                 if text and (title, text) not in seen:
                     seen.add((title, text))
                     yield {"title": title, "text": text}
+
+
+def _context(columns: list[str]) -> list[str]:
+    return [column for column in columns if column == "context"]
 
 
 def write_corpus(tasks: str, workdir: Path) -> None:
@@ -323,9 +327,7 @@ def write_table(workdir: Path) -> None:
         for title, folder in stages_of.items()
         if (workdir / folder / "report" / "index.html").is_file()
     }
-    path = save_page(
-        workdir / "report" / "index.html", page(found, workdir.resolve().name, pages)
-    )
+    path = save_page(workdir / "report" / "index.html", page(found, workdir.resolve().name, pages))
     print(text(found))
     print(f"page -> {path}")
 
