@@ -43,7 +43,9 @@ def make_engines(
             `layout.run_groups`.
     """
     platform = jax.default_backend()
-    check_shapes(config.on_platform(platform))
+    known = config.on_platform(platform)
+    check_shapes(known)
+    config = dataclasses.replace(config, dtype=known.dtype)
     groups = layout.run_groups(layout.mesh_of(params), tensor, aside)
     places = layout.places_of(model, groups) if groups is not None and aside else []
     size = 1 if groups is None else layout.tensor_size(groups)

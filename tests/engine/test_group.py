@@ -40,6 +40,11 @@ def test_engines_of_a_group_have_equal_parts_of_the_slots_and_one_copy_of_the_pa
     assert len(copies(engines)) == 1
 
 
+def test_engines_without_a_dtype_have_that_of_the_platform():
+    (engine,) = make_engines(params(), MODEL, EngineConfig(2, 64, page_size=16, dtype="auto"))
+    assert engine.config.dtype == "float32"  # on a CPU
+
+
 def test_a_pool_of_pages_is_divided():
     engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
     assert [engine.config.num_pages for engine in engines] == [4, 4]
