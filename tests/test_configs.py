@@ -56,6 +56,10 @@ FEW = {"": "rl", "distill": "distill", "sft": "sft", "more": "sft", "rl": "rl", 
 FEW |= dict.fromkeys(("sample", "validate", "evaluate", "greedy"), "evaluate")
 """Variant of configs/few/factbook.py -> its command."""
 
+PROOF = {"": "rl", "rl": "rl", "rft": "rft", "more": "rft", "sft": "sft"}
+PROOF |= dict.fromkeys(("sample", "again", "evaluate"), "evaluate")
+"""Variant of configs/proof/*.py -> its command."""
+
 SPECS = [
     *CONFIGS,
     *(f"{path}:{size}" for path in AGENTS for size in ("3b", "32b")),
@@ -72,6 +76,13 @@ SPECS = [
         for variant in ("ask", "hermes", "tools", "debug")
     ),
     *(f"configs/few/factbook.py:{variant}" for variant in FEW if variant),
+    *(
+        f"configs/proof/{tasks}.py:{variant}{more}"
+        for tasks in ("gsm8k", "hotpotqa")
+        for variant in PROOF
+        if variant
+        for more in ("", ",tags,v5e-8,debug")
+    ),
 ]
 
 # Loads a config as a command does, with overrides, and prints it.
@@ -109,6 +120,7 @@ COMMANDS = {
     "quickstart": quickstart.Command,
     "pretrained": quickstart.Command,
     "few": RLRun,
+    "proof": RLRun,
 }
 """Folder of configs -> the settings of its command."""
 
@@ -136,8 +148,8 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    others = {"quickstart", "pretrained", "few", "serve", "synthesize", "ablation", "economy"}
-    stages = {*STAGES, *BASELINES, *others}
+    others = {"quickstart", "pretrained", "few", "proof", "serve", "synthesize", "ablation"}
+    stages = {*STAGES, *BASELINES, *others, "economy"}
     assert {Path(path).parts[1] for path in CONFIGS} == stages
 
 
@@ -149,7 +161,7 @@ def test_the_docstring_gives_the_command(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = module.__doc__ or ""
-    if stage in ("quickstart", "pretrained", "few"):
+    if stage in ("quickstart", "pretrained", "few", "proof"):
         assert f"    bash launch/{stage}.sh" in text
     elif stage == "serve":
         assert f"    coa-jax serve --config={path}\n" in text
@@ -173,7 +185,9 @@ def test_values_can_be_overridden_by_type(spec):
 def test_the_code_takes_every_setting(spec):
     path, _, variant = spec.partition(":")
     stage = Path(path).parts[1]
-    build_all(FEW[variant] if stage == "few" else stage, load_config(spec).to_dict())
+    named = {"few": FEW, "proof": PROOF}.get(stage)
+    command = named[variant.partition(",")[0]] if named else stage
+    build_all(command, load_config(spec).to_dict())
 
 
 def other(value: Any) -> Any:

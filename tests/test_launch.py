@@ -342,7 +342,7 @@ REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.
 
 
 @pytest.mark.parametrize(
-    "script", ["quickstart.sh", "test.sh", "algorithms.sh", "pretrained.sh", *REMOTE]
+    "script", ["quickstart.sh", "test.sh", "algorithms.sh", "pretrained.sh", "proof.sh", *REMOTE]
 )
 def test_help_is_the_head_of_the_script(tree, script):
     result = tree(script, "--help")
