@@ -15,10 +15,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 tasks=gsm8k machine=h100 data="" format=hermes workdir="" seed=0 debug=no dry_run=no
-known="tasks machine data format workdir seed"
-parse_flags "$known" debug "$@"
+values="tasks machine data format workdir seed"
+parse_flags "$values" debug "$@"
 model="$action"
-parse_flags "$known" debug ${words[@]+"${words[@]}"}
+parse_flags "$values" debug ${words[@]+"${words[@]}"}
 [ -n "$model" ] || fail "give a model, e.g. bash launch/proof.sh Qwen/Qwen3-0.6B"
 [ -z "$action" ] || fail "unknown argument $action; --help lists the flags"
 [[ "$tasks" =~ ^(gsm8k|hotpotqa)$ ]] || fail "--tasks $tasks: give gsm8k or hotpotqa"
@@ -70,8 +70,8 @@ more() {
     --config.traces="$workdir/again/traces.jsonl" --config.optimizer.total_steps="$steps"
 }
 
-given=()
-[ -z "$data" ] || given=(--given)
+given=() known=()
+[ -z "$data" ] || given=(--given) known=(--config.distilled.records="$data")
 [ "$debug" = yes ] || coa proof hours --tasks="$tasks" --model="$model" --machine="$machine" \
   ${given[@]+"${given[@]}"}
 [ "$dry_run" = yes ] || mkdir -p "$workdir/finished"
@@ -86,7 +86,7 @@ else
 fi
 once evaluate-sft sample sft evaluate evaluations "$workdir/sft/model" 0
 once rl train rl rl rl --config.model="$workdir/sft/model" --config.seed="$seed" \
-  ${searched[@]+"${searched[@]}"}
+  ${searched[@]+"${searched[@]}"} ${known[@]+"${known[@]}"}
 once evaluate-rl sample rl evaluate evaluations "$workdir/rl/model" 0
 once again sample again again again "$workdir/sft/model" "$((seed + 1))"
 once more more

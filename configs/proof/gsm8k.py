@@ -81,7 +81,7 @@ def _fit(stage: str, form: str, chips: int, debug: bool) -> ml_collections.Confi
         "optimizer": {
             "learning_rate": 1e-5,
             "total_steps": 2 if debug else 150,
-            "warmup_steps": 1 if debug else 10,
+            "warmup_steps": 0 if debug else 10,
             "final_ratio": 0.1,
         },
     }
