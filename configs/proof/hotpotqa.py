@@ -2,7 +2,8 @@ r"""Proves the method on HotpotQA with a search over the passages of its questio
 
     bash launch/proof.sh Qwen/Qwen3-0.6B --tasks hotpotqa
 
-Needs, takes and variants: as configs/proof/gsm8k.py, without the extra ``maths``.
+Needs: what configs/proof/gsm8k.py needs, without the extra ``maths``.
+Takes: as configs/proof/gsm8k.py, which has the same stages and variants.
 Gives: ``report/index.html`` and ``results.json``: exact match on 1,000 questions of the validation
 split, because the answers of the test split are not published.
 
