@@ -163,4 +163,5 @@ def _training(chips: int, debug: bool) -> dict[str, Any]:
             "remat": "none",
             "checkpoint_every": 1,
         }
-    return {"rows": max(4, chips), "row_length": _LENGTH, "checkpoint_every": 10}
+    rows, remat = (2, "dots") if chips == 1 else (chips, "full")
+    return {"rows": rows, "row_length": _LENGTH, "remat": remat, "checkpoint_every": 10}
