@@ -6,7 +6,7 @@ The script runs the commands of the project one after the other; each takes its 
 file, such as ``--config=configs/proof/gsm8k.py:rl``.
 
 Needs: one GPU with 80 GB of memory or a v5e-8, the Hugging Face Hub, the sandbox for programs, and
-``source launch/setup_env.sh cuda hub maths``.
+``source launch/setup_env.sh cuda gguf hub maths``.
 Takes: at most 6 hours on an H100 with Qwen3-0.6B or Qwen3-1.7B, as `coa-jax proof hours` computes;
 nobody has run it yet.
 Gives: ``report/index.html`` and ``results.json``: pass@1 on the 1,319 test questions.
