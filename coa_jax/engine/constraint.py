@@ -1,4 +1,4 @@
-"""Tables that tell the decoding program which tokens a protocol allows next.
+"""Tables that tell the decoding program which tokens a protocol allows, and where turns end.
 
 A token is allowed in a state of the byte automaton (`protocol.grammar`) if the token's bytes have
 transitions from that state, and if further tokens can continue from the resulting state. Most
@@ -24,6 +24,7 @@ FREE = 0
 """The state in which every token is allowed, and in which a sequence stays after any token."""
 
 _WORD = 32
+_IDENTITY, _NOWHERE = 0, 1  # the transition functions that keep a state, and that forbid a token
 
 
 class ConstraintTables(NamedTuple):
@@ -34,7 +35,8 @@ class ConstraintTables(NamedTuple):
 
     Attributes:
         allowed: uint32 ``[S, ceil(V / 32)]``, for each state one bit per token, which is 1 if the
-            token is allowed; the lowest bit of a word belongs to the word's first token.
+            token is allowed; the lowest bit of a word belongs to the word's first token. None if
+            every token is allowed, and the tables only say where the policy must stop.
         next_state: int32 ``[S, K]``, entry (s, k) is the state that follows state s when a token of
             kind k is written; `DEAD` if tokens of kind k are not allowed in state s.
         kind: int32 ``[V]``, kind of each token.
@@ -52,6 +54,8 @@ class ConstraintTables(NamedTuple):
 class Constraint:
     """The constraint of a run, which combines the automata of its protocols with a vocabulary.
 
+    `watch_for_ends` makes constraints that allow every token, and only end the turns.
+
     Attributes:
         tables: the tables for decoding, on the host.
         start: maps the name of a protocol to the state before the first token that the policy
@@ -64,10 +68,15 @@ class Constraint:
     start: Mapping[str, int]
     observed: np.ndarray
 
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens are not allowed in some states."""
+        return self.tables.allowed is not None
+
     def __str__(self) -> str:
         """Describes the constraint in one line."""
         (states, kinds), tokens = self.tables.next_state.shape, len(self.tables.kind)
-        size = sum(table.nbytes for table in self.tables) / 1e6
+        size = sum(table.nbytes for table in self.tables if table is not None) / 1e6
         return (
             f"{', '.join(self.start)}: {states} states, {tokens} tokens of {kinds} kinds, "
             f"{size:.1f} MB"
@@ -104,6 +113,23 @@ def make_constraint(
     return Constraint(tables, starts, observed)
 
 
+def watch_for_ends(
+    automata: Mapping[str, ByteAutomaton], tokens: Sequence[bytes], vocab_size: int
+) -> Constraint:
+    """Creates a constraint that allows every token, and ends the turns of the policy.
+
+    Args:
+        automata: automaton of each protocol's closing tags (`grammar.closing_tags`), by name.
+        tokens: bytes of each token; b"" for tokens without text.
+        vocab_size: V, the number of columns of the logits; columns beyond ``tokens`` have no text.
+    """
+    starts, symbols = _join(automata)
+    tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
+    kind, after = _compose(symbols[:, :OBSERVED], tokens, empty=_IDENTITY)
+    ends = np.concatenate([[False], *(automaton.answered for automaton in automata.values())])
+    return Constraint(ConstraintTables(None, after, kind, ends), starts, symbols[:-1, OBSERVED])
+
+
 def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.ndarray]:
     """Returns the first state of each automaton, and the transitions of all automata in one table.
 
@@ -120,7 +146,9 @@ def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.nda
     return starts, np.concatenate([*blocks, np.full((1, OBSERVED + 1), DEAD, np.int32)])
 
 
-def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+def _compose(
+    transitions: np.ndarray, tokens: Sequence[bytes], empty: int = _NOWHERE
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the kind of each token, and the next state for each state and kind.
 
     All tokens are read in parallel, byte by byte. After each byte, tokens with the same transitions
@@ -130,6 +158,7 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
         transitions: int32 ``[S + 1, 256]``, next state for each state and byte; the last state is
             `DEAD`.
         tokens: the bytes of each of the V tokens.
+        empty: what a token without bytes does: `_IDENTITY` or `_NOWHERE`.
 
     Returns:
         The kinds, int32 ``[V]``, and the next states, int32 ``[S, K]``.
@@ -146,7 +175,7 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
     columns = np.ascontiguousarray(transitions.T)
     for place in range(width):
         # A prefix without transitions has no transitions with further bytes either.
-        left = np.flatnonzero((size > place) & (kind != 1))
+        left = np.flatnonzero((size > place) & (kind != _NOWHERE))
         pairs, inverse = np.unique(kind[left] * 256 + text[left, place], return_inverse=True)
         composed = np.empty(len(pairs), np.int64)
         for index, pair in enumerate(pairs.tolist()):
@@ -155,7 +184,7 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
             if composed[index] == len(functions):
                 functions.append(function)
         kind[left] = composed[inverse]
-    kind[size == 0] = 1
+    kind[size == 0] = empty
     used, kind = np.unique(kind, return_inverse=True)
     return kind.astype(np.int32), np.stack([functions[i][:-1] for i in used], axis=1)
 

@@ -48,7 +48,8 @@ class Engine:
             model: the architecture.
             config: shapes of the engine.
             stop_tokens: ids of the tokens that end a sequence.
-            constraint: constraint under which tokens are sampled; None without a constraint.
+            constraint: constraint under which tokens are sampled, or which only ends the turns
+                (`rollout.constrain.constraint_or_ends`); None without a constraint.
             compute: dtype, operations and sharding of the programs; None for the choice of
                 `layout.engine_compute`.
 
@@ -180,8 +181,8 @@ class Engine:
             key: (seed, prompt id, sample id), three signed 32-bit integers from which the random
                 key is derived.
             sampling: temperature and truncation.
-            protocol: name of the protocol that the sequence must obey; the engine's constraint must
-                include this protocol. None for no constraint.
+            protocol: name of the protocol whose constraint the sequence is under; the engine's
+                constraint must include this protocol. None for no constraint.
         """
         state, limit = self._state, min(limit, self.config.max_length)
         if not self.pages.covers(slot, limit):
@@ -213,8 +214,8 @@ class Engine:
     def truncate(self, slot: int, length: int, last_token: int) -> None:
         """Discards the tokens of a sequence beyond ``length``.
 
-        A sequence under a constraint cannot be truncated, and need not be, because it never has
-        tokens beyond the end of a turn.
+        A sequence with a protocol cannot be truncated, and need not be, because it never has tokens
+        beyond the end of a turn.
 
         Args:
             slot: the slot.

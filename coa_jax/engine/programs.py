@@ -89,7 +89,7 @@ def decode_chunk(
     The number of steps is an argument rather than a constant, so one compiled program serves every
     number. The program ends early when no row is active. If ``tables`` is given, only tokens that
     the constraint allows are sampled, and a row becomes inactive when the policy must not write
-    another token (`ConstraintTables.ends`).
+    another token (`ConstraintTables.ends`), for example after the closing tag of a tool call.
 
     Args:
         params: parameters in the layout for decoding.
@@ -129,7 +129,7 @@ def decode_chunk(
         assert cache is not None
         logits = decoder.logits(hidden[:, 0], compute)
         allowed = None
-        if tables is not None and state.rule is not None:
+        if tables is not None and tables.allowed is not None and state.rule is not None:
             allowed = allowed_tokens(tables.allowed, state.rule, config.vocab_size)
         token, logp = sample(
             logits,

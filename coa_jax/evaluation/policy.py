@@ -14,7 +14,7 @@ from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.model.policy import Model
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.rollout.sampler import Sampler, make_sampler
 from coa_jax.storage import is_url, local, model_folder
 from coa_jax.tasks import Task
@@ -46,8 +46,8 @@ def load_sampler(
     fit = fitted(shapes, model.config, device.platform, count, rollout.max_tokens, free)
     print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
     protocols = (task.protocol for task in tasks)
-    constraint = constraint_for(rollout, model.tokenizer, model.config.vocab_size, protocols)
-    if constraint is not None:
+    constraint = constraint_or_ends(rollout, model.tokenizer, model.config.vocab_size, protocols)
+    if constraint is not None and constraint.restricts:
         print(f"constraint: {constraint}", flush=True)
     stop = eos_ids(model.tokenizer)
     engines = make_engines(model.params, model.config, fit, stop, constraint)

@@ -12,8 +12,8 @@ allowed at all. Between segments a few spaces and line ends are allowed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,7 +49,8 @@ class ByteAutomaton:
         transitions: int32 of shape ``[S, 257]``, the next state for each byte value from 0 to 255,
             and for the symbol `OBSERVED` (256), which stands for a whole observation. The value
             `DEAD` means that the byte or symbol is not allowed.
-        answered: bool of shape ``[S]``, True for the states after a closed answer.
+        answered: bool of shape ``[S]``, True for the states after a closed answer; in
+            `closing_tags` also for the states after a closed tool call.
     """
 
     transitions: np.ndarray
@@ -73,6 +74,7 @@ class _Closed(NamedTuple):
 
 
 _Node = _Open | _Closed
+_Found = TypeVar("_Found", bound=Hashable)
 
 
 def compile_protocol(protocol: Protocol) -> ByteAutomaton:
@@ -112,6 +114,48 @@ def compile_protocol(protocol: Protocol) -> ByteAutomaton:
     return ByteAutomaton(*_minimise(*_trim(transitions, closed)))
 
 
+class _Place(NamedTuple):
+    """A state of the automaton of closing tags, which follows `protocol.parser.Parser`.
+
+    Attributes:
+        role: name of the open tag; "" outside tags.
+        tag: the part of a tag that has been read.
+        ended: whether a tool call or the answer has been closed.
+    """
+
+    role: str = ""
+    tag: str = ""
+    ended: bool = False
+
+
+def closing_tags(protocol: Protocol) -> ByteAutomaton:
+    """Builds the automaton that only watches for the tags at which decoding stops.
+
+    Every text is allowed. After the closing tag of a tool or of the answer (`Protocol.stops`), the
+    automaton is in a state of ``answered`` and remains in such states, because the token that
+    closes the tag may have further bytes. An observation leads back into the text.
+    """
+
+    def read(place: _Place, byte: int) -> _Place:
+        text = place.tag + chr(byte)
+        for role in (place.role,) if place.role else protocol.roles:
+            tag = f"</{role}>" if place.role else f"<{role}>"
+            if text == tag:
+                return _Place("" if place.role else role, "", place.ended or tag in protocol.stops)
+            if tag.startswith(text):
+                return place._replace(tag=text)
+        return place._replace(tag="<" if text.endswith("<") else "")
+
+    def follow(place: _Place) -> Iterator[tuple[list[int], _Place]]:
+        for byte in range(OBSERVED):
+            yield [byte], read(place, byte)
+        # Without a closing tag, the observation answers a whole turn, after which no tag is open.
+        yield [OBSERVED], _Place(place.role) if place.ended else _Place()
+
+    places, transitions = _explore(_Place(), follow)
+    return ByteAutomaton(transitions, np.array([place.ended for place in places]))
+
+
 def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]:
     """Returns, for each role, the languages of whole segments with sample bodies (`outcomes`)."""
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
@@ -129,8 +173,8 @@ def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]
 
 
 def _explore(
-    start: _Node, follow: Callable[[_Node], Iterable[tuple[list[int], _Node]]]
-) -> tuple[list[_Node], np.ndarray]:
+    start: _Found, follow: Callable[[_Found], Iterable[tuple[list[int], _Found]]]
+) -> tuple[list[_Found], np.ndarray]:
     """Returns (all nodes that can be reached, transitions as int32 of shape ``[S, 257]``)."""
     nodes, number = [start], {start: 0}
     rows = []

@@ -16,7 +16,7 @@ from coa_jax.model.api import Model, load_model, trained_in
 from coa_jax.model.params import merge_adapters, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.environments.session import Environments
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, make_request
@@ -97,7 +97,9 @@ class Agent:
             without_adapters(model.config),
             EngineConfig(slots=slots, max_length=length, chunk=8, extend_buckets=buckets),
             eos_ids(tokenizer := model.tokenizer),
-            constraint_for(self._config, tokenizer, model.config.vocab_size, [self.protocol.name]),
+            constraint_or_ends(
+                self._config, tokenizer, model.config.vocab_size, [self.protocol.name]
+            ),
         )
         self._engine.warm_up()
         self._turns = Turns(1)

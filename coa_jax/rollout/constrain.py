@@ -1,15 +1,15 @@
-"""Builds the constraint of a run, which allows only tokens that the protocols permit."""
+"""Builds the constraint of a run: which tokens the protocols permit, and where turns end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from coa_jax.engine.constraint import Constraint, make_constraint
+from coa_jax.engine.constraint import Constraint, make_constraint, watch_for_ends
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import eos_ids, is_white_space
 from coa_jax.protocol import TAGS, get_protocol
-from coa_jax.protocol.grammar import compile_protocol
+from coa_jax.protocol.grammar import closing_tags, compile_protocol
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.request import RolloutConfig
 
@@ -40,6 +40,30 @@ def constraint_for(
             raise UserError(f"constrain needs the format {TAGS}; a task has the protocol {name}")
     automata = {name: compile_protocol(get_protocol(name)) for name in names}
     return make_constraint(automata, plain_tokens(tokenizer, vocab_size), vocab_size)
+
+
+def constraint_or_ends(
+    config: RolloutConfig, tokenizer: Any, vocab_size: int, protocols: Iterable[str]
+) -> Constraint | None:
+    """Builds what tells an engine where a turn of the policy ends.
+
+    This is the constraint if ``config.constrain`` is set. Otherwise it allows every token, and ends
+    a turn at the closing tag of a tool or of the answer, so that no token is sampled in vain.
+
+    Args:
+        config, tokenizer, vocab_size, protocols: arguments of `constraint_for`.
+
+    Returns:
+        The constraint; None if no protocol has tags.
+    """
+    names = sorted(set(protocols))
+    if config.constrain:
+        return constraint_for(config, tokenizer, vocab_size, names)
+    known = {name: get_protocol(name) for name in names}
+    automata = {n: closing_tags(p) for n, p in known.items() if p.format is None and p.roles}
+    table = token_table(tokenizer) if automata else []
+    texts = [table[token] for token in range(vocab_size)] if automata else []
+    return watch_for_ends(automata, texts, vocab_size) if automata else None
 
 
 def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:

@@ -50,7 +50,7 @@ from coa_jax.rollout.compare import (
     compare,
     describe_difference,
 )
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.rollout.environments.base import RESET
 from coa_jax.rollout.environments.session import Opener, ToolLoop
 from coa_jax.rollout.loop import rollout
@@ -308,7 +308,7 @@ def replay(
 
     for (config, shaped), indices in alike.items():
         protocols = (recordings[index].trajectory.protocol for index in indices)
-        constraint = constraint_for(config, model.tokenizer, model.config.vocab_size, protocols)
+        constraint = constraint_or_ends(config, model.tokenizer, model.config.vocab_size, protocols)
         engine = Engine(model.params, model.config, shaped, eos_ids(model.tokenizer), constraint)
         timeless = dataclasses.replace(config, max_seconds=0.0, max_tool_seconds=0.0)
         asyncio.run(run(timeless, engine, indices))

@@ -41,7 +41,7 @@ class Scheduler:
         on_text: Callable[[Arrival], None] | None,
     ):
         """Takes an engine whose slots are all free; `rollout` describes the arguments."""
-        if config.constrain and engine.constraint is None:
+        if config.constrain and not (engine.constraint and engine.constraint.restricts):
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
@@ -242,9 +242,18 @@ class Scheduler:
             limit=run.limit_now(self.version),
             key=(request.seed, request.prompt_id, run.episode.sample_id),
             sampling=request.sampling,
-            protocol=request.task.protocol if request.agent and self.config.constrain else None,
+            protocol=self._protocol(request),
         )
         self.engine.set_active(run.slot, not run.must_pause(self.version))
+
+    def _protocol(self, request: Request) -> str | None:
+        """Returns the name of the protocol under whose constraint a request is sampled, if any."""
+        constraint, name = self.engine.constraint, request.task.protocol
+        if not request.agent or constraint is None:
+            return None
+        if constraint.restricts != self.config.constrain:
+            return None  # other samples of this engine are constrained
+        return name if constraint.restricts or name in constraint.start else None
 
     async def _begin(self) -> None:
         """Prefills the prompts that environments have provided, and ends samples without one."""

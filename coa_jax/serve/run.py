@@ -13,7 +13,7 @@ from coa_jax.engine.memory import engine_memory
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import at_level
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.serve.app import make_app
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.http.guard import check_exposure
@@ -55,7 +55,7 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     size = model.config.vocab_size
-    constraint = constraint_for(config.rollout, model.tokenizer, size, [config.protocol])
+    constraint = constraint_or_ends(config.rollout, model.tokenizer, size, [config.protocol])
     stop = eos_ids(model.tokenizer)
     engines: list[Engine] = make_engines(
         model.params, model.config, config.engine, stop, constraint

@@ -18,7 +18,7 @@ from coa_jax.model.params import (
 )
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import rollout_devices, training_mesh
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.train.advantages import advantages_of
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.checkpoint import Checkpoints
@@ -74,9 +74,10 @@ class Learner(Trained):
         self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
         self.norm_before = norm_before(config.model) if config.lora.rank else 0.0
         print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
-        self.constraint = constraint_for(
+        ends = constraint_or_ends(
             config.rollout, model.tokenizer, model.config.vocab_size, protocols
         )
+        self.constraint = ends if config.rollout.constrain else None
         if self.constraint is not None:
             print(f"constraint: {self.constraint}", flush=True)
         self.engines = make_engines(
@@ -84,7 +85,7 @@ class Learner(Trained):
             without_adapters(model.config),
             config.engine,
             eos_ids(model.tokenizer),
-            self.constraint,
+            ends,
             config.mesh.decode_tensor,
             rollout_devices(config.mesh),
         )

@@ -25,7 +25,7 @@ from coa_jax.model.params import Params, merge_adapters, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import own_rows, put_batch, training_mesh
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.rollout.environments.base import EnvironmentConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Graders
@@ -172,7 +172,7 @@ def _engines(
         without_adapters(model.config),
         config.engine,
         eos_ids(tokenizer),
-        constraint_for(config.rollout, tokenizer, model.config.vocab_size, protocols),
+        constraint_or_ends(config.rollout, tokenizer, model.config.vocab_size, protocols),
         config.mesh.decode_tensor,
     )
     for engine in engines if config.rollout.max_seconds else ():
