@@ -29,6 +29,10 @@ class Engine:
     slot, so methods about a sequence take the number of its slot. To generate text: reserve a slot,
     `extend` or `fork` the prompt into the cache, `start`, and call `decode` until the slot is
     inactive. `meter` holds times and counts.
+
+    A sequence holds cache pages for its present length. If the slots share a pool of pages, the
+    caller makes sure before `extend` and `decode` that `grow` succeeds, and releases other slots
+    where it does not.
     """
 
     def __init__(
@@ -136,28 +140,57 @@ class Engine:
         self.meter = Meter()
 
     def reserve(
-        self, slot: int, positions: int, source: int | None = None, length: int = 0
+        self,
+        slot: int,
+        positions: int,
+        source: int | None = None,
+        length: int = 0,
+        spare: int = 0,
     ) -> bool:
         """Reserves pages for a sequence in a slot, and discards the slot's previous sequence.
 
         Args:
             slot: a free slot.
-            positions: maximum length of the sequence, including the prompt, in tokens.
+            positions: present length of the sequence, including the prompt, in tokens.
             source: a slot whose first ``length`` tokens are also those of the new sequence; this
                 may be ``slot`` itself. The two sequences share the full pages of these tokens;
                 `fork` copies the tokens of the last, partly filled page. None if the new sequence
                 shares no tokens.
             length: number of tokens that the two sequences have in common, see ``source``.
+            spare: number of pages that must stay free.
 
         Returns:
             Whether there are enough free pages; always True unless the slots share a pool of pages.
         """
         positions = min(positions, self.config.max_length)
-        return self.pages.reserve(slot, positions, source, length)
+        return self.pages.reserve(slot, positions, source, length, spare)
+
+    def grow(self, slot: int, positions: int) -> bool:
+        """Gives a sequence the pages that it lacks to have ``positions`` tokens in the cache.
+
+        Returns:
+            Whether there are enough free pages; if not, the sequence keeps the pages that it has.
+        """
+        return self.pages.grow(slot, min(positions, self.config.max_length))
+
+    def reach(self, slot: int) -> int:
+        """Returns the number of tokens that a sequence has at most after the next chunk."""
+        return int(min(self.length[slot] + self.config.chunk, self._state.limit[slot]))
 
     def release(self, slot: int) -> None:
         """Frees the pages of a sequence that has ended; the keys and values in them are lost."""
         self.pages.release(slot)
+
+    def give_way(self, slot: int) -> int:
+        """Frees the pages of a sequence that is continued later.
+
+        Returns:
+            The state of the constraint, with which `start` continues the sequence after `extend`
+            has put all its tokens into the cache again.
+        """
+        self.set_active(slot, False)
+        self.release(slot)
+        return int(self._state.rule[slot])
 
     def start(
         self,
@@ -169,6 +202,7 @@ class Engine:
         key: tuple[int, int, int],
         sampling: SamplingParams,
         protocol: str | None = None,
+        rule: int | None = None,
     ) -> None:
         """Starts a sequence in a slot, after `extend` or `fork` has put its prompt into the cache.
 
@@ -183,12 +217,14 @@ class Engine:
             sampling: temperature and truncation.
             protocol: name of the protocol whose constraint the sequence is under; the engine's
                 constraint must include this protocol. None for no constraint.
+            rule: state of the constraint, for a sequence that gave way (`give_way`) and that goes
+                on; None for the first state of the protocol.
         """
         state, limit = self._state, min(limit, self.config.max_length)
-        if not self.pages.covers(slot, limit):
-            raise RuntimeError(f"slot {slot} has no room for {limit} tokens: reserve it")
-        starts = {} if self.constraint is None else self.constraint.start
-        state.rule[slot] = FREE if protocol is None else starts[protocol]
+        if rule is None:
+            starts = {} if self.constraint is None else self.constraint.start
+            rule = FREE if protocol is None else starts[protocol]
+        state.rule[slot] = rule
         state.length[slot], state.token[slot], state.limit[slot] = prompt_length, last_token, limit
         # NumPy integers would be truncated to 32 bits silently; Python integers raise an error.
         state.key[slot] = [np.int32(int(number)) for number in key]
@@ -205,10 +241,7 @@ class Engine:
             self.meter.rest()
 
     def set_limit(self, slot: int, limit: int) -> None:
-        """Changes the length, including the prompt, at which decoding of a sequence stops.
-
-        The reserved pages of the slot must cover the new length.
-        """
+        """Changes the length, including the prompt, at which decoding of a sequence stops."""
         self._state.limit[slot] = min(limit, self.config.max_length)
 
     def truncate(self, slot: int, length: int, last_token: int) -> None:
@@ -245,8 +278,10 @@ class Engine:
             feeds: tuples (slot, start, tokens). ``start`` is the position of the first of these
                 tokens, and is at most the current length of the sequence. For a sequence in
                 progress, ``start`` must be the current length minus 1. The first token must then be
-                the newest token of the sequence, which is not in the cache yet. A slot without
-                pages gets pages for ``max_length`` positions.
+                the newest token of the sequence, which is not in the cache yet.
+
+        Raises:
+            RuntimeError: too few pages are free; see `grow`.
         """
         size = self.config.extend_block
         blocks: list[tuple[int, int, Sequence[int]]] = []
@@ -303,8 +338,7 @@ class Engine:
 
         Args:
             source: slot of the other sequence.
-            targets: slots of the new sequences; a slot without pages gets pages for ``max_length``
-                positions.
+            targets: slots of the new sequences.
             length: number of tokens that the sequences have in common.
         """
         pairs: list[tuple[int, int]] = []
@@ -345,6 +379,8 @@ class Engine:
         """
         active = np.flatnonzero(self._state.active).astype(np.int32)
         active = active[np.argsort(self.length[active], kind="stable")]  # as in `extend`
+        for slot in active.tolist():
+            self._cover(slot, self.reach(slot))
         rows = next(n for n in self.config.row_sizes if n >= active.size)
         with self.meter.clock("decode_s"):
             chunk = self._decode(active, rows)
@@ -395,11 +431,13 @@ class Engine:
         return whole
 
     def _cover(self, slot: int, positions: int, source: int | None = None, length: int = 0) -> None:
-        """Reserves pages for ``max_length`` positions if a slot does not have enough pages."""
-        if not self.pages.covers(slot, positions) and not self.reserve(
-            slot, self.config.max_length, source, length
-        ):
-            raise RuntimeError("no page is free; wait until Engine.reserve returns True")
+        """Gives a slot the pages that it lacks; a slot without pages may share those of another."""
+        if source is not None and not self.pages.covers(slot, 1):
+            done = self.pages.reserve(slot, positions, source, length)
+        else:
+            done = self.pages.grow(slot, positions)
+        if not done:
+            raise RuntimeError("too few pages are free: wait until Engine.grow returns True")
 
     @property
     def any_active(self) -> bool:

@@ -11,8 +11,9 @@ class PageTable:
     """Assigns cache pages to slots.
 
     There are two kinds of tables. A contiguous table gives every slot a fixed range of pages. A
-    pooled table gives pages to a slot when the slot needs them; slots whose sequences begin with
-    the same tokens can share the pages of these tokens.
+    pooled table gives pages to a slot for the present length of its sequence, and more pages as the
+    sequence grows; slots whose sequences begin with the same tokens can share the pages of these
+    tokens.
     """
 
     def __init__(self, slots: int, pages_per_slot: int, page_size: int, pool: int = 0):
@@ -41,19 +42,47 @@ class PageTable:
         """Returns whether the pages of a slot have room for ``positions`` tokens."""
         return int(self._held[slot]) * self.page_size >= positions
 
+    @property
+    def free(self) -> int:
+        """Number of pages that no slot holds."""
+        return len(self._free)
+
+    def grow(self, slot: int, positions: int) -> bool:
+        """Gives a slot the pages that it lacks for ``positions`` tokens.
+
+        Returns:
+            True if the pages of the slot now have room. False if too few pages are free; the slot
+            then keeps the pages that it has.
+        """
+        held, wanted = int(self._held[slot]), -(-positions // self.page_size)
+        if wanted - held > len(self._free):
+            return False
+        new = [heapq.heappop(self._free) for _ in range(wanted - held)]
+        self._users[new] += 1
+        self.table[slot, held : held + len(new)] = new
+        self._held[slot] += len(new)
+        return True
+
     def reserve(
-        self, slot: int, positions: int, source: int | None = None, length: int = 0
+        self,
+        slot: int,
+        positions: int,
+        source: int | None = None,
+        length: int = 0,
+        spare: int = 0,
     ) -> bool:
         """Gives a slot pages for a sequence, after freeing the slot's previous pages.
 
         Args:
             slot: the slot.
-            positions: maximum length of the sequence, including the prompt, in tokens.
+            positions: present length of the sequence, including the prompt, in tokens; `grow` gives
+                more pages later.
             source: a slot whose first ``length`` tokens are also those of the new sequence; this
                 may be ``slot`` itself. The two sequences share the pages that are filled by the
                 first ``length - 1`` of these tokens; decoding writes the last one again. None if
                 the new sequence shares no tokens.
             length: number of tokens that the two sequences have in common, see ``source``.
+            spare: number of pages that must stay free.
 
         Returns:
             True if the slot has got its pages. False if too few pages are free; the slot's previous
@@ -70,7 +99,7 @@ class PageTable:
         keep = self.table[source, :shared].copy() if source is not None else self.table[0, :0]
         self._users[keep] += 1  # before the release, which may free the same pages
         self.release(slot)
-        if wanted - shared > len(self._free):
+        if wanted - shared + spare > len(self._free):
             self._drop(keep)
             return False
         new = [heapq.heappop(self._free) for _ in range(wanted - shared)]

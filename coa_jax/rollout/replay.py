@@ -144,6 +144,8 @@ def recording(trajectory: Trajectory) -> Recording:
         prompt_id=int(metadata["prompt_id"]),
         samples=(trajectory.sample_id,),
         sampling=sampling,
+        # The replay has one policy version, which counts as 0.
+        restarts=tuple((position, 0) for position, _ in metadata.get("restarts", ())),
         environment=recorded_session(begun) if begun else None,
     )
     rollout_config = RolloutConfig(**jsonl.fields(RolloutConfig, budgets))

@@ -102,6 +102,9 @@ class Request:
             each position (in tokens), the sample waits until the parameters of the policy version
             of the pair are published. () for a new sample, which always uses the newest published
             parameters.
+        restarts: (position, policy version) pairs, if the request repeats a recorded sample. At
+            each position, the KV cache of the sample is computed again with the parameters of the
+            policy version, because the recorded sample gave way to others there.
         ends: (number of tokens, stop reason) with which a repeated sample ends, if a time limit
             ended the recorded sample; else None.
         environment: function that creates the environment of a sample; None for the default
@@ -120,6 +123,7 @@ class Request:
     agent: bool = True
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     plan: tuple[tuple[int, int], ...] = ()
+    restarts: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, StopReason] | None = None
     environment: Opener | None = None
     messages: Messages | None = None

@@ -25,6 +25,7 @@ class Running:
     Attributes:
         request: request to which the sample belongs.
         episode: tokens of the sample.
+        number: number of the sample in the order in which the engine's samples have begun.
         slot: index of the slot in the engine.
         limit: maximum number of tokens of the context.
         began: start time of the sample on the clock of the event loop, in seconds.
@@ -32,10 +33,16 @@ class Running:
         tool: task of the running tool call or reset; None if the sample waits for no tool.
         tool_request: the running tool call; None during a reset of the environment.
         tool_seconds: total duration of the tool calls so far, in seconds.
+        called: start time of the running tool call on the clock of the event loop, in seconds.
+        rule: state of the constraint of a sample that gave way, see `Engine.give_way`.
+        restarts: (position, policy version) of each time that the KV cache was computed again,
+            because the sample had given way.
+        repeated: number of entries of ``Request.restarts`` that have been repeated.
     """
 
     request: Request
     episode: Episode
+    number: int
     slot: int
     limit: int
     began: float
@@ -43,6 +50,10 @@ class Running:
     tool: asyncio.Task[tuple[Observation, float]] | None = None
     tool_request: ToolRequest | None = None
     tool_seconds: float = 0.0
+    called: float = 0.0
+    rule: int = 0
+    restarts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    repeated: int = 0
 
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
         """Converts an event to a call of the environment, for environments that answer whole turns.
@@ -79,11 +90,14 @@ class Running:
     def described(self) -> dict[str, Any]:
         """Returns the metadata of the trajectory that only become known while the sample runs.
 
-        These are the policy versions, and the messages with which the environment began.
+        These are the policy versions, the messages with which the environment began, and where the
+        sample was restarted.
         """
         found: dict[str, Any] = {}
         if self.episode.versions:
             found["policy_versions"] = [list(pair) for pair in self.episode.versions]
+        if self.restarts:
+            found["restarts"] = [list(pair) for pair in self.restarts]
         if self.environment.begun:
             found["begun"] = {
                 "whole_turns": self.environment.whole_turns,
@@ -128,13 +142,40 @@ class Running:
     def must_pause(self, version: int | None) -> bool:
         """Returns whether the sample must wait for a later policy version before it continues.
 
-        `Request.plan` lists such positions, if the request repeats a recorded sample exactly.
+        `Request.plan` and `Request.restarts` list such positions, if the request repeats a recorded
+        sample exactly.
+
+        Args:
+            version: policy version of the present parameters; None counts as 0.
+        """
+        tokens, planned = len(self.episode.tokens), (*self.request.plan, *self._left)
+        return any(at <= tokens and later > (version or 0) for at, later in planned)
+
+    @property
+    def _left(self) -> tuple[tuple[int, int], ...]:
+        """The recorded restarts that have not been repeated yet."""
+        return self.request.restarts[self.repeated :]
+
+    def can_decode(self, version: int | None) -> bool:
+        """Returns whether the policy writes next, and nothing must happen before.
+
+        Args:
+            version: policy version of the present parameters; None counts as 0.
+        """
+        restart = any(at <= len(self.episode.tokens) for at, _ in self._left)
+        return self.tool is None and not restart and not self.must_pause(version)
+
+    def take_restarts(self, version: int | None) -> bool:
+        """Returns whether recorded restarts must be repeated now, and marks them as repeated.
 
         Args:
             version: policy version of the present parameters; None counts as 0.
         """
         tokens = len(self.episode.tokens)
-        return any(at <= tokens and later > (version or 0) for at, later in self.request.plan)
+        due = [pair for pair in self._left if pair[0] <= tokens and pair[1] <= (version or 0)]
+        self.restarts += due
+        self.repeated += len(due)
+        return bool(due)
 
     def limit_now(self, version: int | None) -> int:
         """Returns the number of tokens up to which the sample can decode at present.
@@ -144,6 +185,7 @@ class Running:
         - ``limit``,
         - the first position from which ``Request.plan`` requires a policy version that is not
           published yet,
+        - the next position of ``Request.restarts``,
         - the number of tokens with which ``Request.ends`` ends the sample.
 
         Args:
@@ -151,7 +193,8 @@ class Running:
         """
         plan, ends = self.request.plan, self.request.ends
         later = [position for position, planned in plan if planned > (version or 0)]
-        return min([self.limit, *later[:1], *([ends[0]] if ends else [])])
+        restarts = [position for position, _ in self._left]
+        return min([self.limit, *later[:1], *restarts[:1], *([ends[0]] if ends else [])])
 
     def used_up(self, config: RolloutConfig, now: float) -> StopReason | None:
         """Returns the stop reason if a budget of the trajectory is exhausted, else None.

@@ -149,7 +149,7 @@ class EngineSampler:
 
         The result is None if no sample of the request is running.
         """
-        runs = (run for scheduler in self._schedulers for run in scheduler.running.values())
+        runs = (run for scheduler in self._schedulers for run in scheduler.all_begun)
         versions = [run.episode.versions[0][1] for run in runs if run.request is request]
         return min(versions, default=None)
 

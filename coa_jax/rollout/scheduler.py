@@ -3,6 +3,11 @@
 One coroutine owns the engine. This coroutine admits samples into free slots, extends the KV cache
 with finished observations, decodes chunks in a separate thread, and runs tool calls as asyncio
 tasks. A slot whose tool is running keeps its KV cache and does not decode.
+
+A sample holds cache pages for its present length. When no page is free, a sample gives way: it
+loses its slot and its pages, and later its tokens are prefilled again, before new samples start.
+The sample that began last gives way first, so the one that began first always continues, and the
+samples cannot block each other. A sample that has waited long for its tool gives way before others.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
 from coa_jax.rollout.running import Running, prefills_of, source_of, unstarted
 from coa_jax.tools.base import Observation, Tool
+
+_LONG_WAIT_S = 5.0
+"""Time in seconds after which a sample that waits for its tool gives way before others."""
 
 
 class Scheduler:
@@ -53,6 +61,9 @@ class Scheduler:
         self.on_text = on_text
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, Running] = {}
+        self.parked: dict[int, Running] = {}  # number -> sample that gave way
+        self.begun = 0  # number of samples so far
+        self.gave_way = False  # whether a sample gave way since the last `admit`
         # Slot -> request whose prompt is in the slot's KV cache, even if the sample has ended.
         self.held: dict[int, Request] = {}
         self.ended: list[Trajectory] = []  # since the last `turn`
@@ -70,10 +81,11 @@ class Scheduler:
         self._count()
         self._cancel()
         await self._take_weights()
+        self.gave_way = False
         placed: list[tuple[Request, int, int]] = []
-        prefills: list[tuple[int, int, Sequence[int]]] = []
         forks: dict[int, list[int]] = {}
-        while self.free and (first := self.reader.sample()):
+        back, prefills, full = self._take_back()
+        while not full and self.free and (first := self.reader.sample()):
             request, sample = first
             length, limit = len(request.prompt), self._limit(request)
             if length >= limit:  # the prompt leaves no room for a token
@@ -82,7 +94,8 @@ class Scheduler:
                 continue
             source, common = source_of(request, self.held, self.free)
             slot = source if source is not None and source in self.free else self.free[0]
-            if not self._reserve(slot, limit, source, common):
+            first_chunk = min(length + self.engine.config.chunk, limit)
+            if not self._reserve(slot, first_chunk, source, common, spare=len(self.running)):
                 break
             if source is not None and source not in self.held:
                 source, common = None, 0  # its pages were needed
@@ -99,9 +112,111 @@ class Scheduler:
         if prefills or forks:
             lengths = {source: len(self.held[source].prompt) for source in forks}
             await self._on_device(self._prefill, prefills, forks, lengths)
+        for run in back:
+            self._write(run, run.rule)
         for request, sample, slot in placed:
             self._start(request, sample, slot)
-        return bool(self.running or self.ended)
+        return bool(self.running or self.parked or self.ended)
+
+    def _take_back(self) -> tuple[list[Running], list[tuple[int, int, Sequence[int]]], bool]:
+        """Gives slots and pages to samples that gave way and can go on, the oldest first.
+
+        Returns:
+            The samples, what must be prefilled for them, and whether one of them got no place.
+        """
+        back: list[Running] = []
+        prefills: list[tuple[int, int, Sequence[int]]] = []
+        for number, run in sorted(self.parked.items()):
+            if run.must_pause(self.version) or (run.tool is not None and not run.tool.done()):
+                continue
+            common = self._place(run)
+            while common is None and not back and self.running and self._all_paused:
+                self._free_pages()
+                common = self._place(run)
+            if common is None:
+                return back, prefills, True
+            del self.parked[number]
+            self._computes(run)
+            run.restarts.append((len(run.episode.tokens), self.version or 0))
+            prefills.append((run.slot, common, run.episode.context[common:]))
+            back.append(run)
+        return back, prefills, False
+
+    def _place(self, run: Running) -> int | None:
+        """Gives a sample that gave way a slot and pages.
+
+        Returns:
+            The number of tokens that the cache contains already, because other samples of the
+            request have them; None if there is no slot, or too few pages are free.
+        """
+        if not self.free:
+            return None
+        source, common = source_of(run.request, self.held, self.free)
+        # Only whole pages are shared, so nothing has to be copied.
+        page = self.engine.config.page_size
+        common = max(common - 1, 0) // page * page
+        slot = source if source is not None and source in self.free else self.free[0]
+        room, spare = len(run.episode.context) + self.engine.config.chunk, len(self.running)
+        if not self._reserve(slot, room, source, common + 1, spare):
+            return None
+        self.free.remove(slot)
+        run.slot, self.running[slot] = slot, run
+        there = source is not None and source in self.held
+        self.held[slot] = run.request
+        return common if there else 0
+
+    @property
+    def _all_paused(self) -> bool:
+        """Whether all samples in slots hold pages, and wait for a later policy version."""
+        runs = self.running.values()
+        return all(run.episode.context and run.must_pause(self.version) for run in runs)
+
+    def _make_room(self, needs: Mapping[int, int]) -> None:
+        """Gives samples the pages that they need; samples give way where too few pages are free.
+
+        Args:
+            needs: slot -> number of tokens for which its sample needs pages.
+        """
+        for run in sorted((self.running[slot] for slot in needs), key=lambda run: run.number):
+            slot = run.slot
+            while self.running.get(slot) is run and not self.engine.grow(slot, needs[slot]):
+                self._free_pages()
+
+    def _free_pages(self) -> None:
+        """Releases a cached prompt of a free slot; if there is none, a sample gives way."""
+        if cached := [slot for slot in self.free if self.engine.pages.covers(slot, 1)]:
+            self.engine.release(cached[0])
+            self.held.pop(cached[0], None)
+            return
+        now = asyncio.get_running_loop().time()
+        runs = [run for run in self.running.values() if run.episode.context]
+        waiting = [run for run in runs if run.tool is not None and not run.tool.done()]
+        longest = min(waiting, key=lambda run: run.called, default=None)
+        if longest is None or now - longest.called < _LONG_WAIT_S:
+            longest = max(runs, key=lambda run: run.number)
+        longest.rule = self.engine.give_way(longest.slot)
+        self._leave(longest)
+        self.held.pop(longest.slot, None)
+        self.parked[longest.number], self.gave_way = longest, True
+
+    def _leave(self, run: Running) -> None:
+        """Takes the slot of a sample."""
+        del self.running[run.slot]
+        self.free.append(run.slot)
+
+    async def _repeat_restarts(self) -> None:
+        """Computes the KV caches again of samples that repeat a sample which had given way."""
+        feeds = [
+            (run.slot, 0, run.episode.context)
+            for run in self.running.values()
+            if run.request.restarts and run.take_restarts(self.version)
+        ]
+        if feeds:
+            await self._on_device(self.engine.extend, feeds)
+        for slot, _, _ in feeds:
+            run = self.running[slot]
+            self.engine.set_limit(slot, run.limit_now(self.version))
+            self.engine.set_active(slot, run.can_decode(self.version))
 
     async def arrival(self) -> bool:
         """Waits until the inbox changes, and returns True; returns False if the inbox is closed."""
@@ -116,7 +231,7 @@ class Scheduler:
         No sample may be running. Prompts in the cache, computed by the old parameters, are
         discarded.
         """
-        if self.running:
+        if self.all_begun:
             raise RuntimeError("the parameters have changed under samples that are running")
         self.version = version
         self.held.clear()
@@ -124,8 +239,13 @@ class Scheduler:
     @property
     def waiting_for_weights(self) -> int:
         """Number of running samples that wait until a later policy version is published."""
-        paused = sum(run.must_pause(self.version) for run in self.running.values())
+        paused = sum(run.must_pause(self.version) for run in self.all_begun)
         return paused if self.reader.weights is None else 0
+
+    @property
+    def all_begun(self) -> list[Running]:
+        """All samples that have begun and not ended, in slots or not."""
+        return [*self.running.values(), *self.parked.values()]
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -149,7 +269,7 @@ class Scheduler:
         for run in self.running.values():
             if run.request.plan:
                 self.engine.set_limit(run.slot, run.limit_now(self.version))
-            if run.tool is None and not run.must_pause(self.version):
+            if run.can_decode(self.version):
                 self.engine.set_active(run.slot, True)
 
     def _computes(self, run: Running) -> None:
@@ -169,7 +289,7 @@ class Scheduler:
             for waiting in [pair for pair in self.reader.waiting if pair[0] is request]:
                 self.reader.waiting.remove(waiting)
                 self._refuse(*waiting, StopReason.CANCELLED)
-            for run in [run for run in self.running.values() if run.request is request]:
+            for run in [run for run in self.all_begun if run.request is request]:
                 if run.tool is not None:
                     self._end(run.tool)
                 self._finish(run, StopReason.CANCELLED)
@@ -180,17 +300,18 @@ class Scheduler:
         self.ending.add(task)
         task.add_done_callback(self.ending.discard)
 
-    def _reserve(self, slot: int, limit: int, source: int | None, length: int) -> bool:
+    def _reserve(
+        self, slot: int, positions: int, source: int | None, length: int, spare: int
+    ) -> bool:
         """Reserves pages for a slot; if necessary, releases prompts in the cache of free slots."""
         for other in (None, *self.free):
             if other is not None and other not in (slot, source):
                 self.engine.release(other)
                 self.held.pop(other, None)
-            if self.engine.reserve(slot, limit, source, length):
+            if self.engine.reserve(slot, positions, source, length, spare):
                 return True
-            if source == slot:  # `reserve` has taken the pages of the cached prompt
-                self.held.pop(slot, None)
-                source = None
+            self.held.pop(slot, None)  # `reserve` has taken the pages of the cached prompt
+            source = None if source == slot else source
         return False
 
     def _prefill(
@@ -224,7 +345,9 @@ class Scheduler:
         opened = request.environment
         environment = opened(sample, self.tools) if opened else ToolLoop(self.tools)
         now, episode = asyncio.get_running_loop().time(), self.episodes.begin(request, sample)
-        run = Running(request, episode, slot, self._limit(request), now, environment)
+        number, limit = self.begun, self._limit(request)
+        run = Running(request, episode, number, slot, limit, now, environment)
+        self.begun += 1
         self.running[slot] = run
         self._computes(run)
         if request.prompt:
@@ -232,19 +355,25 @@ class Scheduler:
         else:
             run.tool = asyncio.create_task(self._call(run, None))
 
-    def _write(self, run: Running) -> None:
-        """Starts decoding a sample whose prompt is in the KV cache."""
+    def _write(self, run: Running, rule: int | None = None) -> None:
+        """Starts decoding a sample whose prompt, or whole context, is in the KV cache.
+
+        Args:
+            run: the sample.
+            rule: state of the constraint of a sample that goes on; None for a new sample.
+        """
         request = run.request
         self.engine.start(
             run.slot,
-            len(run.episode.tokens),
-            last_token=run.episode.tokens[-1],
+            len(run.episode.context),
+            last_token=run.episode.context[-1],
             limit=run.limit_now(self.version),
             key=(request.seed, request.prompt_id, run.episode.sample_id),
             sampling=request.sampling,
             protocol=self._protocol(request),
+            rule=rule,
         )
-        self.engine.set_active(run.slot, not run.must_pause(self.version))
+        self.engine.set_active(run.slot, run.can_decode(self.version))
 
     def _protocol(self, request: Request) -> str | None:
         """Returns the name of the protocol under whose constraint a request is sampled, if any."""
@@ -270,10 +399,16 @@ class Scheduler:
             else:
                 run.episode.tool_calls.append(run.record(ToolRequest(RESET, ""), seen, start))
             self._finish(run, self._spent(run) or StopReason.FAULT)
-        if prompts:
-            await self._on_device(self._prefill, *prefills_of(prompts))
-            for run in itertools.chain(*prompts.values()):
-                self._write(run)
+        for run in (begun := list(itertools.chain(*prompts.values()))):
+            self._write(run)
+        self._make_room({run.slot: len(run.episode.context) for run in begun})
+        placed = {
+            prompt: left
+            for prompt, runs in prompts.items()
+            if (left := [run for run in runs if run.number not in self.parked])
+        }
+        if placed:
+            await self._on_device(self._prefill, *prefills_of(placed))
 
     async def turn(self) -> list[Trajectory]:
         """Advances all samples by one chunk, and returns the trajectories that have ended.
@@ -282,12 +417,15 @@ class Scheduler:
         calls. If all samples wait, the method waits until one of them can continue.
         """
         await self._begin()
+        await self._repeat_restarts()  # before an observation, and after it
         await self._collect()
+        await self._repeat_restarts()
         if self.engine.any_active:
             await self._decode()
-        elif not self.ended and self.running:
-            runs = self.running.values()
-            calls = {run.tool for run in runs if run.tool is not None and not run.tool.done()}
+        elif not self.ended and self.all_begun and not self.gave_way:
+            calls = {
+                run.tool for run in self.all_begun if run.tool is not None and not run.tool.done()
+            }
             news = asyncio.ensure_future(self.reader.changed())
             try:
                 await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
@@ -298,8 +436,12 @@ class Scheduler:
 
     async def _decode(self) -> None:
         """Decodes one chunk, and gives its tokens to the samples."""
-        for run in self.running.values():
-            if run.tool is None and not run.must_pause(self.version):
+        decoding = [run for run in self.running.values() if run.can_decode(self.version)]
+        self._make_room({run.slot: self.engine.reach(run.slot) for run in decoding})
+        if not self.engine.any_active:
+            return
+        for run in decoding:
+            if run.number not in self.parked:
                 self._computes(run)
         chunk = await self._on_device(self.engine.decode)
         for run in list(self.running.values()):
@@ -340,14 +482,13 @@ class Scheduler:
             return StopReason.TURNS
         if self._room(run) <= 0 and request.tool not in run.environment.own:
             return StopReason.LENGTH  # a call of the environment may still end the episode
-        run.tool_request = request
+        run.tool_request, run.called = request, asyncio.get_running_loop().time()
         run.tool = asyncio.create_task(self._call(run, request))
         return None
 
     def _check_ended(self, run: Running, active: bool) -> None:
         """Checks that each sample decodes, waits for a tool, or waits for parameters."""
-        waits = active or run.tool is not None or run.must_pause(self.version)
-        if not waits and self.running.get(run.slot) is run:
+        if not active and run.can_decode(self.version) and self.running.get(run.slot) is run:
             raise RuntimeError(f"slot {run.slot} has ended, but its sample has not")
 
     async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
@@ -398,11 +539,13 @@ class Scheduler:
             else:
                 self.engine.observe(run.slot)
                 feeds.append((run.slot, start_at, episode.context[start_at:]))
+        fed = {slot: self.running[slot] for slot, _, _ in feeds}
+        self._make_room({slot: len(run.episode.context) for slot, run in fed.items()})
+        feeds = [feed for feed in feeds if self.running.get(feed[0]) is fed[feed[0]]]
         if feeds:
             await self._on_device(self.engine.extend, feeds)
         for slot, _, _ in feeds:
-            run = self.running[slot]
-            self.engine.set_active(slot, run.tool is None and not run.must_pause(self.version))
+            self.engine.set_active(slot, self.running[slot].can_decode(self.version))
 
     def _tell(self, run: Running, author: Author, text: str, call: ToolCall | None = None) -> None:
         if self.on_text and text:
@@ -421,9 +564,9 @@ class Scheduler:
         return run.used_up(self.config, asyncio.get_running_loop().time())
 
     def _finish(self, run: Running, reason: StopReason) -> None:
-        self.engine.set_active(run.slot, False)
-        del self.running[run.slot]
-        self.free.append(run.slot)
+        if self.parked.pop(run.number, None) is None:
+            self.engine.set_active(run.slot, False)
+            self._leave(run)
         seconds, shapes = asyncio.get_running_loop().time() - run.began, self.engine.config
         metadata = described(run.request, self.config, seconds, shapes) | run.described()
         if run.environment.holds:
@@ -442,12 +585,13 @@ class Scheduler:
         self.thread.shutdown(wait=False)
         if self.device_call is not None:
             await asyncio.wait([self.device_call])
-        for run in self.running.values():
+        for run in self.all_begun:
             if run.tool is not None:
                 self._end(run.tool)
         await asyncio.gather(*self.ending, return_exceptions=True)
-        left = (run.environment.close() for run in self.running.values() if run.environment.holds)
+        left = (run.environment.close() for run in self.all_begun if run.environment.holds)
         await asyncio.gather(*self.closing, *left, return_exceptions=True)
         for slot in list(self.running):
             self.engine.set_active(slot, False)
         self.running.clear()
+        self.parked.clear()

@@ -223,7 +223,7 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
         "length": len(trajectory.tokens),
         "stop_reason": str(trajectory.stop_reason),
         "calls": [call.to_json() for call in trajectory.tool_calls],
-        **{key: metadata[key] for key in ("begun", "recorded_turns") if key in metadata},
+        **{k: metadata[k] for k in ("begun", "recorded_turns", "restarts") if k in metadata},
     }
 
 

@@ -244,6 +244,7 @@ class _Again:
                         _asked(request, sample, tokenizer),
                         samples=(number,),
                         plan=tuple((position, version) for position, version in sample["versions"]),
+                        restarts=tuple((at, version) for at, version in sample.get("restarts", ())),
                         ends=(sample["length"], reason) if reason in _CLOCK else None,
                     )
                     self._ready.append(one)

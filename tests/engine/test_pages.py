@@ -24,13 +24,14 @@ def held(table, slot):
             st.integers(0, SIZE * PER_SLOT),
             st.none() | st.integers(0, SLOTS - 1),
             st.integers(0, SIZE * PER_SLOT),
+            st.integers(0, SIZE * PER_SLOT),
         ),
         max_size=25,
     ),
 )
 def test_every_page_is_free_or_held_and_shared_only_where_asked(pool, operations):
     table = PageTable(SLOTS, PER_SLOT, SIZE, pool)
-    for slot, positions, source, length in operations:
+    for slot, positions, source, length, longer in operations:
         before = held(table, source) if source is not None else []
         # A source holds what is said to be in it; a sequence is at least as long as its beginning.
         length = min(length, SIZE * len(before), positions)
@@ -44,6 +45,11 @@ def test_every_page_is_free_or_held_and_shared_only_where_asked(pool, operations
         else:
             assert held(table, slot) == []
             assert wanted > free
+        there, free = held(table, slot), table.free
+        grown = table.grow(slot, longer)
+        assert grown == (-(-longer // SIZE) - len(there) <= free)
+        assert held(table, slot)[: len(there)] == there
+        assert len(held(table, slot)) == max(len(there), -(-longer // SIZE) if grown else 0)
         users = Counter(page for s in range(SLOTS) for page in set(held(table, s)))
         for pages in (held(table, s) for s in range(SLOTS)):
             assert len(set(pages)) == len(pages)
@@ -77,10 +83,17 @@ def test_a_slot_that_starts_again_from_its_own_prompt_keeps_all_of_it():
     assert table.copies(1, 1, 12) == []
 
 
+def test_pages_are_spared_for_others():
+    table = PageTable(2, 3, 8, pool=4)
+    assert not table.reserve(0, 24, spare=2)
+    assert table.reserve(0, 16, spare=2)
+
+
 def test_a_contiguous_table_never_changes():
     table = PageTable(2, 3, 8)
     before = table.table.copy()
     assert table.reserve(1, 24, source=0, length=20)
+    assert table.grow(1, 24)
     table.release(0)
     np.testing.assert_array_equal(table.table, before)
     assert table.table.tolist() == [[0, 1, 2], [3, 4, 5]]

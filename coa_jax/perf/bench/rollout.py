@@ -22,6 +22,8 @@ object. A result that is measured in every repeat is given as median, minimum an
     decode_occupancy         share of the computed rows, over all steps, that decoded a token ...
     decode_useful            ... and whose token was kept: tokens sampled between a closing tag and
                              the end of the chunk are discarded
+    restarts                 times that a rollout gave way to others, because no page was free, and
+                             was prefilled again
     compiles_after_warmup    programs compiled in all repeats together; should be 0
     peak_rss_mb              peak resident memory in all repeats together, in 10^6 bytes
     logp_gap_max             largest difference between the log-probability of a token in sampling
@@ -136,6 +138,7 @@ def measure_once(
         "decode_steps": sum(one.meter.decode_steps for one in engines),
         "decode_occupancy": sum(one.meter.decoded_tokens for one in engines) / places,
         "decode_useful": sampled / places,
+        "restarts": sum(len(t.metadata.get("restarts", ())) for t in trajectories),
     }
     return figures, trajectories
 

@@ -73,6 +73,7 @@ class RecordedSession:
                 agent=False,
                 metadata={"session": self.key, "turn": index},
                 plan=tuple((at, version) for at, version in turn["versions"]),
+                restarts=tuple((at, version) for at, version in turn.get("restarts", ())),
             )
             for index, turn in enumerate(self._sample["recorded_turns"])
             if turn["before"] == before

@@ -220,6 +220,7 @@ class AgentSession:
                 "sample": turn.answer.sample_id,
                 "length": len(turn.answer.tokens),
                 "versions": turn.answer.metadata["policy_versions"],
+                "restarts": turn.answer.metadata.get("restarts", []),
             }
             for turn in self.turns
         ]
