@@ -63,9 +63,9 @@ class EngineConfig(Bounded):
         cache_dtype: dtype of keys and values in the cache; "" takes ``dtype``. ``int8`` stores one
             byte per number, and one scale per head and position.
         page_size: number of positions of a cache page.
-        pages: number of pages of a pool that all slots share, in which the samples of a prompt
-            store the prompt's full pages only once. 0 gives every slot its own pages for
-            ``max_length`` positions.
+        pages: number of pages of a pool that all slots share. A sequence holds pages for its
+            present length, and the samples of a prompt store the prompt's full pages only once. 0
+            gives every slot its own pages for ``max_length`` positions.
         attention: implementation of attention over the cache: ``auto``, or a name, see
             docs/kernels.md.
         decode_programs: maximum number of decoding programs, which differ in their number of rows.
@@ -148,6 +148,17 @@ class EngineConfig(Bounded):
         # At least one page, because 0 would mean that every slot has its own pages.
         pages = self.pages and max(1, self.pages // engines)
         return dataclasses.replace(self, slots=slots, pages=pages, engines=1)
+
+    def whole(self) -> EngineConfig:
+        """Returns settings for which no sequence ever gives way, for about the same memory.
+
+        Every slot has its own pages for ``max_length`` positions. There are at least two slots,
+        because an engine with a single slot computes other bits, see `row_sizes`.
+        """
+        if not self.pages:
+            return self
+        slots = min(self.slots, max(2, self.pages // self.pages_per_slot))
+        return dataclasses.replace(self, slots=slots, pages=0)
 
     @property
     def pages_per_slot(self) -> int:

@@ -81,7 +81,11 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 
 
 def sharing(
-    engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0, pages: int = 0
+    engines: Sequence[Engine],
+    parts: Sequence[DecodeParams],
+    slots: int = 0,
+    *,
+    whole: bool = False,
 ) -> list[Engine]:
     """Creates further engines that share parameters with given engines, but not the cache.
 
@@ -90,8 +94,8 @@ def sharing(
         parts: parameters in the layout for decoding, one copy per device group, see `take_copies`.
         slots: number of slots of all new engines together; 0 for the number of slots of the given
             engines.
-        pages: minimum number of pages of all new engines together, if the slots of an engine share
-            its pages (`EngineConfig.pages`).
+        whole: whether every slot has its own pages, although the slots of the given engines share a
+            pool (`EngineConfig.pages`).
 
     Raises:
         UserError: there is no memory for another cache.
@@ -100,8 +104,8 @@ def sharing(
     count = len(engines) // len(parts)
 
     def config(given: EngineConfig) -> EngineConfig:
-        more = max(given.pages, -(-pages // len(engines))) if given.pages else 0
-        return dataclasses.replace(given, slots=each or given.slots, pages=more)
+        pages = 0 if whole else given.pages
+        return dataclasses.replace(given, slots=each or given.slots, pages=pages)
 
     return [
         Engine(

@@ -290,7 +290,9 @@ def replay(
         )
     alike: dict[tuple[RolloutConfig, EngineConfig], list[int]] = {}
     for index, recorded in enumerate(recordings):
-        shaped = dataclasses.replace(recorded.engine, **(shapes or {}))
+        # A sample that gives way would be computed again where the recorded one was not.
+        whole = recorded.engine if shapes and "pages" in shapes else recorded.engine.whole()
+        shaped = dataclasses.replace(whole, **(shapes or {}))
         alike.setdefault((recorded.rollout, shaped), []).append(index)
     replayed: dict[int, Trajectory] = {}
 

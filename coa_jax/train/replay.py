@@ -136,12 +136,10 @@ def replay_run(
         learner = Learner(config, protocols, checkpoints)
         needed = _slots_needed(records)
         each = learner.engines[0].config
-        slots = sum(engine.config.slots for engine in learner.engines)
-        pages = sum(engine.config.num_pages for engine in learner.engines)
-        if slots < needed or pages < needed * each.pages_per_slot:
-            pages = needed * each.pages_per_slot
+        slots = len(learner.engines) * each.whole().slots
+        if slots < needed or each.pages:  # no sample may give way where the recorded one did not
             parts = copies(learner.engines)
-            learner.engines = sharing(learner.engines, parts, max(slots, needed), pages)
+            learner.engines = sharing(learner.engines, parts, max(slots, needed), whole=True)
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 
@@ -45,6 +46,13 @@ def test_engines_without_a_dtype_have_that_of_the_platform():
     assert engine.config.dtype == "float32"  # on a CPU
 
 
+def test_in_the_memory_of_a_pool_no_sequence_gives_way_where_every_slot_is_whole():
+    pool = EngineConfig(16, 64, page_size=16, pages=19)
+    assert (pool.whole().slots, pool.whole().pages) == (4, 0)
+    assert dataclasses.replace(pool, pages=5).whole().slots == 2
+    assert SHAPES.whole() == SHAPES
+
+
 def test_a_pool_of_pages_is_divided():
     engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
     assert [engine.config.num_pages for engine in engines] == [4, 4]
@@ -52,10 +60,10 @@ def test_a_pool_of_pages_is_divided():
     assert EngineConfig(slots=4).share(2).pages == 0
 
 
-def test_engines_that_share_parameters_may_have_more_slots_and_pages_for_all_of_them():
+def test_engines_that_share_parameters_may_have_more_slots_and_pages_of_their_own_for_each():
     engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
-    for wanted, pages in ((0, 4), (7, 4), (27, 14)):
-        more = sharing(engines, copies(engines), 7, wanted)
+    for whole, pages in ((False, 4), (True, 16)):
+        more = sharing(engines, copies(engines), 7, whole=whole)
         assert [engine.config.slots for engine in more] == [4, 4]
         assert [engine.config.num_pages for engine in more] == [pages, pages]
 

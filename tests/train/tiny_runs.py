@@ -112,6 +112,8 @@ STREAM = {
     "max_staleness": 2,
     "optimizer": OptimizerConfig(1e-3, total_steps=8, final_ratio=1.0, weight_decay=0.0),
     "checkpoint_every": 3,
+    # A whole trajectory has 12 pages, so samples give way to others.
+    "engine": EngineConfig(6, 192, 8, (64,), page_size=16, pages=14),
 }
 """Settings of a run whose rollouts go on while it learns."""
 
