@@ -100,8 +100,10 @@ def fitted(
 ) -> EngineConfig:
     """Returns the settings of an engine, fitted to given samples and to this machine.
 
-    No shape is larger than in ``config``. The slots fit in memory, no slot stays empty for the
-    whole run, and no slot is longer than the longest sample. On CPUs, extend buckets and chunks are
+    No shape is larger than in ``config``. The cache fits in memory, no slot stays empty for the
+    whole run, and no slot is longer than the longest sample. If the memory does not hold the
+    longest sequence in every slot, the slots share the pages that it holds, because most sequences
+    are shorter. On CPUs, extend buckets and chunks are
     the defaults of the platform, because larger programs are no faster there, and returning to the
     host is cheap. The choice does not change any trajectory.
 
@@ -128,10 +130,17 @@ def fitted(
             extend_block=fit.extend_block if small else 0,
             chunk=min(fit.chunk, 8),
         )
-    if free is not None and not config.pages:
-        counts = range(1, slots + 1)
-        taken = bisect.bisect_right(counts, free, key=lambda n: _total(model, fit, 1, slots=n))
+    if free is not None and not config.pages and _total(model, fit, 1) > free:
+        least, most = fit.pages_per_slot, slots * fit.pages_per_slot
+        counts = range(1, slots + 1)  # scratch memory grows with the slots
+        taken = bisect.bisect_right(
+            counts, free, key=lambda n: _total(model, fit, 1, slots=n, pages=least)
+        )
         fit = dataclasses.replace(fit, slots=max(min(slots, 2), taken))
+        held = bisect.bisect_right(
+            range(least, most), free, key=lambda n: _total(model, fit, 1, pages=n)
+        )
+        fit = dataclasses.replace(fit, pages=least + max(held - 1, 0))
     return dataclasses.replace(fit, engines=min(fit.engines, fit.slots))
 
 
@@ -147,10 +156,25 @@ def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
     for name, what in names.items():
         most, count = getattr(asked, name), getattr(fit, name)
         parts.append(f"{count:,} {what}" if count == most else f"{count:,} of {most:,} {what}")
+    if fit.pages != asked.pages:
+        parts.append(f"{fit.pages:,} pages of {fit.page_size} positions that the slots share")
     if fit.extend_buckets != asked.extend_buckets:
         parts.append("extend buckets of the CPU")
     fewer = " (as many as this run and machine can use)" if fit != asked else ""
     return ", ".join(parts) + fewer
+
+
+def waves(samples: int, places: int, engines: int) -> str:
+    """Describes in how many waves the samples of a step are decoded, for a log line.
+
+    Args:
+        samples: number of samples of a step.
+        places: number of slots of all engines together.
+        engines: number of engines (groups of devices) that divide the slots.
+    """
+    count, slots = -(-samples // places), -(-samples // engines)
+    text = f"{samples:,} samples a step, {places:,} at a time: {count:,} wave{'s' * (count > 1)}"
+    return text + (f"; engine.slots={slots} makes one" if count > 1 else "")
 
 
 def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) -> int:

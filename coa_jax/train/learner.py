@@ -6,8 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.trajectory import Trajectory
-from coa_jax.engine.group import apart, give_back, make_engines, new_copies, publish_all
-from coa_jax.engine.memory import engine_memory
+from coa_jax.engine.group import (
+    apart,
+    copies,
+    give_back,
+    make_engines,
+    new_copies,
+    publish_all,
+)
+from coa_jax.engine.memory import engine_memory, waves
 from coa_jax.model.api import describe_model, load_weights
 from coa_jax.model.params import (
     DecodeParams,
@@ -17,6 +24,7 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.parallel import processes
 from coa_jax.parallel.placement import rollout_devices, training_mesh
 from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.train.advantages import advantages_of
@@ -89,6 +97,9 @@ class Learner(Trained):
             config.mesh.decode_tensor,
             rollout_devices(config.mesh),
         )
+        groups = processes.count() * len(copies(self.engines))
+        places = processes.count() * sum(engine.config.slots for engine in self.engines)
+        print(f"rollouts: {waves(config.groups * config.group_size, places, groups)}", flush=True)
         for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # so that compilation does not count against `max_seconds`
 

@@ -201,9 +201,14 @@ def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_f
     assert fit.chunk == (8 if platform == "cpu" else 32)
     assert "5 of 64 slots, 1,000 of 32,768 positions" in chosen(pod, fit)
     assert fitted(pod, MODEL, platform, 1, 1000, None).slots == 2  # one slot has other sums
-    free = engine_memory(MODEL, dataclasses.replace(fit, slots=3)).total
-    assert fitted(pod, MODEL, platform, 5, 1000, free).slots == 3
-    assert fitted(pod, MODEL, platform, 5, 1000, 0).slots == 2  # the engine says what helps
+    # Where the longest sequences do not fit, the slots share what memory holds.
+    for pages in (8, 9, 17, 39):
+        free = engine_memory(MODEL, dataclasses.replace(fit, pages=pages)).total
+        shared = fitted(pod, MODEL, platform, 5, 1000, free)
+        assert (shared.slots, shared.pages) == (5, pages)
+    assert "39 pages of 128 positions that the slots share" in chosen(pod, shared)
+    none = fitted(pod, MODEL, platform, 5, 1000, 0)
+    assert (none.slots, none.pages) == (2, 8)  # the engine says what helps
     small = dataclasses.replace(SHAPES, engines=2, slots=2)
     assert fitted(small, MODEL, platform, 9, 10**6, None) == small
     assert chosen(small, small).endswith("tokens a chunk")
