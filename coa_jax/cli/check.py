@@ -53,7 +53,7 @@ from coa_jax.train import arrays
 from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
 from coa_jax.train.defaults import completed_for
 from coa_jax.train.questions import questions
-from coa_jax.train.rl_config import RLRun
+from coa_jax.train.rl_config import RLConfig, RLRun
 
 _RECORDS = 1000
 """Number of records that the check reads from each file of training data."""
@@ -238,6 +238,8 @@ def _places(workdir: str, config: Any) -> Iterator[Check]:
     if setup is None:
         return
     yield _run_check("memory", lambda: (None, _memory(setup)))[1]
+    if isinstance(setup.config, RLConfig):
+        yield _run_check("rollouts", lambda: (None, _rollouts(setup)))[1]
     if not storage.is_url(workdir):
         yield _run_check("disk", lambda: (None, _disk(Path(workdir), setup)))[1]
     if flags.FLAGS.check == "compile" and processes.index() == 0:
@@ -326,14 +328,24 @@ def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
     return setup, f"{len(devices)} devices of {chips.name}: {shape}"
 
 
+def _rollouts(setup: arrays.Setup) -> str:
+    """Describes the waves of a step, with half of the memory that no persistent array needs."""
+    most = (1 - _RESERVE) * setup.where.chip.hbm_bytes
+    return arrays.rollout_waves(setup, int(most - _persistent(setup)) // 2)
+
+
+def _persistent(setup: arrays.Setup) -> int:
+    """Returns the bytes per chip of the persistent arrays and the gradients of an update."""
+    gradients = arrays.chip_bytes(arrays.policy(setup).params)
+    return max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
+
+
 def _memory(setup: arrays.Setup) -> str:
     """Checks that the persistent arrays and the gradients of an update fit into memory.
 
     Running programs need additional memory, which only the compiler knows.
     """
-    gradients = arrays.chip_bytes(arrays.policy(setup).params)
-    persistent = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
-    most = setup.where.chip.hbm_bytes
+    persistent, most = _persistent(setup), setup.where.chip.hbm_bytes
     text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device"
     if persistent > (1 - _RESERVE) * most:
         raise UserError(

@@ -20,6 +20,7 @@ from coa_jax.engine.layout import (
     paged_case,
     rollout_mesh,
 )
+from coa_jax.engine.memory import engine_memory, waves
 from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.attention.choice import resolve
@@ -443,6 +444,25 @@ def kept_bytes(setup: Setup) -> int:
     """
     kept = training_bytes(setup)
     return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
+
+
+def rollout_waves(setup: Setup, spare: int) -> str:
+    """Describes the waves of a step of RL, and which settings make one wave in the memory.
+
+    Args:
+        setup: configuration on a slice.
+        spare: number of bytes per chip that nothing else needs.
+    """
+    assert isinstance(setup.config, RLConfig)
+    config, engine = setup.config, setup.config.engine
+    engines = (len(setup.aside) or setup.mesh.size) // setup.engine_chips
+    samples = config.groups * config.group_size
+    text = waves(samples, engines * engine.slots, engines)
+    page = engine_memory(setup.model, engine, setup.engine_chips).page
+    slots, pages = -(-samples // engines), engine.num_pages + max(spare, 0) // page
+    if slots > engine.slots and pages < slots * engine.pages_per_slot:
+        text += f" with engine.pages={pages}"
+    return f"{text}; memory holds {engines * (pages // engine.pages_per_slot):,} of full length"
 
 
 def decoding_bytes(setup: Setup) -> int:

@@ -24,7 +24,13 @@ from coa_jax.perf.aot.hlo import parse
 from coa_jax.perf.aot.programs import Program, all_programs
 from coa_jax.perf.aot.schedule import Machine, play
 from coa_jax.perf.aot.split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
-from coa_jax.train.arrays import Setup, export_bytes, micro_batches, resume_bytes
+from coa_jax.train.arrays import (
+    Setup,
+    export_bytes,
+    micro_batches,
+    resume_bytes,
+    rollout_waves,
+)
 from coa_jax.train.config import FitConfig
 from coa_jax.train.rl_config import RLConfig
 
@@ -83,6 +89,8 @@ def analyse(
         "compile_s": round(sum(row["compile_s"] for row in rows), 1),
         "fits": fits,
     }
+    if isinstance(config, RLConfig):
+        result["rollouts"] = rollout_waves(setup, int(usable * (1 - reserve) - peak))
     if setup.aside:
         for place, apart in (("training", False), ("rollout", True)):
             peaks = [r["bytes_per_chip"]["total"] for r in rows if (r["name"] in ENGINE) == apart]
