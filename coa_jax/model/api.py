@@ -181,14 +181,16 @@ def describe_model(path: str | Path, lora: LoraConfig | None = None) -> Model:
     return model.replace(config=config)
 
 
-def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """Loads the parameters of a model in float32, without its tokenizer.
+def load_weights(
+    path: str | Path, mesh: jax.sharding.Mesh | None = None, dtype: str = "float32"
+) -> Params:
+    """Loads the parameters of a model, without its tokenizer.
 
     The parameters are a nested dict of arrays, see `model.params`. The arguments and errors are
     those of :func:`load_model`, but no tokenizer is read.
     """
     model, source = _open(path, weights=True, tokenizer=False, mesh=mesh)
-    return _load(source, model.config, "float32", mesh)
+    return _load(source, model.config, dtype, mesh)
 
 
 def _load(

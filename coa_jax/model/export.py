@@ -59,10 +59,10 @@ def save_model(
     Raises:
         UserError: the directory is not empty, or cannot be written (no permission, full disk).
     """
-    model = model.merged()
     dtype = dtype or str(param_dtype(model.params))
     if dtype not in (*DTYPES, "float16"):
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
+    model = model.merged("float32" if dtype == "float16" else dtype)
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: choose another directory")

@@ -260,8 +260,8 @@ def split_trained(
         mesh: mesh of the run; None for the first device.
 
     Returns:
-        The trained parameters, and the frozen parameters ({} without adapters). New adapters are
-        float32.
+        The trained parameters, and the frozen parameters ({} without adapters; otherwise
+        ``params`` itself). New adapters are float32.
     """
     if not config.lora.rank:
         return params, {}
@@ -280,10 +280,10 @@ def merge_program(config: ModelConfig, params: Params, dtype: str | None = None)
     Args:
         config: the architecture, with an adapter rank above 0.
         params: parameters with adapters.
-        dtype: dtype of the result; None for the dtype of ``params``.
+        dtype: dtype of the result; None for the dtype of ``params`` without adapters.
 
     Returns:
-        Parameters without adapters. The sums are computed in the dtype of ``params``.
+        Parameters without adapters. The sums are computed in float32.
     """
     layers = bind(config, params).layers
 
@@ -299,12 +299,13 @@ def merge_program(config: ModelConfig, params: Params, dtype: str | None = None)
         return product.reshape(*a.shape[:-1], *b.shape[2:])
 
     merged = flatten_dict(select(config, params, adapter=False))
+    dtype = dtype or param_dtype(params)
 
     def add(kernel: Path, lora: Any, part: slice, axis: int) -> None:
         if lora is not None:
             at = (slice(None),) * axis + (part,)
-            w = merged["layers", *kernel, "kernel"]
-            merged["layers", *kernel, "kernel"] = w.at[at].add(delta(lora).astype(w.dtype))
+            w = merged["layers", *kernel, "kernel"].astype(jnp.float32)
+            merged["layers", *kernel, "kernel"] = w.at[at].add(delta(lora))
 
     g, attn, mlp = config.num_groups, layers.attn, layers.mlp
     add(("attn", "qkv"), attn.q_lora, slice(0, g), 3)
@@ -314,7 +315,7 @@ def merge_program(config: ModelConfig, params: Params, dtype: str | None = None)
     add(("mlp", "gate_up"), mlp.gate_lora, slice(0, 1), 2)
     add(("mlp", "gate_up"), mlp.up_lora, slice(1, 2), 2)
     add(("mlp", "down"), mlp.down_lora, slice(None), 0)
-    return unflatten_dict({path: x.astype(dtype or x.dtype) for path, x in merged.items()})
+    return unflatten_dict({path: x.astype(dtype) for path, x in merged.items()})
 
 
 def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None) -> Params:
@@ -324,7 +325,7 @@ def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None
         config: the architecture.
         params: parameters with or without adapters.
         dtype: dtype of all returned parameters; None for the dtype of ``params``. The sums are
-            computed in the dtype of ``params``.
+            computed in float32.
 
     Returns:
         Parameters without adapters; ``params`` itself, in its dtype, if the model has no adapters.

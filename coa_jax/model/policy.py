@@ -82,12 +82,17 @@ class Model(nnx.Module):
         params = {} if "params" in changes else {"params": self.params}
         return Model(**{**parts, **params, **changes})
 
-    def merged(self) -> Model:
-        """Returns a model without LoRA adapters, which are added to the kernels."""
+    def merged(self, dtype: str | None = None) -> Model:
+        """Returns a model without LoRA adapters, which are added to the kernels.
+
+        Args:
+            dtype: dtype of the sums and of all other parameters; None for the dtype of the model's
+                parameters. A model without adapters is returned as it is.
+        """
         if not self.config.lora.rank:
             return self
-        config = without_adapters(self.config)
-        return self.replace(config=config, params=merge_adapters(self.config, self.params))
+        params = merge_adapters(self.config, self.params, dtype)
+        return self.replace(config=without_adapters(self.config), params=params)
 
     def __call__(self, tokens: Any, positions: Any = None, segment_ids: Any = None) -> jax.Array:
         """Computes the next-token logits of whole sequences.

@@ -125,8 +125,7 @@ def set_up(
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
     hosts, host = len(set(owners)), owners.count(owners[0])
     simulated = not where.tpu and devices[0].platform == "cpu"
-    # DPO has no setting for adapters.
-    model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
+    model = dataclasses.replace(model, lora=config.lora)
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, training, hosts)
     if not isinstance(config, RLConfig):
         if aside:
@@ -206,7 +205,8 @@ def parameters(setup: Setup) -> Params:
 
 def policy(setup: Setup) -> TrainState:
     """Returns the shapes and shardings of the policy's parameters and optimiser state."""
-    return run_state(setup.model, setup.config.optimizer, setup.mesh)
+    config = setup.config
+    return run_state(setup.model, config.optimizer, setup.mesh, config.loaded_dtype)
 
 
 def critic(setup: Setup) -> TrainState | None:
@@ -228,9 +228,11 @@ def training_bytes(setup: Setup) -> int:
     config, kept = setup.config, chip_bytes((policy(setup), critic(setup)))
     if setup.teacher is not None:
         kept += chip_bytes(teacher(setup))
-    # The frozen parameters of adapters are the reference of a KL penalty.
-    penalty = isinstance(config, RLConfig) and config.chosen.needs_reference
-    if isinstance(config, DPOConfig) or (penalty and not setup.model.lora.rank):
+    # The frozen parameters of adapters are the reference of DPO and of a KL penalty.
+    compares = isinstance(config, DPOConfig) or (
+        isinstance(config, RLConfig) and config.chosen.needs_reference
+    )
+    if compares and not setup.model.lora.rank:
         kept += chip_bytes(parameters(setup))
     return kept
 

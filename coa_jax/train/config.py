@@ -58,8 +58,8 @@ class TrainingConfig(Bounded):
         rows: number of rows per micro-batch; 0 chooses by the free memory, see
             `defaults.completed`.
         row_length: number of tokens per row; 0 for the length of the longest sequence.
-        dtype: dtype of the matmul operands; auto chooses by the processor. Parameters and their
-            gradients stay float32.
+        dtype: dtype of the matmul operands; auto chooses by the processor. Trained parameters and
+            their gradients stay float32.
         remat: activations that the backward pass recomputes; auto chooses by the free memory, see
             `model.remat.POLICIES`.
         optimizer: settings of AdamW and of its learning rate; ``total_steps`` is the number of
@@ -72,6 +72,8 @@ class TrainingConfig(Bounded):
             A preemption then costs the step in progress, and also the step before if its checkpoint
             was not complete. Training continues while a checkpoint is written.
         mesh: sizes of the mesh axes over which parameters and rows are sharded.
+        lora: LoRA adapters to train instead of the whole model, whose parameters then have the
+            dtype ``dtype``.
         attention: implementation of attention in training: ``auto``, or a name, see
             docs/kernels.md.
         keep_last: number of newest checkpoints to keep.
@@ -90,6 +92,7 @@ class TrainingConfig(Bounded):
     checkpoint_every: Count = 20
     checkpoint_seconds: Seconds = 300.0
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     attention: Annotated[str, OneOf("auto", *implementations("causal"))] = "auto"
     keep_last: Count = 2
     export_dtype: Annotated[str, OneOf(*DTYPES)] = "bfloat16"
@@ -99,6 +102,14 @@ class TrainingConfig(Bounded):
         super().__post_init__()
         if not self.model:
             raise UserError("model is missing; give a Hugging Face directory or a name of the Hub")
+
+    @property
+    def loaded_dtype(self) -> str:
+        """The dtype in which the run reads its model: float32 for parameters that are trained.
+
+        Frozen parameters are read in the dtype of the matmuls, which would round them anyway.
+        """
+        return self.dtype if self.lora.rank else "float32"
 
     def compute(self, model: ModelConfig, mesh: Mesh | None) -> Compute:
         """Returns the dtype, operations and sharding with which updates are computed.
@@ -172,7 +183,6 @@ class SFTConfig(FitConfig):
         keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
             checkpoints; "" keeps no best checkpoint. Metrics of the evaluations on ``held_out``
             have names that begin with ``eval/``.
-        lora: LoRA adapters to train instead of the whole model.
         evaluate_every: number of updates between two evaluations on ``held_out``, which use live
             tools; 0 for no evaluations.
         held_out: tasks and sampling settings of the evaluations.
@@ -193,7 +203,6 @@ class SFTConfig(FitConfig):
     protocol: ProtocolName = ""
     level: Level = ""
     format: FormatName = ""
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     evaluate_every: Natural = 0
     held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -250,7 +259,6 @@ class RFTConfig(FitConfig):
             of such a record from its tags.
         prompt_style: prompt style in which the policy sees the records' questions, see
             `tasks.prompts`.
-        lora: LoRA adapters to train instead of the whole model.
     """
 
     traces: Place
@@ -260,7 +268,6 @@ class RFTConfig(FitConfig):
     data: Place = ""
     protocol: ProtocolName = ""
     prompt_style: Place = "full"
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -273,7 +280,7 @@ class DPOConfig(FitConfig):
     """Settings of direct preference optimisation (DPO), in addition to those of `FitConfig`.
 
     Each example is a pair of trajectories, and fills one row. The initial model, ``model``, also
-    serves as the reference model.
+    serves as the reference model; if adapters are trained, the model is in memory only once.
 
     Attributes:
         traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories.

@@ -142,7 +142,7 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
     from coa_jax.parallel.slices import default_fraction  # here, because it loads JAX
 
     longest = config.longest if isinstance(config, RLConfig) else 2048
-    model = dataclasses.replace(model, lora=getattr(config, "lora", model.lora))
+    model = dataclasses.replace(model, lora=config.lora)
     platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
     free = int(default_fraction(where) * where.chip.hbm_bytes)
     return completed(config, model, longest, 1, Machine(platform, devices, free))
@@ -157,8 +157,9 @@ def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -
     parts = _parts(config, machine.devices)
     bare = num_params(without_adapters(model))
     trained = num_params(model) - bare if model.lora.rank else bare
-    # Parameters in float32; gradients and two moments of those that are trained.
-    left = int(_SHARE.get(platform, 0.85) * machine.free) - (4 * bare + 12 * trained) // parts
+    # All parameters; gradients and two moments of those that are trained.
+    kept = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    left = int(_SHARE.get(platform, 0.85) * machine.free) - kept // parts
     engine = getattr(config, "engine", None)
     changes: dict[str, Any] = {}
     if engine is not None and engine.dtype == "auto":

@@ -55,9 +55,10 @@ def fit(
         output: directory for the exported model.
         model: architecture (with the adapters to train) and tokenizer of the model, without
             parameters.
-        weights: function that reads the initial parameters, without adapters; updates donate these
-            parameters. A resumed run calls the function only if the run trains adapters, because no
-            checkpoint contains the frozen base parameters.
+        weights: function that reads the initial parameters, without adapters, in the dtype
+            ``config.loaded_dtype``; updates donate these parameters, unless adapters are trained. A
+            resumed run calls the function only if the run trains adapters, because no checkpoint
+            contains the frozen base parameters.
         loss: loss of an update.
         compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
         updates: function that creates the updates of the run. Its keyword arguments are the fields
@@ -154,7 +155,7 @@ def _begin(
     )
     restored, total = None, config.optimizer.total_steps
     if checkpoints.steps():
-        like = run_state(model.config, config.optimizer, compute.mesh)
+        like = run_state(model.config, config.optimizer, compute.mesh, config.loaded_dtype)
         if model.config.lora.rank:
             like = like._replace(frozen=weights())
         restored = checkpoints.newest(like)

@@ -106,7 +106,7 @@ class Learner(Trained):
     def _begun(self) -> _States:
         """Creates the state of a new run."""
         config, model = self._config, self.model.config
-        params = load_weights(config.model, self._mesh)
+        params = load_weights(config.model, self._mesh, config.loaded_dtype)
         # Copy the parameters first, because updates of the state reuse their memory.
         critic, reference = critic_state(config, params), reference_params(config, params)
         trained, frozen = split_trained(params, model, config.seed, self._mesh)
@@ -121,9 +121,10 @@ class Learner(Trained):
         if not self.checkpoints.steps():
             return None
         config, model = self._config, self.model.config
-        like, reference = run_state(model, config.optimizer, self._mesh), None
+        dtype, reference = config.loaded_dtype, None
+        like = run_state(model, config.optimizer, self._mesh, dtype)
         if model.lora.rank:
-            like = like._replace(frozen=load_weights(config.model, self._mesh))
+            like = like._replace(frozen=load_weights(config.model, self._mesh, dtype))
         elif config.chosen.needs_reference:
             reference = load_weights(config.model, self._mesh)
         critic = critic_run_state(config, model, self._mesh)

@@ -21,9 +21,9 @@ from absl import logging
 
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.errors import UserError
-from coa_jax.model.api import describe_model, download_once, load_model
+from coa_jax.model.api import describe_model, download_once, load_weights
 from coa_jax.model.hf_weights import to_host
-from coa_jax.model.params import Params, join
+from coa_jax.model.params import Params, join, without_adapters
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run.run_dir import RunDir
@@ -67,18 +67,22 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
     download_once(config.model)
     longest = max(sum(len(one.tokens) for one in pair) for pair in pairs)
-    config = completed(config, describe_model(config.model).config, longest, len(pairs))
+    model = describe_model(config.model, config.lora)
+    config = completed(config, model.config, longest, len(pairs))
     mesh = training_mesh(config.mesh, config.rows)
-    model = load_model(config.model, mesh=mesh)
-    reference = model.params
-    compute = config.compute(model.config, mesh)
+    reference = load_weights(config.model, mesh, config.loaded_dtype)
+    compute, base = config.compute(model.config, mesh), without_adapters(model.config)
+
+    def weights() -> Params:
+        # Updates donate parameters that are trained, and the reference must stay.
+        return reference if config.lora.rank else jax.tree.map(jnp.copy, reference)
 
     def with_reference(update: Update) -> Update:
         processes.meet("scores of the reference", config.mesh.wait_seconds)
 
         def scored(batch: Batch) -> Batch:
             placed = put_batch(batch, mesh)
-            logps = score(reference, placed, model=model.config, compute=compute)
+            logps = score(reference, placed, model=base, compute=compute)
             return batch._replace(ref_logp=to_host(logps))
 
         return dataclasses.replace(update, batches=[scored(batch) for batch in update.batches])
@@ -88,7 +92,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
-        weights=lambda: jax.tree.map(jnp.copy, reference),  # copies: updates donate them
+        weights=weights,
         loss=DPOLoss(config.beta),
         compute=compute,
         updates=functools.partial(

@@ -67,7 +67,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
-        weights=functools.partial(load_weights, config.model, mesh),
+        weights=functools.partial(load_weights, config.model, mesh, config.loaded_dtype),
         loss=SFTLoss(),
         compute=config.compute(model.config, mesh),
         updates=functools.partial(

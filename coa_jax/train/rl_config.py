@@ -11,7 +11,6 @@ from coa_jax.config.fields import Between, Natural, OneOf, Place, Size, Sparse, 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import HeldOutConfig
-from coa_jax.model.config import LoraConfig
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.environments import EnvironmentConfig
 from coa_jax.rollout.request import RolloutConfig
@@ -92,7 +91,6 @@ class RLConfig(TrainingConfig):
         graders: settings of the graders of answers, see docs/grading.md.
         environment: environment in which the policy acts, in addition to the tools; see
             docs/environments.md.
-        lora: LoRA adapters to train instead of the whole model.
         keep_best: metric that selects the best checkpoint, such as ``reward/mean``. This checkpoint
             is kept in addition to the newest checkpoints; "" keeps no best checkpoint. Metrics of a
             step's rollouts describe the policy before the step's updates; the step's checkpoint and
@@ -129,7 +127,6 @@ class RLConfig(TrainingConfig):
     epochs: Times = 1
     attention_length: Natural = 0
     teacher: Annotated[TeacherConfig, Sparse()] = dataclasses.field(default_factory=TeacherConfig)
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     max_sampled: Annotated[float, Between(1, 1000)] = 2.0
     groups_in_flight: Natural = 0
     max_staleness: Annotated[int, Between(0, 100)] = 0

@@ -119,7 +119,7 @@ def train(
         run,
         output,
         model,
-        weights=functools.partial(load_weights, config.model, mesh),
+        weights=functools.partial(load_weights, config.model, mesh, config.loaded_dtype),
         loss=SFTLoss(),
         compute=compute,
         updates=functools.partial(

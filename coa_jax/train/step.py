@@ -38,8 +38,9 @@ class TrainState(NamedTuple):
 
     Attributes:
         params: trained parameters, float32: all parameters of a model, or its adapters.
-        frozen: the parameters that stay fixed while adapters are trained; {} in a run without
-            adapters. Checkpoints do not contain the frozen parameters.
+        frozen: the parameters that stay fixed while adapters are trained, in the dtype of the
+            matmuls; {} in a run without adapters. They are never donated, so other programs may
+            use the same arrays. Checkpoints do not contain the frozen parameters.
         opt_state: state of the optimiser.
         step: number of updates so far, including skipped updates, int32 ``[]``.
         skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
@@ -110,19 +111,22 @@ def abstract_state(
     return TrainState(params, frozen or {}, opt_state, *counters)
 
 
-def run_state(model: ModelConfig, optimizer: Optimizer, mesh: Mesh | None) -> TrainState:
+def run_state(
+    model: ModelConfig, optimizer: Optimizer, mesh: Mesh | None, dtype: str = "float32"
+) -> TrainState:
     """Returns the shapes and shardings of the state of a run, including frozen parameters.
 
     Args:
         model: architecture of the model, including the adapters that the run trains.
         optimizer: settings of the optimiser.
         mesh: devices of the run; None for one device.
+        dtype: dtype of the frozen parameters.
     """
     params = abstract_params(model, mesh)
     if not model.lora.rank:
         return abstract_state(params, optimizer)
     trained, frozen = (select(model, params, adapter=kind) for kind in (True, False))
-    return abstract_state(trained, optimizer, frozen)
+    return abstract_state(trained, optimizer, jax.tree.map(lambda x: x.update(dtype=dtype), frozen))
 
 
 def gradient_sums(
@@ -174,6 +178,7 @@ def gradient_sums(
 )
 def train_program(
     state: TrainState,
+    frozen: Params,
     batches: Batch,
     number: jax.Array,
     count: jax.Array,
@@ -188,7 +193,8 @@ def train_program(
     """Makes one update, as a compiled program that `train_step` calls.
 
     Args:
-        state: state before the update; donated.
+        state: state before the update, without frozen parameters; donated.
+        frozen: the parameters that are not trained; not donated.
         batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
         count: number of tokens with a loss, float32 ``[]``.
@@ -204,7 +210,7 @@ def train_program(
     Returns:
         The new state, and statistics by name, see `train_step`.
     """
-    net = Net(state.frozen, model, compute, allowed)
+    net = Net(frozen, model, compute, allowed)
     sums, stats = gradient_sums(loss, state.params, batches, number, net)
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
@@ -261,7 +267,7 @@ def train_step(
     `check_updates`.
 
     Args:
-        state: state before the update; donated.
+        state: state before the update; donated, except for its frozen parameters.
         batches: at least one micro-batch, on the host. Only tokens with mask 1 have a loss.
         loss: loss of a micro-batch; static.
         model: architecture of the model; static.
@@ -293,10 +299,11 @@ def train_step(
     sizes = np.int32(number), np.float32(max(count, 1.0))
     static: dict[str, Any] = {"loss": loss, "model": model, "compute": compute}
     static |= {"optimizer": make_optimizer(optimizer), "learning_rate": schedule_of(optimizer)}
+    changing, frozen = state._replace(frozen={}), state.frozen
     with turn(compute.mesh) as finish:
-        state, stats = finish(train_program(state, arrays, *sizes, allowed, **static))
+        new, stats = finish(train_program(changing, frozen, arrays, *sizes, allowed, **static))
     values = {name: value.item() for name, value in jax.device_get(stats).items()}
-    return state, {**values, "tokens": count}
+    return new._replace(frozen=frozen), {**values, "tokens": count}
 
 
 def check_updates(stats: dict[str, float]) -> UserError | None:

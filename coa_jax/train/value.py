@@ -17,13 +17,15 @@ from coa_jax.train.batch import Batch
 
 
 def init_critic(params: Params) -> Params:
-    """Creates a critic that has copies of the policy's layers, and predicts 0 for every token.
+    """Creates a critic that has float32 copies of the policy's layers.
+
+    The critic predicts 0 for every token.
 
     Returns:
         The policy's parameters without the output head, and ``value_head``, float32 ``[D]``.
     """
     body = {name: value for name, value in params.items() if name != "head"}
-    copies = jax.tree.map(jnp.copy, body)
+    copies = jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), body)
     norm = params["final_norm"]["scale"]
     head = replicate(jnp.zeros(norm.shape, jnp.float32), mesh_of(norm))
     return {**copies, "value_head": head}

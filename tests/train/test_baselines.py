@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import Reward
 from coa_jax.errors import UserError
+from coa_jax.model.config import LoraConfig
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train import preference, rejection
@@ -174,11 +175,16 @@ def test_records_are_learned_beside_trajectories_or_alone(folder, tmp_path, caps
         RFTConfig(**{**values, "traces": "", "data": ""})
 
 
-def test_preferences_are_learnt(folder):
-    with RunDir(folder / "dpo") as run:
-        config = DPOConfig(**baseline_settings(folder), beta=0.5, min_gap=0.5)
-        preference.train(config, run, folder / "dpo" / "model")
-    history = rows(folder / "dpo", "dpo")
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_preferences_are_learnt(folder, rank):
+    """With adapters, the reference is the same frozen model without them."""
+    workdir, optimizer = folder / f"dpo-{rank}", OptimizerConfig(learning_rate=3e-3, total_steps=8)
+    changes = {"optimizer": optimizer, "lora": LoraConfig(rank)} if rank else {}
+    with RunDir(workdir) as run:
+        config = DPOConfig(**baseline_settings(folder, **changes), beta=0.5, min_gap=0.5)
+        preference.train(config, run, workdir / "model")
+    assert (workdir / "model-adapters").exists() == (rank > 0)
+    history = rows(workdir, "dpo")
     assert history[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)  # the reference itself
     assert history[-1]["loss"] < history[0]["loss"] - 0.05
     assert history[-1]["dpo/accuracy"] == 1

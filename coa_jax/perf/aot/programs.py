@@ -90,7 +90,8 @@ def _training(setup: Setup) -> list[Program]:
         return Program(
             name,
             functools.partial(
-                train_program.lower, state, batch, count, tokens, allowed,
+                train_program.lower, state._replace(frozen={}), state.frozen,
+                batch, count, tokens, allowed,
                 loss=loss, model=setup.model, compute=_compute(setup),
                 optimizer=make_optimizer(optimizer), learning_rate=schedule_of(optimizer),
             ),

@@ -251,7 +251,7 @@ def test_the_programs_of_a_step_take_what_an_update_hands_them(case):
     batches = 0
     for arguments in (a for name, a in calls if name == "train_program"):
         kind = "critic" if "value_head" in arguments[0].params else "train"
-        batches += int(arguments[2]) if kind == "train" else 0
+        batches += int(arguments[3]) if kind == "train" else 0
         assert form(arguments) == wanted[kind]
     for kind in programs.keys() - {"train", "critic"}:
         given = [a for name, a in calls if "score" in name and form(a[0]) == wanted[kind][0]]
