@@ -13,7 +13,7 @@ from coa_jax.engine.constraint import Constraint
 from coa_jax.engine.engine import Engine, check_shapes
 from coa_jax.engine.memory import check_room
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import DecodeParams, Params
+from coa_jax.model.params import DecodeParams, Params, select
 
 
 def make_engines(
@@ -122,11 +122,12 @@ def sharing(
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
     """Gives new training parameters to all engines from `make_engines`.
 
-    Engines on devices of their own may be decoding at the same time, because they keep the old
+    If only adapters are trained, engines keep the other parameters and get new adapters. Otherwise
+    engines on devices of their own may be decoding at the same time, because they keep the old
     parameters until the new copy is complete. On devices that also train, the old copy is deleted
     first, because the two copies might not fit in memory together.
     """
-    if apart(engines, params):
+    if apart(engines, params) or _keeps_base(engines):
         take_copies(engines, new_copies(engines, params))
         return
     first, tensor = engines[0], _group_size(engines[0])
@@ -163,15 +164,26 @@ def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
     """Copies new training parameters to the devices of the engines, for `take_copies`.
 
     The engines keep their old parameters, and may be decoding at the same time; until
-    `take_copies`, their devices hold the old and the new copy. If the engines run on devices of
-    their own, the function waits until the new copies are complete.
+    `take_copies`, their devices hold the old and the new copy, or the new adapters if only adapters
+    are trained. If the engines run on devices of their own, the function waits until the new copies
+    are complete.
     """
-    first = engines[0]
-    parts = layout.publish(params, first.model, first.config, _group_size(first))
-    if not apart(engines, params):
-        return parts
-    places = [jax.tree.map(lambda x: x.sharding, old) for old in copies(engines)]
-    return jax.block_until_ready(layout.move(parts, places))
+    first, old, adapted = engines[0], copies(engines), _keeps_base(engines)
+    given = select(first.model, params, adapter=True) if adapted else params
+    parts = layout.publish(given, first.model, first.config, _group_size(first))
+    if apart(engines, params):
+        replaced = [part.adapters() if adapted else part for part in old]
+        places = [jax.tree.map(lambda x: x.sharding, part) for part in replaced]
+        parts = jax.block_until_ready(layout.move(parts, places))
+    if adapted:
+        parts = [one.with_adapters(new) for one, new in zip(old, parts, strict=True)]
+    return parts
+
+
+def _keeps_base(engines: Sequence[Engine]) -> bool:
+    """Returns whether the engines hold parameters that no update changes."""
+    held = all(isinstance(x, jax.Array) for x in jax.tree.leaves(copies(engines)))
+    return held and engines[0].model.lora.rank > 0
 
 
 def _group_size(engine: Engine) -> int:

@@ -171,26 +171,34 @@ def publish(
 ) -> list[DecodeParams]:
     """Copies training parameters into the layout for decoding, one copy per device group.
 
+    Adapters stay beside the parameters that they adapt, and stay float32: nothing is merged.
     The result holds only the copies for the device groups of this process. If there are several
     processes, all of them must call this function. The platform determines the order of the axes of
     weight matrices, see `KernelLayout`.
 
     Args:
-        params: training parameters without adapters, on one device or on a mesh.
+        params: training parameters, on one device or on a mesh; or the adapters alone, of which
+            `DecodeParams.with_adapters` makes complete parameters.
         model: the architecture.
         config: settings of the engines that will use the copies.
         tensor: number of devices of a device group, see `decode_mesh`.
     """
+    alone = "embed" not in params
     dtype, mesh = config.dtype, mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
         kernels = kernels_for(device.platform, alone=True)
-        return [publish_program(model, dtype, None, kernels)(params)]
+        return [publish_program(model, dtype, None, kernels, alone)(params)]
     groups = decode_mesh(mesh, tensor)
     kernels = kernels_for(mesh.devices.flat[0].platform)
-    everywhere = in_turn(mesh, publish_program(model, dtype, groups, kernels), params)
+    everywhere = in_turn(mesh, publish_program(model, dtype, groups, kernels, alone), params)
+
+    def places(group: np.ndarray) -> DecodeParams:
+        whole = decode_shardings(model, _group_mesh(group), kernels)
+        return whole.adapters() if alone else whole
+
     return [
-        jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group), kernels))
+        jax.tree.map(_part, everywhere, places(group))
         for group in groups_of(groups, tensor_size(groups))
         if group[0].process_index == jax.process_index()
     ]
@@ -244,20 +252,25 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
 @functools.lru_cache
 def publish_program(
-    model: ModelConfig, dtype: str, mesh: Mesh | None, kernels: KernelLayout = "inputs_first"
+    model: ModelConfig,
+    dtype: str,
+    mesh: Mesh | None,
+    kernels: KernelLayout = "inputs_first",
+    adapters: bool = False,
 ) -> Any:
     """Returns the compiled program that converts the training layout to the decoding layout.
 
     Args:
         model: the architecture.
-        dtype: dtype of the copies.
+        dtype: dtype of the copies, except for adapters.
         mesh: mesh of all device groups, see `decode_mesh`; None for one device.
         kernels: order of the axes of weight matrices in the copies.
+        adapters: whether the program converts the adapters alone.
     """
 
     def program(params: Params) -> DecodeParams:
         copies = unstack(params, model, kernels)
-        return jax.tree.map(lambda x: x.astype(dtype), copies)
+        return jax.tree.map(lambda x: x.astype(dtype), copies).with_adapters(copies.adapters())
 
     if mesh is None:
         return jax.jit(program)
@@ -266,6 +279,7 @@ def publish_program(
     tpu = mesh.devices.flat[0].platform == "tpu"
     options = {"xla_tpu_enable_latency_hiding_scheduler": "false"} if tpu else None
     places = _places(model, mesh, kernels)
+    places = places.adapters() if adapters else places
     return jax.jit(program, out_shardings=places, compiler_options=options)
 
 

@@ -99,7 +99,7 @@ def decode_chunk(
         stop: int32 ``[E]``, ids of the tokens that end a sequence.
         steps: number of decoding steps, an int32 scalar.
         tables: tables of the constraint; None if the state has no ``rule``.
-        config: the architecture, without adapters.
+        config: the architecture, with the adapters of ``params``.
         capacity: maximum number of tokens per row in the result.
         compute: dtype, operations and sharding. The implementation of attention determines the
             layout of the pages.

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from coa_jax.model.compute import KernelLayout
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
+from coa_jax.model.linear import Lora
 from coa_jax.parallel.launch_order import in_turn, mesh_of
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
 
@@ -84,7 +85,7 @@ def num_params(config: ModelConfig) -> int:
 
 
 def join(first: Params, second: Params) -> Params:
-    """Merges two nested dicts of parameters that have no path in common."""
+    """Merges two nested dicts of parameters; the second has priority where both have a path."""
     return unflatten_dict({**flatten_dict(first), **flatten_dict(second)})
 
 
@@ -126,7 +127,7 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeParams:
-    """The parameters in the layout that the engine's decoding programs use, without adapters.
+    """The parameters in the layout that the engine's decoding programs use.
 
     Each layer has arrays of its own, because the loop over decoding steps would copy slices of
     arrays that are stacked over layers.
@@ -150,14 +151,36 @@ class DecodeParams:
         layers = tuple(nnx.merge(layer, params) for params in self.layers)
         return nnx.merge(shared, self.shared), layers
 
+    def adapters(self) -> DecodeParams:
+        """Returns the part that consists of the adapters, with the same arrays."""
+        layers = tuple(
+            unflatten_dict({path: x for path, x in flatten_dict(layer).items() if is_adapter(path)})
+            for layer in self.layers
+        )
+        return DecodeParams({}, layers, self.kernels)
+
+    def with_adapters(self, adapters: DecodeParams) -> DecodeParams:
+        """Returns parameters with other adapters, which share all other arrays with this object.
+
+        Args:
+            adapters: the result of `adapters` for other parameters of the same architecture.
+        """
+        layers = tuple(map(join, self.layers, adapters.layers))
+        return DecodeParams(self.shared, layers, self.kernels)
+
+
+def is_adapter(path: Path) -> bool:
+    """Returns whether a path of `specs`, with or without the key ``layers``, is of an adapter."""
+    return len(path) > 1 and path[-2].endswith("_lora")
+
 
 def unstack(
     params: Params, config: ModelConfig, kernels: KernelLayout = "inputs_first"
 ) -> DecodeParams:
-    """Converts training parameters, without adapters, to the layout for decoding.
+    """Converts training parameters to the layout for decoding.
 
     Args:
-        params: parameters in the training layout, stacked over layers.
+        params: parameters in the training layout, stacked over layers; or a part of them.
         config: the architecture.
         kernels: order of the axes of kernels in the result.
     """
@@ -196,14 +219,18 @@ def _order(inputs: int, axes: int, kernels: KernelLayout) -> tuple[int, ...]:
 def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
     """Returns a mapping from the path of each kernel to the kernel's number of input axes.
 
-    The paths of kernels inside the layers omit the key ``layers``.
+    The two matrices of an adapter are kernels too. The paths of kernels inside the layers omit the
+    key ``layers``.
     """
     module = _abstract(config)
     found = {}
     for path, value in nnx.iter_graph(module):
+        keys = tuple(map(str, path))
+        keys = keys[keys[:1] == ("layers",) :]
         if hasattr(value, "kernel"):
-            keys = tuple(map(str, path))
-            found[(*keys[keys[:1] == ("layers",) :], "kernel")] = value.inputs
+            found[(*keys, "kernel")] = value.inputs
+        elif isinstance(value, Lora):
+            found |= {(*keys, "a"): value.inputs, (*keys, "b"): 1}
     return found
 
 
@@ -360,7 +387,7 @@ def decode_shardings(
     """Returns the sharding of each parameter in the layout for decoding, by `DECODE_RULES`.
 
     Args:
-        config: the architecture, without adapters.
+        config: the architecture.
         mesh: mesh of the devices that decode.
         kernels: order of the axes of kernels.
     """
@@ -372,8 +399,7 @@ def decode_shardings(
         order = _order(inputs.get(path[first:], 0), len(axes), kernels)
         return sharding_for(mesh, [axes[i] for i in order], DECODE_RULES, [shape[i] for i in order])
 
-    found = specs(without_adapters(config))
-    places = unflatten_dict({path: place(path, spec) for path, spec in found.items()})
+    places = unflatten_dict({path: place(path, spec) for path, spec in specs(config).items()})
     layer = places.pop("layers")
     return DecodeParams(places, (layer,) * config.num_layers, kernels)
 

@@ -13,7 +13,6 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model, trained_in
-from coa_jax.model.params import merge_adapters, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
 from coa_jax.rollout.constrain import constraint_or_ends
@@ -93,8 +92,8 @@ class Agent:
         length = self._config.max_tokens
         buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
         self._engine = Engine(
-            merge_adapters(model.config, model.params),
-            without_adapters(model.config),
+            model.params,
+            model.config,
             EngineConfig(slots=slots, max_length=length, chunk=8, extend_buckets=buckets),
             eos_ids(tokenizer := model.tokenizer),
             constraint_or_ends(
@@ -192,9 +191,9 @@ class Agent:
         No question may be in progress.
 
         Args:
-            policy: a model of the same architecture; LoRA adapters are merged.
+            policy: a model of the same architecture, with the same LoRA adapters if there are any.
         """
-        self._engine.publish(merge_adapters(policy.config, policy.params))
+        self._engine.publish(policy.params)
         self.model = policy
 
     def _request(

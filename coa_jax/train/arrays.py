@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -18,6 +19,7 @@ from coa_jax.engine.layout import (
     groups_of,
     kernels_for,
     paged_case,
+    publish_program,
     rollout_mesh,
 )
 from coa_jax.engine.memory import engine_memory, waves
@@ -32,7 +34,6 @@ from coa_jax.model.params import (
     Params,
     abstract_params,
     decode_shardings,
-    unstack,
     without_adapters,
 )
 from coa_jax.model.shapes import architecture_of
@@ -251,15 +252,19 @@ def export_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip that a run takes while it exports its model at the end.
 
     With several hosts, the result includes the largest tensor, because every chip gathers one whole
-    tensor at a time. The parameters of stacked layers are gathered layer by layer.
+    tensor at a time. The parameters of stacked layers are gathered layer by layer. If adapters are
+    trained, the result includes the exported model, to which they are added.
     """
-    whole = 0
+    merged = largest = 0
+    if setup.model.lora.rank:
+        item = jnp.dtype(setup.config.export_dtype).itemsize
+        merged = chip_bytes(parameters(setup)) * item // 4
     if setup.hosts > 1:
         layers = setup.model.num_layers
         for path, x in jax.tree_util.tree_leaves_with_path(parameters(setup)):
             parts = layers if "layers" in jax.tree_util.keystr(path) else 1
-            whole = max(whole, x.size // parts * x.dtype.itemsize)
-    return kept_bytes(setup) + whole
+            largest = max(largest, x.size // parts * x.dtype.itemsize)
+    return kept_bytes(setup) + merged + largest
 
 
 def sampled_batch(setup: Setup, *stack: int) -> Batch:
@@ -349,12 +354,12 @@ def engine_compute(setup: Setup) -> Compute:
 
 def decoding_params(setup: Setup) -> DecodeParams:
     """Returns the shapes and shardings of an engine's parameters, in the layout for decoding."""
-    model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
-    kernels = engine_compute(setup).kernels
+    model, dtype, kernels = setup.model, setup.rl.engine.dtype, engine_compute(setup).kernels
     places = decode_shardings(model, engine_mesh(setup), kernels)
-    shapes = jax.eval_shape(lambda params: unstack(params, model, kernels), parameters(setup))
+    program = publish_program(model, dtype, None, kernels)
+    shapes = jax.eval_shape(program, abstract_params(model, setup.mesh))
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place), shapes, places
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
     )
 
 
@@ -471,8 +476,10 @@ def decoding_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip of all arrays that a run keeps while it decodes.
 
     If rollouts continue during updates, or have chips of their own, a second copy of the engine's
-    parameters is included, which exists while new parameters arrive.
+    changing parameters is included, which exists while new parameters arrive.
     """
     kept = 0 if setup.aside else training_bytes(setup)
-    second = setup.aside or setup.rollouts_go_on
-    return kept + engine_bytes(setup) + (chip_bytes(decoding_params(setup)) if second else 0)
+    if setup.aside or setup.rollouts_go_on:
+        changing = decoding_params(setup)
+        kept += chip_bytes(changing.adapters() if setup.model.lora.rank else changing)
+    return kept + engine_bytes(setup)

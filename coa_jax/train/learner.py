@@ -16,13 +16,7 @@ from coa_jax.engine.group import (
 )
 from coa_jax.engine.memory import engine_memory, waves
 from coa_jax.model.api import describe_model, load_weights
-from coa_jax.model.params import (
-    DecodeParams,
-    Params,
-    merge_adapters,
-    split_trained,
-    without_adapters,
-)
+from coa_jax.model.params import DecodeParams, Params, split_trained
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import rollout_devices, training_mesh
@@ -89,8 +83,8 @@ class Learner(Trained):
         if self.constraint is not None:
             print(f"constraint: {self.constraint}", flush=True)
         self.engines = make_engines(
-            self._merged(),
-            without_adapters(model.config),
+            self.state.model,
+            model.config,
             config.engine,
             eos_ids(model.tokenizer),
             ends,
@@ -163,7 +157,7 @@ class Learner(Trained):
 
     def publish(self) -> None:
         """Copies the current policy to the engines; no slot of an engine may be in use."""
-        publish_all(self.engines, self._merged())
+        publish_all(self.engines, self.state.model)
 
     def give_back(self) -> None:
         """Frees the engines' memory until the next `publish`; no slot of an engine may be in use.
@@ -179,15 +173,7 @@ class Learner(Trained):
 
         The engines may decode while the copies are made.
         """
-        return new_copies(self.engines, self._merged())
-
-    def _merged(self) -> Params:
-        """Returns the current policy without adapters, which `publish_program` takes.
-
-        Merged parameters have the dtype of the engines, because a bfloat16 copy takes half the
-        memory of a float32 copy.
-        """
-        return merge_adapters(self.model.config, self.state.model, self._config.engine.dtype)
+        return new_copies(self.engines, self.state.model)
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Writes a checkpoint, see `loop.Trained.save`."""

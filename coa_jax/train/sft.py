@@ -21,7 +21,7 @@ from coa_jax.model.api import Model, describe_model, download_once, load_weights
 from coa_jax.model.card import CARD
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, merge_adapters, without_adapters
+from coa_jax.model.params import Params
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel.placement import own_rows, put_batch, training_mesh
 from coa_jax.protocol import Prompt
@@ -168,8 +168,8 @@ def _engines(
     """Creates engines with the current parameters, for a single evaluation."""
     tokenizer = model.tokenizer
     engines: list[Engine] = make_engines(
-        merge_adapters(model.config, state.model, config.engine.dtype),
-        without_adapters(model.config),
+        state.model,
+        model.config,
         config.engine,
         eos_ids(tokenizer),
         constraint_or_ends(config.rollout, tokenizer, model.config.vocab_size, protocols),

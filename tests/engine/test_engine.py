@@ -16,7 +16,7 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.compute import REFERENCE
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import bind
 from tests.random_params import gemma3, random_params
 
@@ -28,15 +28,17 @@ SHAPES = EngineConfig(
 GREEDY = SamplingParams(temperature=0.0)
 # The window ends within pages, and sequences leave whole pages behind.
 GEMMA = gemma3(MODEL, window=13)
+ADAPTED = dataclasses.replace(MODEL, lora=LoraConfig(rank=3, alpha=40.0))
 PROMPT = [5, 17, 3, 120, 44, 9, 9, 61, 2, 77, 31]
 
 
-@pytest.fixture(params=["qwen3", "gemma3"])
+@pytest.fixture(params=["qwen3", "gemma3", "adapters"])
 def family(request, monkeypatch):
-    """Runs a test with the architecture above, and with one that has windows."""
-    if request.param == "gemma3":
-        monkeypatch.setitem(globals(), "MODEL", GEMMA)
-        monkeypatch.setitem(globals(), "PARAMS", random_params(GEMMA, 3))
+    """Runs a test with the architecture above, with one that has windows, and with adapters."""
+    if request.param != "qwen3":
+        other = GEMMA if request.param == "gemma3" else ADAPTED
+        monkeypatch.setitem(globals(), "MODEL", other)
+        monkeypatch.setitem(globals(), "PARAMS", random_params(other, 3))
 
 
 def make(**changes):

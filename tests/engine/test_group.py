@@ -9,6 +9,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig, SamplingParams
@@ -22,7 +23,8 @@ from coa_jax.engine.group import (
     take_copies,
 )
 from coa_jax.errors import UserError
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import LoraConfig, ModelConfig
+from coa_jax.model.params import join, merge_adapters, select, without_adapters
 from tests.devices import on_devices
 from tests.random_params import random_params
 
@@ -80,20 +82,57 @@ def test_new_parameters_reach_all_engines():
         take_copies(engines, [new] * 3)
 
 
-def test_engines_that_gave_their_memory_back_decode_as_before():
-    def sampled(engine):
-        engine.extend([(0, 0, [5, 9, 2])])
-        engine.start(
-            0, 3, last_token=2, limit=20, key=(0, 0, 0), sampling=SamplingParams(temperature=1.0)
-        )
-        engine.set_active(0, True)
-        found = []
-        while engine.any_active:
-            chunk = engine.decode()
-            found += [*chunk.tokens[0, : chunk.count[0]], *chunk.logps[0, : chunk.count[0]]]
-        engine.release(0)
-        return found
+def sampled(engine):
+    """Tokens and their log-probabilities of one sample."""
+    engine.extend([(0, 0, [5, 9, 2])])
+    sampling = SamplingParams(temperature=1.0)
+    engine.start(0, 3, last_token=2, limit=20, key=(0, 0, 0), sampling=sampling)
+    engine.set_active(0, True)
+    tokens, logps = [], []
+    while engine.any_active:
+        chunk = engine.decode()
+        tokens += chunk.tokens[0, : chunk.count[0]].tolist()
+        logps += chunk.logps[0, : chunk.count[0]].tolist()
+    engine.release(0)
+    return tokens, logps
 
+
+def test_new_adapters_reach_engines_that_keep_the_other_parameters():
+    adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, alpha=60.0))
+    old, new = random_params(adapted, 0), random_params(adapted, 1)
+    new = join(select(adapted, old, adapter=False), select(adapted, new, adapter=True))
+    engines = make_engines(old, adapted, dataclasses.replace(SHAPES, dtype="bfloat16"))
+    before = copies(engines)[0]
+    publish_all(engines, new)
+    after = copies(engines)[0]
+    assert engines[1].params is after
+    for layer, other in zip(before.layers, after.layers, strict=True):
+        for path, values in flatten_dict(layer).items():
+            kept = flatten_dict(other)[path] is values
+            assert kept == (path[-1] not in ("a", "b")), path
+            assert values.dtype == ("bfloat16" if kept else "float32")
+    assert after.shared is before.shared
+    # With all parameters, and after the memory was given back, the same comes out.
+    anew = make_engines(new, adapted, dataclasses.replace(SHAPES, dtype="bfloat16"))
+    give_back(engines)
+    publish_all(engines, new)
+    for one, other in ((after, anew[0].params), (after, engines[0].params)):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_adapters_beside_the_model_decode_what_the_merged_model_decodes():
+    adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, alpha=60.0))
+    params = random_params(adapted, 1)
+    tokens, logps = sampled(make_engines(params, adapted, SHAPES)[0])
+    merged = make_engines(merge_adapters(adapted, params), without_adapters(adapted), SHAPES)
+    same, theirs = sampled(merged[0])
+    assert tokens == same
+    np.testing.assert_allclose(logps, theirs, rtol=0, atol=1e-5)
+    plain = make_engines(select(adapted, params, adapter=False), MODEL, SHAPES)
+    assert np.abs(np.subtract(sampled(plain[0])[1][:1], logps[:1])).max() > 1e-4
+
+
+def test_engines_that_gave_their_memory_back_decode_as_before():
     weights = params()
     engines = make_engines(weights, MODEL, SHAPES)
     before = [sampled(engine) for engine in engines]
@@ -126,12 +165,11 @@ def test_an_engine_alone_takes_all_slots():
 
 APART = """
 import sys, threading, jax, numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import merge_adapters, shardings, split_trained, without_adapters
+from coa_jax.model.params import join, shardings, split_trained, without_adapters
 from coa_jax.parallel.placement import (rollout_devices, training_mesh)
 from coa_jax.parallel.config import MeshConfig
 from tests.random_params import random_params
@@ -173,10 +211,15 @@ for where in ((), devices):
     old = [chunk(engine) for engine in engines]
     publish_all(engines, params(1))
     new = [chunk(engine) for engine in engines]
-    adapters = jax.tree.map(lambda x: x + 0.1, split_trained({}, lora, 0, mesh)[0])
-    flat = flatten_dict(params(1)) | flatten_dict(adapters)
-    publish_all(engines, merge_adapters(lora, unflatten_dict(flat)))
-    adapted = [chunk(engine) for engine in engines]
+    begun = split_trained({}, lora, 0, mesh)[0]
+    others = make_engines(join(params(1), begun), lora, shapes, tensor=tensor, aside=where)
+    kept = [engine.params.shared["embed"]["embedding"] for engine in others]
+    adapters = jax.tree.map(lambda x: x + 0.1, begun)
+    publish_all(others, join(params(1), adapters))
+    assert all(x is e.params.shared["embed"]["embedding"] for x, e in zip(kept, others))
+    for engine in others:
+        started(engine)
+    adapted = [chunk(engine) for engine in others]
     expected.append([old[0], new[0], adapted[0]])
     assert all(found == every[0] for every in (old, new, adapted) for found in every)
 assert expected[0] == expected[1]

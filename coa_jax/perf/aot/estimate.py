@@ -275,7 +275,7 @@ ENGINE = ("extend", "decode", "fork")
 _PARTS = {
     "score_s": ("score", "score_adapters", "score_teacher", "values"),
     "critic_s": ("critic",),
-    "publish_s": ("merge", "publish"),
+    "publish_s": ("publish",),
 }
 """Maps times in the result to the programs of an RL step beside training and rollouts."""
 
@@ -355,7 +355,7 @@ def balance(
     update = setup.mesh.size * sum(
         row["runs_per_step"] * row.get("schedule", {}).get("total", row["roofline"]["serial_s"])
         for row in rows
-        if row["name"] not in (*ENGINE, "merge", "publish")
+        if row["name"] not in (*ENGINE, "publish")
     )
     step = result["step"]
     decoders = len(setup.aside) or setup.mesh.size
@@ -401,7 +401,7 @@ def advice(
         f"{most / 1e9:.1f} GB are available "
         f"({usable / 1e9:.1f} GB for the run, of which {reserve:.0%} must stay free): "
     )
-    if worst["name"] in (*ENGINE, "merge", "publish"):
+    if worst["name"] in (*ENGINE, "publish"):
         return head + "lower engine.slots or engine.max_length, or set engine.pages"
     knobs = []
     # `remat` matters only for programs with a backward pass.

@@ -21,7 +21,7 @@ from coa_jax.model.attention.causal import STAND_IN
 from coa_jax.model.attention.choice import Case, resolve
 from coa_jax.model.compute import Compute, backend_for, collectives_for
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, merge_program, without_adapters
+from coa_jax.model.params import Params, without_adapters
 from coa_jax.train import arrays, experience
 from coa_jax.train.arrays import Setup, chip_bytes
 from coa_jax.train.batch import Batch
@@ -276,23 +276,17 @@ def _publish(setup: Setup) -> list[Program]:
     """Returns the programs that copy parameters from the training layout to the decoding layout.
 
     If the engines have separate chips, the copies are then transferred within each host. If
-    adapters are trained, the adapters are first added to a copy of their model.
+    adapters are trained, the engines keep the other parameters while rollouts go on, or on chips of
+    their own: then only the adapters are copied.
     """
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
-    model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
-    program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels)
-    params, policy = arrays.parameters(setup), arrays.policy(setup)
-    devices, kept = tuple(mesh.devices.flat), arrays.kept_bytes(setup)
-    if not policy.frozen:
-        publish = functools.partial(program.lower, params)
-        return [Program("publish", publish, 1, kept - chip_bytes(policy.params), devices)]
-    merge = functools.partial(merge_program.lower, setup.model, policy.model, dtype)
-    merged = jax.tree.map(lambda x: x.update(dtype=dtype), params)
-    publish = functools.partial(program.lower, merged)
-    return [
-        Program("merge", merge, 1, kept - chip_bytes(policy.model), devices),
-        Program("publish", publish, 1, kept, devices),
-    ]
+    model, dtype, policy = setup.model, setup.rl.engine.dtype, arrays.policy(setup)
+    alone = bool(policy.frozen) and (bool(setup.aside) or setup.rollouts_go_on)
+    params = policy.params if alone else policy.model
+    program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels, alone)
+    lower = functools.partial(program.lower, params)
+    lying = arrays.kept_bytes(setup) - chip_bytes(params)
+    return [Program("publish", lower, 1, lying, tuple(mesh.devices.flat))]
 
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
@@ -300,7 +294,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     engine = engine.on_platform("tpu" if setup.where.tpu else "gpu")
     mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
-    options = {"config": without_adapters(setup.model), "compute": compute}
+    options = {"config": setup.model, "compute": compute}
     kept = arrays.decoding_bytes(setup)
     rules = arrays.tables(setup, mesh)
     lying = kept - chip_bytes((params, layers))
@@ -324,7 +318,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
     # For simulated GPUs the memory is computed here, because the CPU compiler would copy a bfloat16
     # cache to float32 for every write.
-    memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
+    memory = engine_memory(setup.model, engine, setup.engine_chips)
     scratch = memory.scratch if setup.simulated else None
     extend, decode, fork = (
         functools.partial(

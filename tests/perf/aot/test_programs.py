@@ -146,15 +146,29 @@ def test_engines_have_nothing_while_the_policy_learns_unless_rollouts_go_on():
     assert stale["decode"] == moments + 2 * WEIGHTS
 
 
-def test_adapters_are_merged_where_engines_have_nothing():
-    adapted = tiny_setup(lora=LoraConfig(rank=2))
-    lying = {program.name: program.lying for program in all_programs(adapted)}
-    adapters = lying["publish"] - WEIGHTS - 5 * 4
-    # Three arrays of each: the adapters and their moments, beside the model.
-    assert adapters > 0
-    assert adapters % 3 == 0
-    # Adapters and their model are its argument.
-    assert lying["merge"] == lying["publish"] - WEIGHTS - adapters // 3
+def test_adapters_lie_beside_one_frozen_model_and_are_published_alone_where_engines_keep_it():
+    lora = LoraConfig(rank=2)
+    adapters = 4 * (num_params(dataclasses.replace(MODEL, lora=lora)) - num_params(MODEL))
+
+    def figures(**changes):
+        setup = tiny_setup(lora=lora, **changes)
+        lying = {program.name: program.lying for program in all_programs(setup)}
+        (publish,) = (p for p in all_programs(setup) if p.name == "publish")
+        (given,) = publish.lower().args_info[0]
+        return lying, sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(given))
+
+    # Two moments of each adapter beside the model; the engine has a copy of both.
+    lying, given = figures()
+    assert (lying["publish"], given) == (2 * adapters + 5 * 4, WEIGHTS + adapters)
+    kept = WEIGHTS + 3 * adapters + 5 * 4
+    assert lying["decode"] == kept
+    lying, given = figures(max_staleness=1)
+    assert given == adapters
+    assert lying["decode"] == kept + adapters
+    # A model that is computed in bfloat16 is kept in bfloat16.
+    lying, given = figures(dtype="bfloat16")
+    assert given == WEIGHTS // 2 + adapters
+    assert lying["decode"] == kept - WEIGHTS // 2
 
 
 # --- what a step of learning runs ----------------------------------------------------------
