@@ -26,6 +26,7 @@ sys.exit(main())
         ["tutorials/own_tool"],
         ["tutorials/own_reward"],
         ["tutorials/own_environment"],
+        ["tutorials/own_system"],
         ["tutorials/own_model", "debugging"],
     ],
     ids=lambda pages: pages[0],

@@ -27,14 +27,16 @@ from absl import flags
 from coa_jax.config.fields import Bounded, Place
 from coa_jax.distillation.dataset import distill_split, statistics_of
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
-from coa_jax.distillation.filters import why_nothing
+from coa_jax.distillation.filters import FilterReport, why_nothing
 from coa_jax.distillation.pipeline import DistillConfig, teacher_block
+from coa_jax.distillation.readers.calls import REQUEST
 from coa_jax.distillation.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
 from coa_jax.distillation.tasks import Tasks
 from coa_jax.distillation.token_savings import CountTokens, economy
 from coa_jax.distillation.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
+from coa_jax.protocol import TOOL_FORMS
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
@@ -118,22 +120,33 @@ def _with_records(summary: dict[str, Any]) -> dict[str, Any]:
         UserError: there were runs, but none of them became training data.
     """
     data = summary["data"].get("train", {"records": 1})
-    if not data["records"]:
-        if any(data["filters"]["dropped"].values()):
-            raise UserError(why_nothing(data["filters"]["dropped"], "train"))
-        if refused := data.get("refused"):
-            reason, number = next(iter(refused.items()))
-            raise UserError(
-                f"train: no record became a trajectory; most often ({number} times): {reason}; "
-                "look at refused/train.jsonl in the work directory"
-            )
-        if unread := [file for file in data.get("reading", ()) if file["problems"]]:
-            path, problems = unread[0]["path"], unread[0]["problems"]
-            raise UserError(
-                f"train: no run was read; {path} has {problems} records that are malformed or of "
-                "another format than traces.format"
-            )
+    if data["records"]:
+        return summary
+    if any(data["filters"]["dropped"].values()):
+        raise UserError(why_nothing(data["filters"]["dropped"], "train"))
+    if data.get("unknown_tools"):
+        raise UserError(f"train: no record became a trajectory; {_untagged(data['unknown_tools'])}")
+    if refused := data.get("refused"):
+        reason, number = next(iter(refused.items()))
+        raise UserError(
+            f"train: no record became a trajectory; most often ({number} times): "
+            f"{data['examples'][reason]}; look at refused/train.jsonl in the work directory"
+        )
+    if "reading" in data:
+        files = ", ".join(file["path"] for file in data["reading"])
+        raise UserError(f"train: there is no run in {files}")
     return summary
+
+
+def _untagged(calls: Mapping[str, int]) -> str:
+    """Returns a message about tools that have no tag, given the number of calls of each."""
+    counts = ", ".join(f"{name} ({number})" for name, number in calls.items())
+    setting = ",".join(f"{name}=TAG" for name in calls)
+    return (
+        f"calls of tools without a tag: {counts}; add --config.traces.tools={setting} where TAG is "
+        f"{', '.join(TOOL_FORMS)}, a name of your own such as {next(iter(calls)).lower()}, or "
+        f"{REQUEST} if the tool asks another agent"
+    )
 
 
 def _converted(
@@ -146,16 +159,19 @@ def _converted(
     """Converts and writes one set of traces, prints what was dropped, and returns statistics."""
     count = _counter(command.tokenizer)
     records, stats = distill_traces(traces, command.teacher, workdir, count, name, tasks)
+    report = FilterReport(**stats["filters"])
     for file in stats["reading"]:
-        print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
+        form = f" of the format {file['format']}" if "format" in file else ""
+        print(f"{file['path']}: {file['records']} records{form}, {file['problems']} malformed")
     for reason, number in stats["refused"].items():
-        print(f"no trajectory for {number}: {reason}")
-    dropped = {why: count for why, count in stats["filters"]["dropped"].items() if count}
-    print(f"dropped by filters: {dropped or 'nothing'}")
-    if dropped.get("no_accepted_answer"):
+        print(f"no trajectory for {number}, for example {stats['examples'][reason]}")
+    if stats["unknown_tools"] and records:
+        print(_untagged(stats["unknown_tools"]))
+    print("\n".join(report.lines()) or "dropped by filters: nothing")
+    if ungraded := sum(not record.gold for record in records):
         print(
-            f"{dropped['no_accepted_answer']} runs have no accepted answer and were not graded; "
-            "--config.teacher.keep_without_gold=True keeps such runs"
+            f"{ungraded} of {len(records)} kept runs have no accepted answer and were not graded; "
+            "--config.teacher.keep_without_gold=False drops such runs"
         )
     if stats["invented"]["records"]:
         print("{records} records contain {segments} invented segments".format(**stats["invented"]))
@@ -219,14 +235,12 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                     *(name, tasks, tools, teacher, workdir, settings, bar.reach, count, endpoint)
                 )
             seconds, report = time.monotonic() - start, split.report
-            dropped = ", ".join(
-                f"{why} {number}" for why, number in report.dropped.items() if number
-            )
             print(
                 f"{name}: {report.total} runs in {seconds:.1f} s"
                 + (f", {split.resumed} of them from before" if split.resumed else "")
-                + f"; kept {report.kept}, dropped {report.total - report.kept}"
-                + (f" ({dropped})" if dropped else ""),
+                + f"; kept {report.kept}, dropped {report.total - report.kept}",
+                *report.lines(),
+                sep="\n",
                 file=sys.stderr,
             )
             data = {**statistics_of(split.records), "filters": dataclasses.asdict(report)}

@@ -62,7 +62,8 @@ _REWORDED = frozenset(
 )
 """Words that change the meaning of an answer if they are added to it."""
 
-_SEARCH = [tag for tag, form in TOOL_FORMS.items() if form == "text"]
+SEARCHES = [tag for tag, form in TOOL_FORMS.items() if form == "text"]
+"""Tags of the tools that search. If a protocol has one of them, it stands for the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +235,8 @@ class _Arranged:
     def _call(self, message: Message) -> None:
         message = self._before_action(message)
         tag = message.recipient
-        if tag not in self.rules.tools and tag in _SEARCH:
-            tag = next((name for name in _SEARCH if name in self.rules.tools), tag)
+        if tag not in self.rules.tools and tag in SEARCHES:
+            tag = next((name for name in SEARCHES if name in self.rules.tools), tag)
         if tag not in self.rules.tools:
             raise Unconvertible(
                 f"calls {message.recipient}, for which the protocol {self.rules.name} has no tag"

@@ -77,11 +77,23 @@ class FilterReport:
         kept: number of runs that passed every filter.
         dropped: maps the name of each filter, in the order of application, to the number of runs
             that passed all earlier filters and failed this one.
+        examples: maps the name of each filter that dropped runs to a line about the first of them.
     """
 
     total: int
     kept: int
     dropped: dict[str, int]
+    examples: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Returns a line for each filter that dropped runs: its count, setting and an example."""
+        dropped = ((name, number) for name, number in self.dropped.items() if number)
+        return [
+            f"dropped {number} of {self.total} runs: {name}"
+            + (f" (--config.teacher.{SETTINGS[name]})" if name in SETTINGS else "")
+            + (f"; for example {self.examples[name]}" if name in self.examples else "")
+            for name, number in dropped
+        ]
 
 
 SETTINGS = {
@@ -286,17 +298,31 @@ def dropped_examples(
 
 
 def report_of(
-    failures: Sequence[str | None], filters: Sequence[Filter | SetFilter]
+    runs: Sequence[TeacherRun],
+    failures: Sequence[str | None],
+    filters: Sequence[Filter | SetFilter],
 ) -> FilterReport:
-    """Counts how many runs each filter dropped.
+    """Counts how many runs each filter dropped, and describes the first of them.
 
     Args:
-        failures: result of `failures_of`.
+        runs: the runs.
+        failures: result of `failures_of` for these runs.
         filters: the filters, in the order of application.
     """
     counts = Counter(failures)
     dropped = {f.name: counts[f.name] for f in filters}
-    return FilterReport(len(failures), counts[None], dropped)
+    examples: dict[str, str] = {}
+    for run, failure in zip(runs, failures, strict=True):
+        if failure is not None and failure not in examples:
+            examples[failure] = _in_one_line(run)
+    return FilterReport(len(failures), counts[None], dropped, examples)
+
+
+def _in_one_line(run: TeacherRun) -> str:
+    gold = f", accepted {run.task.gold[0][:60]!r}" if run.task.gold else ""
+    about = f"{len(run.log.calls)} tool calls, {len(run.record.text)} characters"
+    answer = (run.log.answer or "nothing")[:60]
+    return f"{run.record.id}: {run.task.question[:60]!r} answered {answer!r}{gold}; {about}"
 
 
 def copies(run: TeacherRun, corrected_copies: int) -> list[DistilledRecord]:

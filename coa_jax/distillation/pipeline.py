@@ -216,9 +216,9 @@ def select(
     if on_example is not None:
         for example in filters.dropped_examples(runs, failures):
             on_example(example)
-    passed = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
-    records = [record for run in passed for record in filters.copies(run, config.corrected_copies)]
-    return records, filters.report_of(failures, (*single, *together))
+    kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
+    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
+    return records, filters.report_of(runs, failures, (*single, *together))
 
 
 def teacher_block(

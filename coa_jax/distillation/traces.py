@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,20 +16,29 @@ from coa_jax.config.fields import Bounded, Place
 from coa_jax.data.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.data.rows import find_files
 from coa_jax.data.trajectory import DistilledRecord
-from coa_jax.distillation.arrange import Completion, Unconvertible, trajectory_of
+from coa_jax.distillation.arrange import SEARCHES, Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.convert import invented_segments
 from coa_jax.distillation.dataset import write_split
 from coa_jax.distillation.messages import MessageLog
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs
-from coa_jax.distillation.readers import READERS, read_traces
+from coa_jax.distillation.readers import READERS, Trace, TraceFile
 from coa_jax.distillation.readers.base import unused
+from coa_jax.distillation.readers.calls import REQUEST
 from coa_jax.distillation.recorded import log_of, with_figures
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
-from coa_jax.protocol import get_protocol, split_level
+from coa_jax.protocol import (
+    TOOL_FORMS,
+    add_protocol,
+    get_protocol,
+    protocol_with_tools,
+    split_level,
+)
 from coa_jax.tasks.base import Task
 
 RECORDS = "records"
+_TAG = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_ROLES = frozenset({*get_protocol("web").roles} - {*TOOL_FORMS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +48,39 @@ class TraceFilesConfig(Bounded):
     Attributes:
         files: paths of the files. For the format ``records``, folders and glob patterns are
             allowed, too.
-        format: name of a log format, see `distillation.readers.READERS`; or ``records`` if the
-            files contain trajectories in any format that `data.records` reads. Such trajectories
-            are filtered, but not converted.
-        protocol: protocol of the trajectories. "" is allowed only with the format ``records``,
-            because records name their protocol or show it by their tags.
+        format: name of a log format, see `distillation.readers.READERS`; "" to guess the format of
+            each file from its first records; or ``records`` if the files contain trajectories in
+            any format that `data.records` reads. Such trajectories are filtered, but not converted.
+        protocol: protocol of the trajectories. With "", logs get a protocol with the tools that
+            they call, in which nothing is required that a log may lack (see
+            `protocol.protocol_with_tools`), and records keep the protocol that they name or show by
+            their tags.
+        tools: pairs ``name=tag``, which map names of tools in the logs to tags of this project, to
+            new tags, or to ``request`` if the tool asks another agent.
         completion: settings that say which tags may be added to a run that lacks them.
         options: options of a custom reader.
     """
 
     files: tuple[Place, ...]
-    format: Annotated[str, Named(READERS, RECORDS)]
-    protocol: ProtocolName
+    format: Annotated[str, Named(READERS, "", RECORDS)] = ""
+    protocol: ProtocolName = ""
     completion: Completion = dataclasses.field(default_factory=Completion)
+    tools: tuple[str, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.protocol and self.format != RECORDS:
-            raise UserError(f"protocol is empty; the format {self.format} needs one")
+        for name, tag in self.tags().items():
+            if not name or not _TAG.fullmatch(tag) or tag in _ROLES:
+                raise UserError(
+                    f"tools has {name + '=' + tag!r}; give NAME=TAG, where TAG is one of "
+                    f"{', '.join(TOOL_FORMS)}, {REQUEST}, or a name of your own in small letters"
+                )
+
+    def tags(self) -> dict[str, str]:
+        """Returns ``tools`` as a mapping from names of tools to tags."""
+        pairs = (pair.rpartition("=") for pair in self.tools)
+        return {name.strip(): tag.strip() for name, _, tag in pairs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +94,9 @@ class Converted:
         tokens: number of tokens of each run for which the files state this number.
         reading: statistics of the records of each file.
         refusals: file, line and reason of each record that could not be read or converted.
-        refused: maps each reason to the number of runs that could not be converted for this reason.
+        refused: maps each reason to the number of records that could not be used for this reason.
+        examples: maps each reason to the place of the first of these records.
+        unknown: maps the name of each tool for which the protocol has no tag to its calls.
     """
 
     tasks: list[Task] = dataclasses.field(default_factory=list)
@@ -81,6 +106,8 @@ class Converted:
     reading: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     refused: Counter[str] = dataclasses.field(default_factory=Counter)
+    examples: dict[str, str] = dataclasses.field(default_factory=dict)
+    unknown: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def refuse(self, path: str, line: int, reason: str) -> None:
         """Records that a run could not be read or converted.
@@ -92,7 +119,16 @@ class Converted:
         """
         self.refusals.append({"path": path, "line": line, "reason": reason})
         # Parts that are specific to one run are removed, to count equal reasons.
-        self.refused[re.sub(r"'[^']*'|\d+", "*", reason.partition("; ")[0])[:100]] += 1
+        general = re.sub(r"'[^']*'|\d+", "*", reason.partition("; ")[0])[:100]
+        self.refused[general] += 1
+        self.examples.setdefault(general, f"{path}:{line}: {reason}")
+
+    def add(self, task: Task, log: MessageLog, usage: Mapping[str, int]) -> None:
+        """Adds a converted run, with the numbers of tokens that its log states."""
+        self.tasks.append(task)
+        self.logs.append(log)
+        if usage:
+            self.tokens.append(sum(usage.values()))
 
 
 def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = None) -> Converted:
@@ -110,44 +146,74 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
         raise UserError("give the files to read in config.traces.files")
     if config.format == RECORDS:
         return _read_records(config)
-    get_protocol(config.protocol)
-    made, names = Converted(), set[str]()
+    made, names, tools = Converted(), set[str](), config.tags()
+    runs: list[tuple[str, str, Trace]] = []
     for path in filter(None, config.files):
-        traces, report = read_traces(path, config.format, config.options)
-        made.reading.append({**report, "problems": len(report["problems"])})
-        made.refusals.extend(report["problems"])
-        for trace in traces:
-            name, source_task = trace.log.episode, None
-            if tasks is not None:
-                # If the question of a task was corrected, there are two runs, and the name of one
-                # differs from the id of the task.
-                name, source_task = trace.task, tasks.get(trace.task)
-                if source_task is None or source_task.question != trace.log.question:
-                    why = "a run of another task than those that were asked"
-                    made.refuse(path, trace.line, why)
-                    continue
-            # Another file may contain a run with the same name.
-            name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
-            names.add(name)
-            if source_task is not None:
-                trace = dataclasses.replace(trace, gold=source_task.gold)
-            try:
-                log, _ = trajectory_of(trace, config.protocol, config.completion)
-            except Unconvertible as error:
-                made.refuse(path, trace.line, str(error))
+        file = TraceFile(path, config.format, config.options, tools)
+        runs += ((path, file.report["format"], trace) for trace in file)
+        for problem in file.report["problems"]:
+            made.refuse(**problem)
+        made.reading.append({**file.report, "problems": len(file.report["problems"])})
+    if config.protocol:
+        tags = {*get_protocol(config.protocol).tools}
+        tags |= {*SEARCHES} if tags & {*SEARCHES} else set()
+    else:
+        tags = {*TOOL_FORMS, *tools.values()}
+    unknown = [[t for t, _ in trace.log.calls if t not in tags] for *_, trace in runs]
+    traces = [trace for (*_, trace), missing in zip(runs, unknown, strict=True) if not missing]
+    protocol = config.protocol or _free_protocol(traces)
+    for (path, form, trace), missing in zip(runs, unknown, strict=True):
+        made.unknown.update(missing)
+        name, task = trace.log.episode, None
+        if tasks is not None:
+            # If the question of a task was corrected, there are two runs, and the name of one
+            # differs from the id of the task.
+            name, task = trace.task, tasks.get(trace.task)
+            if task is None or task.question != trace.log.question:
+                why = "a run of another task than those that were asked"
+                made.refuse(path, trace.line, why)
                 continue
-            about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
-            task = Task(name, log.question, config.protocol, trace.gold, config.format)
-            if source_task is None:
-                about |= _grader(config.protocol, trace.gold)
-            else:
-                task = dataclasses.replace(source_task, id=name, protocol=config.protocol)
-                about = {**source_task.metadata, **about}
-            made.tasks.append(dataclasses.replace(task, metadata=about))
-            made.logs.append(dataclasses.replace(log, episode=name))
-            if trace.usage:
-                made.tokens.append(sum(trace.usage.values()))
+        # Another file may contain a run with the same name.
+        name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
+        names.add(name)
+        trace = dataclasses.replace(trace, gold=task.gold) if task else trace
+        try:
+            if missing:
+                has_no_tag = f"for which the protocol {protocol} has no tag (traces.tools)"
+                raise Unconvertible(f"calls {missing[0]}, {has_no_tag}")
+            log, _ = trajectory_of(trace, protocol, config.completion)
+        except Unconvertible as error:
+            made.refuse(path, trace.line, str(error))
+            continue
+        log = dataclasses.replace(log, episode=name)
+        made.add(_task_of(trace, path, form, name, protocol, task), log, trace.usage)
     return made
+
+
+def _task_of(
+    trace: Trace, path: str, form: str, name: str, protocol: str, task: Task | None
+) -> Task:
+    """Returns the task of a run under a new name; `task` is the task of the run if it is known."""
+    about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
+    if task is not None:
+        about = {**task.metadata, **about}
+        return dataclasses.replace(task, id=name, protocol=protocol, metadata=about)
+    about |= _grader(protocol, trace.gold)
+    return Task(name, trace.log.question, protocol, trace.gold, form, about)
+
+
+def _free_protocol(traces: Iterable[Trace]) -> str:
+    """Registers the protocol with the tools that traces call; returns its name."""
+    called = {tool for trace in traces for tool, _ in trace.log.calls}
+    tools = (*(t for t in TOOL_FORMS if t in called), *sorted(called - {*TOOL_FORMS}))
+    described = {
+        tool: "A tool of the system. The body is a JSON object with its arguments."
+        for tool in tools
+        if tool not in TOOL_FORMS
+    }
+    name = "_".join(("free", *tools))[:100]
+    add_protocol(protocol_with_tools(name, tools, described, free=True))
+    return name
 
 
 def _grader(protocol: str, gold: Sequence[str]) -> dict[str, Any]:
@@ -220,6 +286,8 @@ def distill_traces(
     return records, {
         "reading": made.reading,
         "refused": dict(made.refused.most_common()),
+        "examples": made.examples,
+        "unknown_tools": dict(made.unknown.most_common()),
         "filters": dataclasses.asdict(report),
         "teacher_tokens": sum(made.tokens) or None,
         "invented": {

@@ -258,7 +258,8 @@ def _order_rules(protocol: Protocol) -> list[str]:
         if action in protocol.tools:
             after += f" and its <{protocol.observation}>"
         rules.append(f"After {after} comes {_next_tags(protocol, action)}.")
-    rules.append(f"Put one <{THINK}> right before each {_tags(by_rule['required'])}.")
+    if by_rule["required"]:
+        rules.append(f"Put one <{THINK}> right before each {_tags(by_rule['required'])}.")
     if by_rule["optional"]:
         rules.append(f"A <{THINK}> before {_tags(by_rule['optional'])} is optional.")
     if by_rule["forbidden"]:

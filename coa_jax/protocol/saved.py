@@ -41,13 +41,16 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
     for protocol in made_protocols():
         described, schemas = dict(protocol.described), dict(protocol.schemas)
         plain = dataclasses.replace(protocol, notes={}, described=described, schemas=schemas)
-        if plain == protocol_with_tools(protocol.name, protocol.tools, described, schemas):
+        free = "double_check" not in protocol.roles
+        if plain == protocol_with_tools(protocol.name, protocol.tools, described, schemas, free):
             made[protocol.name] = {"tools": list(protocol.tools), "described": described}
             if schemas:
                 made[protocol.name]["schemas"] = schemas
-    saved = durable.read_json_object(path) if path.exists() else {}
-    if saved | made != saved:
-        durable.write_json(path, saved | made)
+            if free:
+                made[protocol.name]["free"] = True
+    known = durable.read_json_object(path) if path.exists() else {}
+    if known | made != known:
+        durable.write_json(path, known | made)
 
 
 def find_protocols(path: str | os.PathLike[str]) -> None:
@@ -81,7 +84,8 @@ def _register(path: Path) -> None:
             continue
         try:
             described, schemas = dict(made["described"]), dict(made.get("schemas", {}))
-            add_protocol(protocol_with_tools(name, tuple(made["tools"]), described, schemas))
+            rules = described, schemas, made.get("free") is True
+            add_protocol(protocol_with_tools(name, tuple(made["tools"]), *rules))
             get_protocol(name)
         except (KeyError, TypeError, ValueError, UserError) as error:
             raise UserError(f"{path}: the protocol {name!r} cannot be read: {error}") from error

@@ -75,23 +75,33 @@ def _verifying_protocol(name: str, tools: tuple[str, ...]) -> Protocol:
     )
 
 
-_MHQA = Protocol(
-    name="mhqa",  # no verification, and reflections in free text (App D)
-    roles=(THINK, "plan", "wiki_search", "observation", "reflection", "answer"),
-    tools=("wiki_search",),
-    next_actions=_frozen(
-        {
-            START: ("plan", "wiki_search"),
-            "plan": ("wiki_search", "reflection", "answer"),
-            "wiki_search": ("plan", "wiki_search", "reflection", "answer"),
-            "reflection": ("plan", "wiki_search", "answer"),
-            "answer": (),
-        }
-    ),
-    think_rule=dict.fromkeys(("plan", "wiki_search", "reflection", "answer"), "required"),
-    body_form={},
-    verbatim=frozenset({"observation"}),
-)
+def _unverified_protocol(name: str, tools: tuple[str, ...], free: bool = False) -> Protocol:
+    """Returns a protocol with given tools and the rules of the multi-hop agent (paper App D).
+
+    It has no verification, and reflections in free text. If it is free, every ``think`` is optional
+    and an answer may come first.
+    """
+    next_actions = {
+        START: ("plan", *tools, *(("answer",) if free else ())),
+        "plan": (*tools, "reflection", "answer"),
+        **{tool: ("plan", *tools, "reflection", "answer") for tool in tools},
+        "reflection": ("plan", *tools, "answer"),
+        "answer": (),
+    }
+    return Protocol(
+        name=name,
+        roles=(THINK, "plan", *tools, "observation", "reflection", "answer"),
+        tools=tools,
+        next_actions=_frozen(next_actions),
+        think_rule=dict.fromkeys(
+            ("plan", *tools, "reflection", "answer"), "optional" if free else "required"
+        ),
+        body_form={tool: TOOL_FORMS.get(tool, "text") for tool in tools},
+        verbatim=frozenset({"observation", *({"code"} & {*tools})}),
+    )
+
+
+_MHQA = _unverified_protocol("mhqa", ("wiki_search",))
 
 # A plan comes first. Then follow any number of rounds of think, code, observation and reflection,
 # and finally think and answer. An answer without any round is legal, because a question may need
@@ -323,8 +333,9 @@ def protocol_with_tools(
     tools: tuple[str, ...],
     described: Mapping[str, str] | None = None,
     schemas: Mapping[str, Mapping[str, object]] | None = None,
+    free: bool = False,
 ) -> Protocol:
-    """Returns a new protocol with the rules of the web agent and the given tools.
+    """Returns a new protocol with given tools and the rules of the web agent.
 
     The new protocol is not registered; `add_protocol` registers it.
 
@@ -335,6 +346,8 @@ def protocol_with_tools(
         described: tag -> description for the policy, for tools that are not in ``TOOL_FORMS``. The
             body of such a tag may be any text.
         schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
+        free: whether the protocol has the rules of `mhqa` instead, in which no answer is verified,
+            and additionally every ``think`` is optional.
 
     Raises:
         UserError: ``tools`` contains a tag twice, or an unknown tag.
@@ -346,5 +359,5 @@ def protocol_with_tools(
         raise UserError(
             f"protocol {name!r} cannot have the tools {tools!r}; use any, once each, of: {allowed}"
         )
-    made = _verifying_protocol(name, tools)
+    made = _unverified_protocol(name, tools, free) if free else _verifying_protocol(name, tools)
     return dataclasses.replace(made, described=dict(described), schemas=dict(schemas or {}))

@@ -4,21 +4,21 @@ r"""Makes a data set from the logs of another multi-agent system, or from publis
     coa-jax distill --config=configs/distill/traces.py:records --workdir=runs/filtered \
         --config.traces.files=web_sft.json
 
-Needs: the logs, which ``--config.traces.files=results.jsonl`` names. ``--config.traces.format`` is
-their format (``oagents``, ``smolagents``, ``openai``, ``mcp`` or ``messages``), and
-``--config.traces.protocol`` is the protocol of the trajectories. docs/distillation.md lists the
-limits of each format. With ``:records``, the files contain trajectories in any form of
+Needs: the logs, which ``--config.traces.files=results.jsonl`` names. Their format is guessed;
+``--config.traces.format`` names it. ``--config.traces.tools=search_docs=wiki_search`` gives a tool
+of your own a tag. ``--config.traces.protocol`` is the protocol of the trajectories; without it,
+they get a protocol with the tools that the logs call. docs/distillation.md lists the limits of each
+format. With ``:records``, the files contain trajectories in any form of
 docs/data.md, which are filtered without conversion. The search for near-duplicates needs the extra
 ``distill``.
 Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few runs that each filter dropped in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line number and the reason.
 
-The filters are those of the paper (§3.2.1). The first filter keeps only runs with at least five
-tool calls; ``--config.teacher.selection.min_tool_calls=0`` disables this filter. A run whose log
-contains no accepted answer cannot be graded. It is dropped as ``no_accepted_answer``, unless
-``--config.teacher.keep_without_gold`` is True. This is the default of ``:records``, because
-published records rarely contain accepted answers and have been graded by their authors.
+The filters are those of the paper (§3.2.1). Runs of logs may be short:
+``--config.teacher.selection.min_tool_calls=5`` drops runs with fewer tool calls, as the paper and
+``:records`` do. A run whose log contains no accepted answer cannot be graded. The command says so
+and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for logs, or with ``records`` for trajectories."""
     if arg not in (None, "", "records"):
         raise UserError(f"configs/distill/traces.py takes no {arg!r}; use :records or nothing")
-    source = (
-        {"format": "records", "protocol": ""} if arg else {"format": "oagents", "protocol": "web"}
-    )
     config = ml_collections.ConfigDict()
-    config.traces = complete_config(TraceFilesConfig, {"files": ("",), **source})
+    config.traces = complete_config(TraceFilesConfig, {"files": ("",), "format": arg or ""})
     config.teacher = complete_config(
         DistillConfig,
         {
             "max_chars": 120_000,
-            "keep_without_gold": bool(arg),
+            "min_interactions": 0,
+            "keep_without_gold": True,
             "selection": {
                 "near_query": 0.9,
                 "max_answer_words": 30,
-                "min_tool_calls": 5,
+                "min_tool_calls": 5 if arg else 0,
                 "blocked": ("mirrors",),
                 "near_duplicate": 0.9,
             },

@@ -321,7 +321,7 @@ def test_filters_tell_defects_in_any_wording_from_what_looks_like_them(planted, 
     assert wrong == []
     assert sum(m.kind is Kind.CALL for run in runs for m in run.log.messages) > 2 * len(runs)
     filters = (*config.filters(words), *set_filters(config.selection, config.seed))
-    report = report_of(found, filters)
+    report = report_of(runs, found, filters)
     groups = collections.Counter(group for _, group, _ in planted)
     assert (report.kept, report.total) == (groups["clean"], groups.total())
     kinds = collections.Counter(kind for kind, group, _ in planted if group == "planted")

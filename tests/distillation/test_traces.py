@@ -3,8 +3,10 @@ import json
 
 import pytest
 
+from coa_jax.cli.distill import read
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import part_violations
+from coa_jax.distillation.filters import FilterReport
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.selection import SelectionConfig
 from coa_jax.distillation.traces import TraceFilesConfig, convert_files, distill_traces
@@ -46,8 +48,12 @@ def test_every_record_of_every_file_is_used_or_explained(logs, tmp_path):
     assert records[0].metadata["source"] == "oagents"
     counted = [(r["records"], r["traces"], r["problems"]) for r in told["reading"]]
     assert counted == [(4, 2, 2), (3, 3, 0)]
+    assert told["unknown_tools"] == {"code": 2}
+    assert told["examples"]["* is a number, not text"].startswith(f"{logs[0]}:3: 'question' is")
     assert told["refused"] == {
-        "calls code, for which the protocol web has no tag": 1,
+        "* is a number, not text": 1,
+        "not UTF-*: byte *": 1,
+        "calls code, for which the protocol web has no tag (traces.tools)": 1,
         "the answer is not verified and equals no accepted answer": 1,
     }
     dropped = {k: v for k, v in told["filters"]["dropped"].items() if v}
@@ -66,8 +72,9 @@ def test_what_is_written_out_for_a_run_is_no_interaction_with_a_tool(tmp_path):
     said[1]["reasoning_content"] = "I need no tool."
     path.write_bytes(file_of({"messages": said, "gold": "It is A", "answer": "It is A"}))
     values = load_config("configs/distill/traces.py").teacher
+    values.selection.min_tool_calls = 1
     filters = build_config(DistillConfig, values)
-    made = TraceFilesConfig((str(path),), "openai", "web", INVENTING)
+    made = TraceFilesConfig((str(path),), "chat", "web", INVENTING)
     _, told = distill_traces(made, filters, tmp_path / "out")
     assert {k: v for k, v in told["filters"]["dropped"].items() if v} == {"few_calls": 1}
 
@@ -85,7 +92,7 @@ def test_runs_of_one_task_in_files_of_one_name_keep_names_of_their_own(tmp_path)
         path.parent.mkdir()
         row = {"id": "t", "messages": said, "gold": "A", "answer": "A"}
         path.write_bytes(file_of({**row, "usage": {"prompt_tokens": number}}))
-    made = convert_files(TraceFilesConfig(tuple(map(str, files)), "openai", "web", INVENTING))
+    made = convert_files(TraceFilesConfig(tuple(map(str, files)), "chat", "web", INVENTING))
     names = ["t", "log.jsonl:1:t", "log.jsonl:1:t#2"]
     assert [task.id for task in made.tasks] == [log.episode for log in made.logs] == names
     assert made.tokens == [1, 2, 3]
@@ -107,7 +114,7 @@ def test_answers_of_the_protocol_code_are_graded_as_formulas_or_programs(
     said = {"role": "assistant", "content": "Done.", "reasoning_content": "I need no tool."}
     row = {"messages": [{"role": "user", "content": "Q?"}, said], "gold": gold, "answer": answer}
     path.write_bytes(file_of(row))
-    config = TraceFilesConfig((str(path),), "openai", "code", INVENTING)
+    config = TraceFilesConfig((str(path),), "chat", "code", INVENTING)
     (task,) = convert_files(config).tasks
     assert task.metadata["grader"] == grader
     records, _ = distill_traces(config, DistillConfig(min_interactions=0), tmp_path / "out")
@@ -152,19 +159,65 @@ def test_mistakes_of_the_user_are_explained(logs):
         convert_files(TraceFilesConfig(logs, "oagents", "esperanto"))
 
 
+OWN = {
+    "question": "Q?",
+    "steps": [{"agent": "a", "tool": "search_docs", "args": {"query": "x"}, "result": "Lima"}],
+    "final_answer": "Lima",
+}
+
+
+def test_logs_that_know_nothing_of_ours_become_records_with_one_setting(tmp_path):
+    path, config = tmp_path / "log.jsonl", load_config("configs/distill/traces.py")
+    rows = [{**OWN, "expected": gold} for gold in ("Lima", "Cusco")]
+    path.write_bytes(file_of(*rows, {**OWN, "question": "Why?"}))
+    config.traces.files = (str(path),)
+    with pytest.raises(
+        UserError, match=r"search_docs \(3\); add --config.traces.tools=search_docs=T"
+    ):
+        read(config, tmp_path / "none")
+    config.traces.tools = "search_docs=lookup"
+    told = read(config, tmp_path / "out")["data"]["train"]
+    records = read_records(tmp_path / "out" / "train.jsonl")
+    assert [record.question for record in records] == ["Q?", "Why?"]  # the last has no gold
+    assert records[0].text.startswith('<lookup>{"query": "x"}</lookup>')
+    (line,) = FilterReport(**told["filters"]).lines()
+    assert line.startswith(
+        "dropped 1 of 3 runs: wrong_answer; for example log.jsonl:2: 'Q?' answer"
+    )
+    assert "'Lima', accepted 'Cusco'" in line
+    saved = json.loads((tmp_path / "out" / "protocols.json").read_text())["free_lookup"]
+    assert (saved["tools"], saved["free"]) == (["lookup"], True)
+
+
+@pytest.mark.parametrize("pair", ["search", "=code", "x=answer", "x=My Tag"])
+def test_a_tag_that_is_none_is_the_users_mistake(pair):
+    with pytest.raises(UserError, match="give NAME=TAG, where TAG is one of"):
+        TraceFilesConfig(("a",), tools=(pair,))
+
+
+def test_files_without_a_run_are_an_error(tmp_path):
+    path, config = tmp_path / "log.jsonl", load_config("configs/distill/traces.py")
+    path.write_bytes(b"\n")
+    config.traces.files = (str(path),)
+    with pytest.raises(UserError, match="there is no run in"):
+        read(config, tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_the_command_reads_logs(logs, tmp_path):
     words = [
         *("-m", "coa_jax.cli.distill", "--config=configs/distill/traces.py"),
         *(f"--workdir={tmp_path}/run", f"--config.traces.files={logs!r}"),
         "--config.teacher.selection.min_tool_calls=3",
+        "--config.traces.protocol=web",
         "--config.traces.completion.thoughts=True",
         "--config.traces.completion.verification=True",
     ]
     done = forked.run(words)
     assert done.returncode == 0, done.stderr
-    assert f"{logs[0]}: 4 records, 2 malformed" in done.stdout
-    assert "no trajectory for 1: calls code" in done.stdout
+    assert f"{logs[0]}: 4 records of the format oagents, 2 malformed" in done.stdout
+    assert f"no trajectory for 1, for example {logs[0]}:2: calls code" in done.stdout
+    assert "dropped 2 of 3 runs: near_duplicate (--config.teacher.selection.near" in done.stdout
     assert f"train: 1 records -> {tmp_path}/run/train.jsonl" in done.stdout
     assert "1 records contain " in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

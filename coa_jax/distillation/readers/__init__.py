@@ -1,36 +1,37 @@
 """Reads the logs (traces) of other systems; each log format has a module.
 
-``read_traces("results.jsonl", "oagents")`` returns the runs of a file as messages in a common form,
-and a report that accounts for every record of the file. The docstring of each module lists what its
+``TraceFile("results.jsonl")`` yields the runs of a file as messages in a common form, and then has
+a report that accounts for every record of the file. The docstring of each module lists what its
 format lacks.
 """
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
+import itertools
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from coa_jax.config.extensions import BoundFunction, ExtensionKind, bind, refuse_result
-from coa_jax.distillation.readers import mcp, oagents, openai_chat, own, smolagents
+from coa_jax.distillation.readers import chat, mcp, oagents, own, smolagents
 from coa_jax.distillation.readers.base import (
+    Found,
     Line,
     Malformed,
     Trace,
     decode_line,
-    decode_lines,
     each_line,
     unused,
 )
-from coa_jax.distillation.readers.smolagents import is_run
+from coa_jax.distillation.readers.calls import with_tags
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.storage import local
 
-__all__ = ["READERS", "Malformed", "Trace", "read_traces"]
+__all__ = ["READERS", "Malformed", "Trace", "TraceFile"]
 
 READERS = ExtensionKind(
     "trace format",
@@ -39,8 +40,8 @@ READERS = ExtensionKind(
         "messages": own.read_log,
         "smolagents": smolagents.read_run,
         "oagents": oagents.read_result,
-        "openai": openai_chat.read_chat,
         "mcp": mcp.read,
+        "chat": chat.read,
     },
     offers=("record", "lines"),
     needs=("record", "lines"),
@@ -53,67 +54,167 @@ damaged. A function with a parameter ``lines`` reads all lines of a file, see
 `coa_jax.distillation.readers.base.TraceReader`.
 """
 
+_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+    "messages": own.is_log,
+    "oagents": oagents.is_result,
+    "smolagents": smolagents.is_record,
+    "mcp": mcp.is_record,
+    "chat": chat.is_record,
+}
+"""Maps each format to a function that returns whether a record has the format.
 
-def read_traces(
-    path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
-) -> tuple[list[Trace], dict[str, Any]]:
-    """Reads a file of logs of another system.
+The first format that matches is used.
+"""
 
-    Damaged records raise no error; they are listed in the report.
+_GUESSED_FROM = 50
+"""Number of records from which the format of a file is guessed."""
 
-    Args:
-        path: a file with one JSON value per line. If its name ends in ``.json``, the file may also
-            be a single JSON document: a record or a list of records.
-        form: name of the log format: a short name of `READERS`, or a path ``package.module:name``.
-        options: options of the function that reads the format; None if no options are set.
 
-    Returns:
-        The traces in the order of the file, each with a unique name, and a report on the records of
-        the file. Each record, that is, each nonblank line, is used for a trace, ignored because it
-        has no content for a trace, or a problem. The report has the key ``path``, the number of
-        ``records``, of ``used`` and ``ignored`` records and of ``traces``, and under ``problems``
-        the ``path``, ``line`` (from 1) and ``reason`` of each problem in the order of the lines.
+def guess_format(values: Iterable[Any]) -> str | None:
+    """Returns the format of the first of some records that has a known format; None for none."""
+    forms = (name for value in values for name, has in _SHAPES.items() if has(value))
+    return next(forms, None)
 
-    Raises:
-        UserError: the file cannot be read or is compressed, or the format is unknown.
+
+class TraceFile:
+    """A file of logs of another system, which is read record by record.
+
+    Iteration yields the traces in the order of the file, each with a unique name. Damaged records
+    raise no error; they are listed in the report.
+
+    Attributes:
+        report: after iteration, the ``path`` and the ``format`` of the file, the number of its
+            ``records``, of ``used`` and ``ignored`` records and of ``traces``, and under
+            ``problems`` the ``path``, ``line`` (from 1) and ``reason`` of each problem. Each
+            record, that is, each nonblank line, is used for a trace, ignored because it has no
+            content for a trace, or a problem.
     """
-    read = bind(READERS, form, options or {}, "traces.format")
-    single = each_line(lambda value: _read_record(form, read, value))
-    data = untrusted.read_bytes(local(str(path)))
-    if data.startswith(b"\x1f\x8b"):
-        raise UserError(f"{path}: is compressed; unpack it with gunzip first")
-    lines = _lines(str(path), data.removeprefix(codecs.BOM_UTF8), form)
-    problems, traces, names = list[dict[str, Any]](), list[Trace](), set[str]()
-    used = 0
-    for line, trace, counts in read(lines=lines) if "lines" in read.asks else single(lines):
-        if isinstance(trace, Malformed):
-            problems.append({"path": str(path), "line": line.number, "reason": str(trace)})
-            continue
-        used += counts
-        if trace is not None:
-            task = trace.log.episode
-            name = task or f"{Path(path).name}:{line.number}"
-            name = unused(name, f"{name}@{line.number}", names)
-            names.add(name)
-            log = dataclasses.replace(trace.log, episode=name)
-            traces.append(dataclasses.replace(trace, log=log, line=line.number, task=task))
-    problems.sort(key=lambda problem: problem["line"])
-    numbers = {"used": used, "ignored": len(lines) - used - len(problems), "traces": len(traces)}
-    return traces, {"path": str(path), "records": len(lines), **numbers, "problems": problems}
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        form: str = "",
+        options: Mapping[str, Any] | None = None,
+        tools: Mapping[str, str] | None = None,
+    ) -> None:
+        """Opens the file, and finds the function that reads its format.
+
+        Args:
+            path: a file with one JSON value per line, which may be compressed with gzip. If its
+                name ends in ``.json``, the file may also be a single JSON document: a run or a list
+                of runs.
+            form: name of the log format: a short name of `READERS`, or a path
+                ``package.module:name``; "" to guess the format from the first records.
+            options: options of the function that reads the format; None if no options are set.
+            tools: maps names of tools to tags, see `calls.with_tags`.
+
+        Raises:
+            UserError: the file cannot be read, the format is unknown, or it cannot be guessed.
+        """
+        self.path, self.tools = str(path), tools or {}
+        if form:
+            self.read = bind(READERS, form, options or {}, "traces.format")
+        lines = _lines(local(self.path), form)
+        if not form:
+            head = list(itertools.islice(lines, _GUESSED_FROM))
+            lines = itertools.chain(head, lines)
+            form = self._guess([line.value for line in head])
+            self.read = bind(READERS, form, options or {}, "traces.format")
+        self.lines = lines
+        self.report: dict[str, Any] = {"path": self.path, "format": form, "records": 0}
+
+    def _guess(self, values: list[Any]) -> str:
+        form = guess_format(values)
+        objects = [value for value in values if not isinstance(value, Malformed)]
+        if form is None and objects:
+            keys = ", ".join(list(objects[0])[:8]) if isinstance(objects[0], dict) else "no object"
+            raise UserError(
+                f"{self.path}: has no known log format; its first record has the keys: {keys}; "
+                "name the format in traces.format (docs/data.md#logs-of-other-systems), or write a "
+                "reader (docs/extending.md#a-trace-format-and-a-filter)"
+            )
+        return form or "chat"
+
+    def __iter__(self) -> Iterator[Trace]:
+        """Reads the file, once, and completes the report."""
+        problems, names, used, traces = list[dict[str, Any]](), set[str](), 0, 0
+        for line, trace, counts in self._completed():
+            if isinstance(trace, Trace):
+                try:
+                    trace = with_tags(trace, self.tools)
+                except (Malformed, RecursionError) as error:
+                    trace = Malformed(str(error))
+            if isinstance(trace, Malformed):
+                reason = {"path": self.path, "line": line.number, "reason": str(trace)}
+                problems.append(reason)
+                continue
+            used += counts
+            if trace is not None:
+                traces += 1
+                task = trace.log.episode
+                name = task or f"{Path(self.path).name}:{line.number}"
+                name = unused(name, f"{name}@{line.number}", names)
+                names.add(name)
+                log = dataclasses.replace(trace.log, episode=name)
+                yield dataclasses.replace(trace, log=log, line=line.number, task=task)
+        problems.sort(key=lambda problem: problem["line"])
+        self.report |= {"used": used, "traces": traces, "problems": problems}
+        self.report["ignored"] = self.report["records"] - used - len(problems)
+
+    def _completed(self) -> Iterator[tuple[Line, Found, bool]]:
+        lines = self._counted()
+        if "lines" in self.read.asks:
+            return self.read(lines=lines)
+        return each_line(lambda value: _read_record(self.report["format"], self.read, value))(lines)
+
+    def _counted(self) -> Iterator[Line]:
+        for line in self.lines:
+            self.report["records"] += 1
+            yield line
 
 
-def _lines(path: str, data: bytes, form: str) -> list[Line]:
-    """Returns the records of a file."""
-    if not path.endswith(".json") or not data.strip():
-        return decode_lines(data)
-    document = decode_line(data)
-    if isinstance(document.value, Malformed):
-        single = decode_lines(data)
-        records = sum(isinstance(line.value, dict | list) for line in single)
-        return single if 2 * records >= len(single) > 1 else [document]
-    if isinstance(document.value, list) and not (form == "smolagents" and is_run(document.value)):
-        return [Line(number, item) for number, item in enumerate(document.value, start=1)]
-    return [document]
+def _lines(path: str, form: str) -> Iterator[Line]:
+    """Yields the records of a file; the file is opened at once."""
+    if path.endswith(".json"):
+        data = untrusted.read_bytes(path)
+        whole = _document(data, form)
+        if whole is not None:
+            return iter(whole)
+    else:
+        untrusted.open_file(path).close()
+    lines = ((number, line) for number, line in untrusted.lines(path) if line.strip())
+    marked = ((n, line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line) for n, line in lines)
+    return (decode_line(line.rstrip(b"\n"), number) for number, line in marked if line.strip())
+
+
+def _document(data: bytes, form: str) -> list[Line] | None:
+    """Returns the records of a file that is a single JSON document; None if it has JSON lines."""
+    if not data.strip():
+        return []
+    whole = decode_line(data.removeprefix(b"\xef\xbb\xbf"))
+    if isinstance(whole.value, Malformed):
+        rows = [line for line in data.splitlines() if line.strip()]
+        starts = sum(line.lstrip()[:1] in (b"{", b"[") and _is_json(line) for line in rows)
+        return None if 2 * starts >= len(rows) > 1 else [whole]
+    value = whole.value
+    if not isinstance(value, list) or _is_one_run(value, form):
+        return [whole]
+    return [Line(number, item) for number, item in enumerate(value, start=1)]
+
+
+def _is_one_run(value: list[Any], form: str) -> bool:
+    """Returns whether a list is a single run, and not a list of runs."""
+    if form == "smolagents":
+        return smolagents.is_run(value)
+    return form in ("", "chat") and (smolagents.is_record(value) or chat.is_run(value))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read_record(form: str, read: BoundFunction, value: Any) -> Trace | None:

@@ -1,17 +1,27 @@
-r"""Finds the answer that a model marked by ``<answer>``, "Final answer:" or ``\boxed{}``."""
+r"""Finds the answer that a model marked by ``<answer>``, "Final answer:" or in other ways."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from coa_jax.protocol import parse_boxed
+from coa_jax.protocol.bodies import without_fence
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _MARKED = re.compile(
-    r"^(?P<before>[^\w\n]*)(?:(?:so|thus|hence|therefore),?[ ]+)?(?:(?:the|my|our)[ ]+)?"
+    r"(?:^|(?<=[.!?;:)\]\"'*\u3002\uff01\uff1f])[ \t]+)(?P<before>[^\w\n]*)"
+    r"(?:(?:so|thus|hence|therefore),?[ ]+)?(?:(?:the|my|our)[ ]+)?"
     r"final[ ]answer(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)(?:[:\uff1a]|$)",
     re.IGNORECASE | re.MULTILINE,
 )
+_SAID = re.compile(
+    r"(?:^(?P<before>[^\w\n]*)|\b(?:the|my|our)[ ]+)"
+    r"answer(?:(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)[:\uff1a]|[ ]is[ ])",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FURTHER = re.compile(r"[.!?][\"')\]*]*\s+\S")
+_KEYS = ("final_answer", "answer")
 _EMPHASIS = re.compile(r"[*]+\Z")
 _FENCED = re.compile(r"```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _BLOCK_END = re.compile(r"\n[ \t]*(?:\n|\Z)")
@@ -33,12 +43,15 @@ def marked_answer(words: str) -> tuple[str, str] | None:
 
     The kinds of marks are, the most reliable first:
 
+    - the whole text is a JSON object with the field ``final_answer`` or ``answer``;
     - the tag ``<answer>``;
-    - "Final answer", alone on its line or with a colon. The answer is the rest of this line, or
-      the next block of text if the line ends there;
-    - a box (``\boxed``).
+    - "Final answer" at the beginning of a line or of a sentence, with a colon or at the end of its
+      line. The answer is the rest of this line, or the next block of text if the line ends there;
+    - a box (``\boxed``);
+    - "Answer:" at the beginning of a line, or "the answer is". The answer is the rest of this line,
+      if it is a single sentence.
 
-    If an answer that is marked in one of the first two ways contains exactly one box, the content
+    If an answer that is marked in another way than by a box contains exactly one box, the content
     of the box is the answer.
 
     Args:
@@ -50,6 +63,8 @@ def marked_answer(words: str) -> tuple[str, str] | None:
         In this case the first text is the whole text with the box replaced by its content, or "" if
         there is no word besides the box.
     """
+    if (stored := _answer_in_json(words)) is not None:
+        return "", stored
     tagged = _tagged(words)
     if tagged:
         opening, closing = tagged
@@ -61,13 +76,35 @@ def marked_answer(words: str) -> tuple[str, str] | None:
             return words[: mark.start()].strip(), answer
     boxed = parse_boxed(words)
     if not boxed:
-        return None
+        return _answer_in_sentence(words)
     start = words.rindex(_BOX)
     end = words.index(boxed, start + len(_BOX)) + len(boxed)
     end = words.index("}", end) + 1
     around = words[:start] + words[end:]
     sentence = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
     return sentence.strip(), _without_marks(boxed)
+
+
+def _answer_in_json(words: str) -> str | None:
+    """Returns the answer in a text that is a JSON object; None for any other text."""
+    text = without_fence(words.strip())
+    if not text.startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    values = (value.get(key) for key in _KEYS)
+    return next((str(v).strip() for v in values if isinstance(v, str | int | float)), None)
+
+
+def _answer_in_sentence(words: str) -> tuple[str, str] | None:
+    """Returns the last answer after the words "Answer:" or "the answer is"."""
+    for mark in reversed(list(_SAID.finditer(words))):
+        line = _text_after(words, mark).partition("\n")[0].strip()
+        if re.search(r"\w", line) and not _FURTHER.search(line):
+            return words[: mark.start()].strip(), _unboxed(line.removesuffix("."))
+    return None
 
 
 def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
@@ -88,8 +125,10 @@ def _text_after(words: str, mark: re.Match[str]) -> str:
     A fenced program counts as one block.
     """
     line, _, below = words[mark.end() :].partition("\n")
-    emphasis = _EMPHASIS.search(mark["before"])
-    if emphasis and emphasis[0] not in mark["within"]:  # the emphasis was opened before the mark
+    emphasis = _EMPHASIS.search(mark["before"] or "")
+    if emphasis and emphasis[0] not in (
+        mark["within"] or ""
+    ):  # the emphasis was opened before the mark
         if line.startswith(emphasis[0]):
             line = line.removeprefix(emphasis[0])
         elif line.rstrip().endswith(emphasis[0]):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of, clean
@@ -45,6 +46,8 @@ class Trace:
         metadata: further data from the file, as JSON values by name.
         line: number of the record's line, from 1.
         task: id of the task in the file; "" if the file has none.
+        tagged: whether the calls already have the tags and bodies of this project. Otherwise a call
+            has the name of the tool in the other system, and its arguments as text or JSON.
         usage: numbers of tokens of the run that the file states, with the keys ``prompt`` and
             ``completion``; {} if unknown.
     """
@@ -54,14 +57,15 @@ class Trace:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     line: int = 1
     task: str = ""
+    tagged: bool = False
     usage: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 Found = Trace | Malformed | None
 """What a line completed: a trace; the reason why the trace is invalid; or None for nothing."""
 
-TraceReader = Callable[[Sequence[Line]], Iterator[tuple[Line, Found, bool]]]
-"""A function that reads the lines of a file.
+TraceReader = Callable[[Iterable[Line]], Iterator[tuple[Line, Found, bool]]]
+"""A function that reads the lines of a file, which it receives one by one.
 
 It yields for each line (line, what the line completed, whether the line was used).
 """
@@ -75,7 +79,7 @@ def each_line(read: Callable[[Any], Trace | None]) -> TraceReader:
             that is not a run, and raises `Malformed` for a damaged line.
     """
 
-    def reader(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
+    def reader(lines: Iterable[Line]) -> Iterator[tuple[Line, Found, bool]]:
         for line in lines:
             try:
                 trace = read(decoded(line))
@@ -87,13 +91,109 @@ def each_line(read: Callable[[Any], Trace | None]) -> TraceReader:
     return reader
 
 
+# --- sessions ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Session:
+    """The state of a run that is spread over several lines, while these lines are read.
+
+    Attributes:
+        name: id of the session; "" if the lines name none.
+        begin, end: numbers of the first and the last line of the session.
+        last: number of the last line that belongs to the run.
+        fault: why the session is invalid; "" if it is valid.
+    """
+
+    name: str
+    begin: int = 0
+    end: int = 0
+    last: int = 0
+    fault: str = ""
+
+    def add(self, record: Field) -> bool:
+        """Reads one line of the session; returns whether the line belongs to the run.
+
+        Raises:
+            Malformed: the line violates the format.
+        """
+        raise NotImplementedError
+
+    def trace(self) -> Trace:
+        """Returns the trace of the session.
+
+        Raises:
+            Malformed: the session has no complete run.
+        """
+        raise NotImplementedError
+
+
+def read_sessions(
+    lines: Iterable[Line],
+    session_type: Callable[[str], Session],
+    session_of: Callable[[Field], str | None],
+    whole: Callable[[Field], Trace | None],
+) -> Iterator[tuple[Line, Found, bool]]:
+    """Reads a file in which a run has one line, or several lines with the id of a session.
+
+    If a line of a session is malformed, the whole session is refused, because the content of the
+    line is unknown. A line that is not JSON does not name its session. Therefore every session that
+    has lines before and after this line is refused. If the file names no sessions, all its lines
+    belong to one session. Whole runs are yielded at once, sessions at the end of the file.
+
+    Args:
+        lines: lines of the file.
+        session_type: class of the sessions, which is called with the name of the session.
+        session_of: function that returns the session of a line; None if the line is a whole run.
+        whole: function that converts a line that is a whole run; None if the line has no run.
+    """
+    sessions: dict[str, Session] = {}
+    numbers: list[tuple[int, str]] = []  # of the lines that belong to sessions
+    broken: list[int] = []
+    for line in lines:
+        session = None
+        if isinstance(line.value, Malformed):
+            broken.append(line.number)
+        try:
+            record = Field(decoded(line))
+            name = session_of(record)
+            if name is None:
+                trace = whole(record)
+                yield line, trace, trace is not None
+                continue
+            session = sessions.setdefault(name, session_type(name))
+            session.begin = session.begin or line.number
+            session.end = line.number
+            used = session.add(record)
+        except (Malformed, RecursionError) as error:
+            if session is not None:
+                session.fault = session.fault or f"line {line.number} of the session is malformed"
+            yield line, Malformed(str(error)), False
+            continue
+        if used:
+            session.last = line.number
+            numbers.append((line.number, name))
+        else:
+            yield line, None, False
+    for number in broken:
+        for session in sessions.values():
+            if (len(sessions) == 1 and not session.name) or session.begin < number < session.end:
+                session.fault = session.fault or f"line {number} may belong to the session"
+    ends: dict[str, Trace | Malformed] = {}
+    for name, session in sessions.items():
+        try:
+            ends[name] = Malformed(session.fault) if session.fault else session.trace()
+        except (Malformed, RecursionError) as error:
+            ends[name] = Malformed(str(error))
+    for number, name in numbers:
+        end, line = ends[name], Line(number, None)
+        if isinstance(end, Malformed):
+            yield line, end, False
+        else:
+            yield line, end if sessions[name].last == number else None, True
+
+
 # --- files ---------------------------------------------------------------------------------
-
-
-def decode_lines(data: bytes) -> list[Line]:
-    """Decodes the nonblank lines of a JSONL file; the value of an invalid line is a `Malformed`."""
-    lines = enumerate(data.split(b"\n"), start=1)
-    return [decode_line(line, number) for number, line in lines if line.strip()]
 
 
 def decode_line(data: bytes, number: int = 1) -> Line:
@@ -298,19 +398,22 @@ class Conversation:
         """
         self.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(filter(None, thoughts)))
 
-    def call(self, tag: str, body: str, returned: str, ok: bool = True, thought: str = "") -> None:
+    def call(
+        self, tool: str, arguments: Any, returned: str, ok: bool = True, thought: str = ""
+    ) -> None:
         """Adds a tool call and its result, as two messages.
 
         Args:
-            tag: tag of the tool.
-            body: text between the tags of the call.
+            tool: name of the tool in the other system, which `calls.with_tags` replaces by a tag.
+            arguments: arguments of the call, as text or as another JSON value.
             returned: text of the result.
             ok: whether the call succeeded.
             thought: reasoning before the call; "" for none.
         """
-        agent = agent_of(tag)
-        self.add(Kind.CALL, agent, tag, body, thought)
-        self.add(Kind.OBSERVATION, tag, agent, returned, outcome="ok" if ok else "error")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=repr)
+        agent = agent_of(tool)
+        self.add(Kind.CALL, agent, tool, text, thought)
+        self.add(Kind.OBSERVATION, tool, agent, returned, outcome="ok" if ok else "error")
 
     def answer(self, text: str) -> None:
         """Adds the answer, and thereby ends the run; does nothing if the text is empty."""

@@ -7,12 +7,13 @@ parse.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.distillation.messages import clean
-from coa_jax.distillation.readers.base import Malformed
+from coa_jax.distillation.messages import Kind, Message, agent_of, clean
+from coa_jax.distillation.readers.base import Malformed, Trace
 from coa_jax.protocol import format_code, parse_code
 
 _NAMES: Mapping[str, str] = {
@@ -32,6 +33,15 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "code": ("code", "source", "program", "script", "input"),
 }
 """Maps a tag to the possible names of the argument that becomes the body of the tag."""
+
+REQUEST = "request"
+"""Word for which a tool stands that asks another agent, in the setting ``traces.tools``."""
+
+_HANDOFF = "transfer_to_"
+"""Beginning of the names of tools by which LangGraph and the Agents SDK hand a run over.
+
+The result of such a call says nothing.
+"""
 
 _STDIN = ("stdin", "input")
 _HARMLESS = frozenset(
@@ -68,6 +78,48 @@ def _normal_name(name: str) -> str:
 
 
 _SQUASHED = {_normal_name(name): tag for tag, names in _NAMES.items() for name in names.split()}
+
+
+def with_tags(trace: Trace, tools: Mapping[str, str]) -> Trace:
+    """Replaces the names of tools in a trace by tags, and the arguments of calls by bodies.
+
+    A call of a tool that is mapped to `REQUEST` becomes a request to another agent, and its result
+    becomes the report of this agent.
+
+    Args:
+        trace: trace that a reader returned.
+        tools: maps names of tools to tags; other names are replaced as in `tag_of`.
+
+    Raises:
+        Malformed: the arguments of a call cannot be written as the body of the tag.
+    """
+    messages = list[Message]()
+    tool = tag = ""
+    for message in trace.log.messages:
+        if message.kind is Kind.CALL:
+            tool = message.recipient
+            tag = tools.get(tool) or (tool if trace.tagged else tag_of(tool))
+            tag = REQUEST if tool.startswith(_HANDOFF) and tool not in tools else tag
+            if tag == REQUEST:
+                message = dataclasses.replace(
+                    message,
+                    kind=Kind.REQUEST,
+                    sender="manager",
+                    recipient="search",
+                    content=_words(message.content),
+                )
+            elif tool in tools or not trace.tagged:
+                body, sender = body_of(tag, message.content), agent_of(tag)
+                message = dataclasses.replace(message, sender=sender, recipient=tag, content=body)
+        elif message.kind is Kind.OBSERVATION and tag == REQUEST:
+            report = "" if tool.startswith(_HANDOFF) else message.content
+            message = dataclasses.replace(message, kind=Kind.REPORT, content=report, outcome=None)
+        elif message.kind is Kind.OBSERVATION and not trace.tagged:
+            message = dataclasses.replace(message, sender=tag, recipient=agent_of(tag))
+        messages.append(message)
+    return dataclasses.replace(
+        trace, log=dataclasses.replace(trace.log, messages=tuple(messages)), tagged=True
+    )
 
 
 def body_of(tag: str, arguments: Any) -> str:
@@ -132,6 +184,13 @@ def _program(body: str, stdin: str | None) -> str:
     if fenced_stdin is not None or read is None or read[1] is None:
         raise Malformed("a call of code with a standard input that cannot be written in the tag")
     return block
+
+
+def _words(arguments: str) -> str:
+    """Returns the texts in the arguments of a request."""
+    value = _maybe_json(arguments)
+    texts = value.values() if isinstance(value, dict) else [value]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _maybe_json(arguments: str) -> Any:

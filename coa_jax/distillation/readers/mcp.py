@@ -15,7 +15,7 @@ The format lacks:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from coa_jax.distillation.readers.base import (
@@ -24,10 +24,10 @@ from coa_jax.distillation.readers.base import (
     Found,
     Line,
     Malformed,
+    Session,
     Trace,
-    decoded,
+    read_sessions,
 )
-from coa_jax.distillation.readers.calls import body_of, tag_of
 from coa_jax.tools.mcp_tool import result_text
 
 _FACTS: Mapping[str, Callable[[Field], Any]] = {
@@ -39,36 +39,36 @@ _FACTS: Mapping[str, Callable[[Field], Any]] = {
 
 
 @dataclasses.dataclass
-class _Session:
-    """The state of a session while its lines are read.
+class _Session(Session):
+    """The messages of a session.
 
     `facts` holds the values of `_FACTS`. `others` maps the ids of requests that are not tool calls,
-    from the client and from the server, to whether they are still unanswered. `begin` and
-    `end_line` are the numbers of the first and the last line of the session, and `last` is the
-    number of the last line that belongs to the run. `fault` says why the session is invalid.
+    from the client and from the server, to whether they are still unanswered.
     """
 
-    name: str
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    calls: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    calls: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
     returns: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
     others: dict[str, bool] = dataclasses.field(default_factory=dict)
-    begin: int = 0
-    end_line: int = 0
-    last: int = 0
-    fault: str = ""
+
+    def add(self, record: Field) -> bool:
+        """Reads one line; returns whether it belongs to the run."""
+        used = _facts(self, record)
+        if "message" in record.mapping():
+            used = _message(self, record["message"]) or used
+        elif "jsonrpc" in record.mapping():
+            used = _message(self, record) or used
+        return used
 
     def trace(self) -> Trace:
         """Returns the trace of the session: its tool calls in order, each with its result."""
-        if self.fault:
-            raise Malformed(self.fault)
         if not self.facts.get("question"):
             raise Malformed(f"the session {self.name!r} has no question")
         talk = Conversation(self.facts["question"])
-        for identity, (tag, body) in self.calls.items():
+        for identity, (tool, arguments) in self.calls.items():
             if identity not in self.returns:
                 raise Malformed(f"no result of the call {identity}")
-            talk.call(tag, body, *self.returns[identity])
+            talk.call(tool, arguments, *self.returns[identity])
         talk.answer(self.facts.get("answer", ""))
         return Trace(talk.finish(self.name), self.facts.get("gold", ()))
 
@@ -97,8 +97,8 @@ def _message(session: _Session, message: Field) -> bool:
         params = message["params"]
         if identity in session.calls:
             raise Malformed(f"two calls with the id {identity}")
-        tag = tag_of(params["name"].text())
-        session.calls[identity] = tag, body_of(tag, params.get("arguments").value or {})
+        arguments = params.get("arguments").value
+        session.calls[identity] = params["name"].text(), arguments or {}
         return True
     if "method" in message.mapping():
         session.others[identity] = True
@@ -151,55 +151,22 @@ def _session_trace(record: Field) -> Trace:
     return session.trace()
 
 
-def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
-    """Converts the sessions in the lines of a file to traces, see `readers.base.TraceReader`.
-
-    If a line of a session is malformed, the reader refuses the whole session, because the content
-    of the line is unknown. A line that is not JSON does not name its session. Therefore the reader
-    refuses every session that has lines before and after this line. If the file names no sessions,
-    all its lines belong to one session.
-    """
-    sessions: dict[str, _Session] = {}
-    entries = [(line, *_read_line(sessions, line)) for line in lines]
-    for line in lines:
-        if isinstance(line.value, Malformed):
-            for session in sessions.values():
-                alone = len(sessions) == 1 and not session.name
-                if alone or session.begin < line.number < session.end_line:
-                    session.fault = session.fault or f"line {line.number} may belong to the session"
-    ends: dict[str, Trace | Malformed] = {}
-    for name, session in sessions.items():
-        try:
-            ends[name] = session.trace()
-        except Malformed as error:
-            ends[name] = error
-    for line, session_name, trace, used in entries:
-        if session_name is None or not used:
-            yield line, trace, used
-        elif isinstance(end := ends[session_name], Malformed):
-            yield line, end, False
-        else:
-            yield line, end if sessions[session_name].last == line.number else None, True
+def is_record(value: Any) -> bool:
+    """Returns whether a JSON value is a message of JSON-RPC, or holds such messages."""
+    if not isinstance(value, dict):
+        return False
+    held = value.get("messages")
+    inner = held[0] if isinstance(held, list) and held else value.get("message")
+    return "jsonrpc" in value or (isinstance(inner, dict) and "jsonrpc" in inner)
 
 
-def _read_line(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
-    """Reads one line; returns (name of its session, what it completed, whether it was used)."""
-    session = None
-    try:
-        record = Field(decoded(line))
-        if "messages" in record.mapping():
-            return None, _session_trace(record), True
-        name = record.get("session").scalar() if "session" in record.mapping() else ""
-        session = sessions.setdefault(name, _Session(name, begin=line.number))
-        session.end_line = line.number
-        used = _facts(session, record)
-        if "message" in record.mapping():
-            used = _message(session, record["message"]) or used
-        elif "jsonrpc" in record.mapping():
-            used = _message(session, record) or used
-    except (Malformed, RecursionError) as error:
-        if session is not None:
-            session.fault = session.fault or f"line {line.number} of the session is malformed"
-        return None, Malformed(str(error)), False
-    session.last = line.number if used else session.last
-    return name, None, used
+def _session_of(record: Field) -> str | None:
+    value = record.mapping()
+    if "messages" in value:
+        return None
+    return record["session"].scalar() if "session" in value else ""
+
+
+def read(lines: Iterable[Line]) -> Iterator[tuple[Line, Found, bool]]:
+    """Converts the sessions in the lines of a file to traces, see `readers.base.read_sessions`."""
+    return read_sessions(lines, _Session, _session_of, _session_trace)

@@ -30,7 +30,7 @@ from typing import Any
 from coa_jax.distillation.messages import Kind, clean
 from coa_jax.distillation.readers import programs
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed, Trace
-from coa_jax.distillation.readers.calls import body_of, tag_of
+from coa_jax.distillation.readers.calls import tag_of
 from coa_jax.distillation.readers.programs import StepProgram
 
 AGENT = "search_agent"
@@ -39,6 +39,15 @@ _Run = tuple[str, Field]
 
 _KNOWN_STEPS = ("task", "planning", "action", "unknown")
 _KEPT = ("agent_name", "parsing_error", "iteration_limit_exceeded", "task")
+
+
+def is_result(value: Any) -> bool:
+    """Returns whether a JSON value is a result of OAgents."""
+    steps = value.get("intermediate_steps") if isinstance(value, dict) else None
+    return isinstance(steps, list) and (
+        "search_agent_actions" in value
+        or any(isinstance(step, dict) and "step_type" in step for step in steps)
+    )
 
 
 def read_result(record: Any) -> Trace:
@@ -122,9 +131,8 @@ def _delegation(talk: Conversation, thought: str, runs: Sequence[_Run]) -> None:
         for call in run["tool_calls"].items(f"{run}, call"):
             name = call["name"].text()
             if name != "final_answer":
-                returned, tag = call.get("observation"), tag_of(name)
-                body = body_of(tag, call["args"].value)
-                talk.call(tag, body, returned.optional_text(), ok=bool(returned))
+                returned = call.get("observation")
+                talk.call(name, call["args"].value, returned.optional_text(), ok=bool(returned))
         talk.say(run.get("answer").optional_scalar())
 
 

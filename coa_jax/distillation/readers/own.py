@@ -15,6 +15,12 @@ from coa_jax.distillation.readers.base import Field, Malformed, Trace
 from coa_jax.files import untrusted
 
 
+def is_log(value: Any) -> bool:
+    """Returns whether a JSON value is a message log of this project, or the head of a journal."""
+    keys = value.keys() if isinstance(value, dict) else set()
+    return keys == {"journal"} or {"episode", "ending", "messages"} <= keys
+
+
 def read_log(record: Any) -> Trace | None:
     """Converts a message log of this project (the JSON object of one line) to a trace.
 
@@ -29,4 +35,4 @@ def read_log(record: Any) -> Trace | None:
         raise Malformed(untrusted.reason(error)) from error
     if log.messages[0].kind is not Kind.QUESTION:
         raise Malformed("the first message is not the question")
-    return Trace(log, fields.get("gold").answers())
+    return Trace(log, fields.get("gold").answers(), tagged=True)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed
-from coa_jax.distillation.readers.calls import body_of, is_tool, tag_of
+from coa_jax.distillation.readers.calls import is_tool
 from coa_jax.protocol import format_code
 
 _GLUE = frozenset({"print", "final_answer", "str", "repr", "len", "format"})
@@ -176,16 +176,16 @@ def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) ->
 
     Raises:
         Malformed: the program uses a name that no program defined, such as a tool or an agent, and
-            it is not a single call of a known tool.
+            it is not a single call of a tool.
     """
     seen, error = outcome_of(step)
     tool = _tool_call(program, error, str(step))
     if tool is None and not program.computes:
         talk.say(thought)
         return
-    name, body = tool or ("code", format_code(importing(program).strip("\n")))
+    name, arguments = tool or ("code", format_code(importing(program).strip("\n")))
     returned = _call_result(seen, program.prints) if tool else seen
-    talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
+    talk.call(name, arguments, "\n".join(filter(None, (returned, error))), not error, thought)
 
 
 def importing(program: StepProgram) -> str:
@@ -195,8 +195,8 @@ def importing(program: StepProgram) -> str:
     return f"from math import {', '.join(program.maths)}\n{program.source.lstrip()}"
 
 
-def _tool_call(program: StepProgram, error: str, where: str) -> tuple[str, str] | None:
-    """Returns (tag, body) of the tool that a program calls; None if it calls no tool.
+def _tool_call(program: StepProgram, error: str, where: str) -> tuple[str, Any] | None:
+    """Returns (name, arguments) of the tool that a program calls; None if it calls no tool.
 
     Args:
         program: analysis of the program.
@@ -209,14 +209,12 @@ def _tool_call(program: StepProgram, error: str, where: str) -> tuple[str, str] 
     unknown = [n for n in program.unknown if not (n in error and _UNDEFINED.search(error))]
     if not unknown:
         return None
-    if program.call is None or not is_tool(program.call[0]):
+    if program.call is None:
         raise Malformed(
             f"{where} uses {unknown[0]!r}, a tool or agent whose call the file lacks, or a value "
             "that no program made"
         )
-    name, arguments = program.call
-    tag = tag_of(name)
-    return tag, body_of(tag, arguments)
+    return program.call
 
 
 def _call_result(observation: str, prints: bool) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 from coa_jax.distillation.readers import programs
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed, Trace, total_usage
-from coa_jax.distillation.readers.calls import body_of, tag_of
+from coa_jax.distillation.readers.calls import tag_of
 from coa_jax.distillation.readers.programs import StepProgram
 
 _Call = tuple[str, Field]
@@ -68,6 +68,14 @@ def read_run(record: Any) -> Trace:
     log = talk.finish(fields.get("task_id").optional_scalar(), fields.get("error").optional_text())
     metadata = {"state": state} if isinstance(state, str) else {}
     return Trace(log, fields.get("gold").answers(), metadata, usage=usage)
+
+
+def is_record(value: Any) -> bool:
+    """Returns whether a JSON value has the steps of a run of smolagents."""
+    steps = value.get("steps") if isinstance(value, dict) else value
+    return isinstance(steps, list) and any(
+        isinstance(step, dict) and "step_number" in step for step in steps
+    )
 
 
 def is_run(value: Sequence[Any]) -> bool:
@@ -162,12 +170,13 @@ def _tools(
         _delegations(talk, step, agent_calls, runs)
         return
     for name, field in calls:
-        tag, arguments = tag_of(name), field.value
-        if tag == "code" and isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
-            program = programs.examine(arguments["code"], ())
+        arguments = field.value
+        source = arguments.get("code") if isinstance(arguments, dict) else None
+        if tag_of(name) == "code" and isinstance(source, str):
+            program = programs.examine(source, ())
             arguments = {**arguments, "code": programs.importing(program)}
         returned = "\n".join(filter(None, (seen, error)))
-        talk.call(tag, body_of(tag, arguments), returned, not error, thought)
+        talk.call(name, arguments, returned, not error, thought)
     if not calls:
         talk.say(thought)
 

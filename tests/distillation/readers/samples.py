@@ -6,6 +6,7 @@ import itertools
 import json
 
 from coa_jax.distillation.messages import Kind
+from coa_jax.distillation.readers import TraceFile
 
 PLAN_PREFACE = "Here is the plan of action that I will follow to solve the task:\n```\n"
 FACTS_PREFACE = "Here are the facts that I know so far:\n```\n"
@@ -135,6 +136,11 @@ def product(**changes):
     ]
     question = "What is 17 times 23?"
     return {**result(question, steps, 391, "391", {}), "task_id": "two", **changes}
+
+
+def read_traces(path, form, **rest):
+    file = TraceFile(path, form, **rest)
+    return list(file), file.report
 
 
 def file_of(*records):

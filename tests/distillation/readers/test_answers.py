@@ -32,6 +32,13 @@ PROGRAM = "```python\na = 1\n\nprint(a)\n```"
         ("<answer>**Paris**</answer>\nFinal answer: Lyon", "Paris"),
         ("<answer></answer>", ""),
         ("<answer>a</answer> or <Answer>b</ANSWER> <answer>", "b"),
+        ("The answer is in the page. Final answer: Porto", "Porto"),
+        ("It is clear! **Final answer:** Porto", "Porto"),
+        ("**Answer:** Porto", "Porto"),
+        ("I found it. The answer is Porto.", "Porto"),
+        ("So the answer is: **Porto**", "Porto"),
+        ('{"answer": "Porto", "confidence": 0.9}', "Porto"),
+        ('```json\n{"final_answer": 42}\n```', "42"),
         ("So $x = \\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
     ],
 )
@@ -46,7 +53,19 @@ def test_what_stands_before_an_answer_is_the_way_to_it():
     assert marked_answer("$\\boxed{42}$.") == ("", "42")
 
 
-@pytest.mark.parametrize("words", ["Paris", "It is my final answer", "\\boxed{", "\\boxed{}", ""])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Paris",
+        "It is my final answer",
+        "The answer is in it. Look!",
+        "An answer is Lima",
+        "[1, 2]",
+        "\\boxed{",
+        "\\boxed{}",
+        "",
+    ],
+)
 def test_where_no_answer_is_marked_there_is_none(words):
     assert marked_answer(words) is None
 

@@ -7,11 +7,11 @@ from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.arrange import Unconvertible, trajectory_of
 from coa_jax.distillation.journal import open_journal
 from coa_jax.distillation.messages import to_json
-from coa_jax.distillation.readers import READERS, read_traces
+from coa_jax.distillation.readers import READERS
 from coa_jax.distillation.readers.calls import body_of, tag_of
 from coa_jax.errors import UserError
 from tests.distillation.logs import INVENTING, log_of
-from tests.distillation.readers.samples import calls_of, file_of, reasons, step
+from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons, step
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ CHAT = [
 
 def test_parallel_calls_of_a_chat_come_one_after_the_other_with_their_results(read):
     usage = {"prompt_tokens": 50, "completion_tokens": 9, "total_tokens": 59}
-    (trace,), report = read("openai", {"id": 3, "messages": CHAT, "gold": "Lima", "usage": usage})
+    (trace,), report = read("chat", {"id": 3, "messages": CHAT, "gold": "Lima", "usage": usage})
     assert report["problems"] == []
     assert calls_of(trace) == [
         ("web_search", "Peru capital", "Lima", "ok"),
@@ -71,7 +71,7 @@ def test_parallel_calls_of_a_chat_come_one_after_the_other_with_their_results(re
 
 def test_a_request_with_its_response_is_a_conversation(read):
     response = {"choices": [{"message": CHAT[-1]}]}
-    (trace,), _ = read("openai", {"request": {"messages": CHAT[:-1]}, "response": response})
+    (trace,), _ = read("chat", {"request": {"messages": CHAT[:-1]}, "response": response})
     assert trace.log.answer == "Lima"
 
 
@@ -87,7 +87,7 @@ def test_the_old_function_calls_are_read(read):
         {"role": "function", "name": "search", "content": "Lima"},
         {"role": "assistant", "content": "<answer> Lima </answer>"},
     ]
-    (trace,), _ = read("openai", {"messages": messages})
+    (trace,), _ = read("chat", {"messages": messages})
     assert calls_of(trace) == [("web_search", "Peru", "Lima", "ok")]
     assert trace.log.answer == "Lima"
 
@@ -105,12 +105,12 @@ def test_the_old_function_calls_are_read(read):
     ],
 )
 def test_a_malformed_chat_is_named(read, messages, reason):
-    _, report = read("openai", {"messages": messages})
+    _, report = read("chat", {"messages": messages})
     assert reason in report["problems"][0]["reason"]
 
 
 def test_a_conversation_that_breaks_off_has_no_answer(read):
-    (trace,), _ = read("openai", {"messages": CHAT[:5]})
+    (trace,), _ = read("chat", {"messages": CHAT[:5]})
     with pytest.raises(Unconvertible, match="the file contains no final answer"):
         trajectory_of(trace, "web", INVENTING)
 
@@ -281,8 +281,8 @@ def test_parallel_calls_with_one_observation_are_refused(read):
 def test_a_managed_agent_whose_steps_are_not_there_is_refused(read):
     ask = step(1, [("python_interpreter", "print(helper('x'))")], "Execution logs:\nA")
     record = {"question": "Q?", "steps": [ask], "answer": "A", "managed_runs": []}
-    _, report = read("smolagents", record)
-    assert "step 1 uses 'helper', a tool or agent whose call the file lacks" in reasons(report)
+    (trace,), _ = read("smolagents", record)
+    assert calls_of(trace) == [("helper", "x", "A", "ok")]  # the user says what helper is
     run = {"agent": "helper", "task": "x", "caller_step": 2, "steps": [], "answer": "A"}
     _, report = read("smolagents", {**record, "managed_runs": [run]})
     assert "step 1 asks a managed agent whose run is not in the file" in reasons(report)
@@ -347,19 +347,19 @@ def test_lines_in_a_file_that_is_called_json_are_read(tmp_path):
     path = tmp_path / "log.json"
     rows = file_of({"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT})
     path.write_bytes(rows)
-    assert read_traces(path, "openai")[1]["used"] == 3
+    assert read_traces(path, "chat")[1]["used"] == 3
     path.write_bytes(rows[9:])  # the first line is damaged
-    report = read_traces(path, "openai")[1]
+    report = read_traces(path, "chat")[1]
     assert (report["used"], [problem["line"] for problem in report["problems"]]) == (2, [1])
     path.write_bytes(json.dumps({"messages": CHAT}, indent=1).encode()[:-9])
-    report = read_traces(path, "openai")[1]
+    report = read_traces(path, "chat")[1]
     assert (report["records"], len(report["problems"])) == (1, 1)
 
 
 def test_a_list_of_records_is_read_as_records(tmp_path):
     path = tmp_path / "log.json"
     path.write_text(json.dumps([{"messages": CHAT}, 3, {"messages": CHAT}]))
-    traces, report = read_traces(path, "openai")
+    traces, report = read_traces(path, "chat")
     assert [trace.line for trace in traces] == [1, 3]
     assert (report["records"], [problem["line"] for problem in report["problems"]]) == (3, [2])
     for runs in ([{"steps": STEPS}] * 2, [STEPS] * 2):
@@ -371,7 +371,7 @@ def test_a_list_of_records_is_read_as_records(tmp_path):
 
 
 def test_a_name_that_looks_like_ours_is_not_given_twice(read):
-    traces, _ = read("openai", *({"id": i, "messages": CHAT} for i in ("a@4", "b", "a", "a")))
+    traces, _ = read("chat", *({"id": i, "messages": CHAT} for i in ("a@4", "b", "a", "a")))
     assert [trace.log.episode for trace in traces] == ["a@4", "b", "a", "a@4#2"]
     assert [trace.task for trace in traces] == ["a@4", "b", "a", "a"]
 
@@ -382,7 +382,7 @@ def test_a_name_that_looks_like_ours_is_not_given_twice(read):
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_traces(tmp_path / "none.jsonl", "oagents")
-    with pytest.raises(UserError, match="there are mcp, messages, oagents, openai, smolagents"):
+    with pytest.raises(UserError, match="there are chat, mcp, messages, oagents, smolagents"):
         read_traces(tmp_path, "langchain")
 
 

@@ -8,10 +8,10 @@ import pytest
 from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.arrange import Unconvertible, trajectory_of
 from coa_jax.distillation.messages import to_json
-from coa_jax.distillation.readers import READERS, read_traces
+from coa_jax.distillation.readers import READERS
 from coa_jax.errors import UserError
 from tests.distillation.logs import INVENTING, log_of
-from tests.distillation.readers.samples import file_of, product, tower
+from tests.distillation.readers.samples import file_of, product, read_traces, tower
 from tests.distillation.readers.test_formats import CHAT, SESSION, STEPS, step
 
 MANAGED = {
@@ -31,7 +31,7 @@ RECORDS = {
         {"question": "Q?", "task_id": "t", "gold": ["Lima"], "state": "success", "answer": "Lima",
          "steps": [STEPS[0], STEPS[1], ASKING, STEPS[3]], "managed_runs": [MANAGED]},
     ],
-    "openai": [
+    "chat": [
         {"id": 3, "gold": "Lima", "answer": "Lima", "usage": {"prompt_tokens": 5},
          "messages": CHAT},
         {"request": {"messages": CHAT[:5]}, "response": {"choices": [{"message": CHAT[5]}]}},
@@ -43,7 +43,7 @@ RECORDS = {
     ],
     "messages": [to_json(log_of(*OURS))],
 }  # fmt: skip
-PROTOCOLS = {"oagents": "web", "openai": "web", "mcp": "mhqa"}
+PROTOCOLS = {"oagents": "web", "chat": "web", "mcp": "mhqa"}
 VALUES = (
     *(None, True, -1, 0.5, 10**400, float("nan"), float("inf")),
     *("", " ", "\x00", "\ud800", "\u2028", "</observation>", "<answer>", "score: x", "9" * 5000),
@@ -82,7 +82,7 @@ def damaged(form):
 
 
 FORMS = [
-    form if form == "openai" else pytest.param(form, marks=pytest.mark.slow)
+    form if form == "chat" else pytest.param(form, marks=pytest.mark.slow)
     for form in READERS.names()
 ]
 

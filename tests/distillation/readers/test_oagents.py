@@ -6,7 +6,6 @@ import pytest
 from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.arrange import Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.messages import Kind
-from coa_jax.distillation.readers import read_traces
 from tests.distillation.logs import INVENTING
 from tests.distillation.readers.samples import (
     BORN,
@@ -15,6 +14,7 @@ from tests.distillation.readers.samples import (
     calls_of,
     file_of,
     product,
+    read_traces,
     result,
     search_call,
     tower,

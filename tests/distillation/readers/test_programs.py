@@ -4,11 +4,10 @@ import builtins
 import pytest
 from smolagents.local_python_executor import BASE_PYTHON_TOOLS, LocalPythonExecutor
 
-from coa_jax.distillation.readers import read_traces
 from coa_jax.distillation.readers.programs import examine, split_plan, thought_of
 from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
-from tests.distillation.readers.samples import calls_of, file_of, reasons, step
+from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons, step
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ import pytest
 
 from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.arrange import trajectory_of
-from coa_jax.distillation.readers import read_traces
 from tests.distillation.logs import INVENTING
-from tests.distillation.readers.samples import calls_of, file_of, reasons
+from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons
 
 ASKED = {"role": "user", "content": "What is six times seven?"}
 
@@ -17,7 +16,7 @@ def read(tmp_path):
     def read(*messages, **rest):
         path = tmp_path / "log.jsonl"
         path.write_bytes(file_of({"messages": [ASKED, *messages], **rest}))
-        return read_traces(path, "openai")
+        return read_traces(path, "chat")
 
     return read
 
@@ -98,7 +97,7 @@ def test_id_and_usage_of_a_response_are_those_of_the_run(tmp_path):
     path.write_bytes(
         file_of(record, {**record, "id": "t"}, {**record, "request": {"messages": later}})
     )
-    first, second, third = read_traces(path, "openai")[0]
+    first, second, third = read_traces(path, "chat")[0]
     assert (first.task, first.usage) == ("chatcmpl-1", {"prompt": 100, "completion": 9})
     assert second.task == "t"
     assert third.usage == {}  # the first call's tokens are not in the file

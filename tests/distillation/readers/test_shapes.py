@@ -1,0 +1,234 @@
+"""Messages of other systems in their own shapes.
+
+The files in ``logs/`` were written by langchain-core 1.8.3, langgraph 1.2.24 and openai-agents
+0.24.0, whose model was a script. The other shapes are written down here.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coa_jax.distillation.messages import Kind
+from coa_jax.distillation.readers import TraceFile, guess_format
+from coa_jax.errors import UserError
+from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons
+from tests.distillation.readers.test_hostile import RECORDS
+
+LOGS = Path(__file__).parent / "logs"
+QUESTION, RESULT = "Which city is the second of Portugal?", "Porto is the second city of Portugal."
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in LOGS.iterdir()))
+def test_logs_that_libraries_wrote_are_read_without_a_setting(name):
+    (trace,), report = read_traces(LOGS / name, "")
+    assert (report["format"], report["problems"]) == ("chat", [])
+    assert (trace.log.question, trace.log.answer) == (QUESTION, "Porto")
+    assert calls_of(trace) == [
+        ("search_docs", '{"query": "second city of Portugal"}', RESULT, "ok")
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(*records, **rest):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(file_of(*records))
+        return read_traces(path, "", **rest)
+
+    return read
+
+
+def claude(kind, content, **rest):
+    message = {"role": kind, "content": content}
+    return {"type": kind, "sessionId": "s", "uuid": "u", "message": message, **rest}
+
+
+def codex(kind, **payload):
+    return {"timestamp": "t", "type": kind, "payload": payload}
+
+
+def autogen(source, kind, content):
+    return {"source": source, "type": kind, "content": content, "models_usage": None}
+
+
+USE = {"type": "tool_use", "id": "t1", "name": "Grep", "input": {"pattern": "x"}}
+SEEN = {"type": "tool_result", "tool_use_id": "t1", "content": "Lima", "is_error": True}
+ITEM = {"call_id": "c", "name": "shell", "arguments": '{"command": ["ls"]}'}
+SHAPES = {
+    "a session of Claude Code": (
+        [
+            {"type": "summary", "summary": "x", "leafUuid": "y"},
+            claude("user", "<command-name>/clear</command-name>"),
+            claude("user", "Caveat", isMeta=True),
+            claude("user", "Q?"),
+            claude("assistant", [{"type": "thinking", "thinking": "I look.", "signature": "z"}]),
+            claude("assistant", [USE]),
+            claude("user", [SEEN], toolUseResult={}),
+            claude("assistant", [{"type": "text", "text": "The answer is **Lima**."}]),
+        ],
+        ("Grep", '{"pattern": "x"}', "Lima", "error"),
+    ),
+    "a session of Codex": (
+        [
+            codex("session_meta", id="s", cwd="/w"),
+            codex("response_item", type="message", role="user",
+                  content=[{"type": "input_text", "text": "<environment_context>x"}]),
+            codex("response_item", type="message", role="user",
+                  content=[{"type": "input_text", "text": "Q?"}]),
+            codex("event_msg", type="user_message", message="Q?"),
+            codex("response_item", type="reasoning",
+                  summary=[{"type": "summary_text", "text": "I look."}]),
+            codex("response_item", type="function_call", **ITEM),
+            codex("response_item", type="function_call_output", call_id="c", output="Lima"),
+            codex("response_item", type="message", role="assistant",
+                  content=[{"type": "output_text", "text": "Final answer: Lima"}]),
+        ],
+        ("shell", '{"command": ["ls"]}', "Lima", "ok"),
+    ),
+    "a chat of AutoGen": (
+        [{"messages": [
+            autogen("user", "TextMessage", "Q?"),
+            autogen("researcher", "ToolCallRequestEvent",
+                    [{"id": "1", "name": "find", "arguments": '{"what": "x"}'}]),
+            autogen("researcher", "ToolCallExecutionEvent",
+                    [{"call_id": "1", "content": "Lima", "is_error": False}]),
+            autogen("researcher", "ToolCallSummaryMessage", "Lima"),
+            autogen("writer", "TextMessage", "Final answer: Lima\nTERMINATE"),
+        ]}],
+        ("find", '{"what": "x"}', "Lima", "ok"),
+    ),
+    "steps of an agent executor": (
+        [{"input": "Q?", "output": "Lima", "intermediate_steps": [
+            [{"tool": "find", "tool_input": "x", "log": "I look.\nAction: find"}, "Lima"]]}],
+        ("find", "x", "Lima", "ok"),
+    ),
+    "function calls of ShareGPT": (
+        [{"conversations": [
+            {"from": "human", "value": "Q?"},
+            {"from": "function_call", "value": '{"name": "find", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "Lima"},
+            {"from": "gpt", "value": "Lima"},
+        ]}],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
+    "contents of Gemini": (
+        [{"contents": [
+            {"role": "user", "parts": [{"text": "Q?"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "find", "args": {"a": 1}}}]},
+            {"role": "user", "parts": [{"functionResponse": {"response": {"r": "Lima"}}}]},
+            {"role": "model", "parts": [{"text": "Lima"}]},
+        ]}],
+        ("find", '{"a": 1}', '{"r": "Lima"}', "ok"),
+    ),
+    "steps of a program": (
+        [{"question": "Q?", "expected": "Lima", "final_answer": "Lima", "steps": [
+            {"agent": "worker", "thought": "I look.", "tool": "find", "input": {"a": 1},
+             "output": "Lima"}]}],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
+    "events of a program, a line each": (
+        [
+            {"run": 1, "event": "start", "question": "Q?", "expected": "Lima"},
+            {"run": 1, "event": "call", "agent": "worker", "tool": "find", "args": {"a": 1}},
+            {"run": 1, "event": "tool_result", "tool": "find", "output": "Lima"},
+            {"run": 1, "event": "end", "answer": "Lima"},
+        ],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_of_another_shape_is_read_without_a_setting(read, shape):
+    records, call = SHAPES[shape]
+    (trace,), report = read(*records)
+    assert report["problems"] == []
+    assert (trace.log.question, trace.log.answer, calls_of(trace)) == ("Q?", "Lima", [call])
+
+
+def test_what_agents_are_called_says_what_their_words_are(read):
+    said = [
+        ("user", "Q?"),
+        ("planner", "1. Look."),
+        ("critic", "It holds."),
+        ("planetary", "I wait."),
+        ("writer", "Final answer: Lima"),
+    ]
+    (trace,), _ = read({"messages": [autogen(who, "TextMessage", what) for who, what in said]})
+    kinds = [(message.kind, message.content) for message in trace.log.messages[1:]]
+    assert kinds == [
+        (Kind.PLAN, "1. Look."),
+        (Kind.REFLECTION, "It holds."),
+        (Kind.REPORT, "I wait."),
+        (Kind.ANSWER, "Lima"),
+    ]
+
+
+USER = {"role": "user", "content": "Q?"}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"input": [USER], "output": [{"type": "web_search_call", "action": {}}]},
+         "a web_search_call, ran at the provider: the log lacks its result"),
+        ({"messages": [USER, {"type": "ai", "content": "", "invalid_tool_calls": [{}]}]},
+         "has a call whose arguments are not JSON"),
+        ({"object": "trace.span", "trace_id": "t", "span_data": {"type": "response"}},
+         "no span of the type 'generation'"),
+        ({"agent": {"messages": [{"type": "ai", "content": "Lima"}]}}, "so no question"),
+        ({"messages": [USER, {"role": "assistant", "content": "Hi"}, USER]},
+         "a second message of the role 'user'"),
+    ],
+)  # fmt: skip
+def test_a_run_that_lacks_something_is_refused_in_one_line(read, record, reason):
+    traces, report = read(record)
+    assert traces == []
+    assert reason in reasons(report)
+
+
+def test_a_file_of_no_known_format_is_the_users_mistake(read):
+    with pytest.raises(UserError, match="its first record has the keys: a, b; name the format"):
+        read({"a": 1, "b": {"c": []}})
+
+
+@pytest.mark.parametrize("form", RECORDS)
+def test_the_format_of_every_record_is_guessed(form):
+    assert [guess_format([record]) for record in RECORDS[form][:2]] == [form] * len(
+        RECORDS[form][:2]
+    )
+
+
+def test_a_tool_is_what_the_setting_says(read):
+    messages = [
+        USER,
+        *called("search_docs", {"query": "x"}),
+        *called("lookup", {"key": 3}),
+        *called("transfer_to_worker", {}),
+        *called("ask_expert", {"task": "Find it."}),
+        {"role": "assistant", "content": "Lima"},
+    ]
+    tags = {"search_docs": "wiki_search", "lookup": "my_lookup", "ask_expert": "request"}
+    (trace,), _ = read({"messages": messages}, tools=tags)
+    assert trace.log.calls == (("wiki_search", "x"), ("my_lookup", '{"key": 3}'))
+    asked = [m.content for m in trace.log.messages if m.kind is Kind.REQUEST]
+    assert asked == ["", "Find it."]
+    assert [m.content for m in trace.log.messages if m.kind is Kind.REPORT] == ["", "seen"]
+
+
+def called(name, arguments):
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": name, "function": function}]},
+        {"role": "tool", "tool_call_id": name, "content": "seen"},
+    ]
+
+
+def test_a_file_is_read_line_by_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    row = {"messages": [USER, {"role": "assistant", "content": "Lima"}]}
+    path.write_bytes(file_of(*[row] * 500))
+    file = TraceFile(path)
+    next(iter(file))
+    assert file.report["records"] < 100
