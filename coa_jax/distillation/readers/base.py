@@ -165,10 +165,10 @@ def read_sessions(
             session.begin = session.begin or line.number
             session.end = line.number
             used = session.add(record)
-        except (Malformed, RecursionError) as error:
+        except untrusted.MALFORMED as error:
             if session is not None:
                 session.fault = session.fault or f"line {line.number} of the session is malformed"
-            yield line, Malformed(str(error)), False
+            yield line, Malformed(untrusted.reason(error)), False
             continue
         if used:
             session.last = line.number
@@ -183,8 +183,8 @@ def read_sessions(
     for name, session in sessions.items():
         try:
             ends[name] = Malformed(session.fault) if session.fault else session.trace()
-        except (Malformed, RecursionError) as error:
-            ends[name] = Malformed(str(error))
+        except untrusted.MALFORMED as error:
+            ends[name] = Malformed(untrusted.reason(error))
     for number, name in numbers:
         end, line = ends[name], Line(number, None)
         if isinstance(end, Malformed):
