@@ -32,6 +32,7 @@ from coa_jax.files import durable, jsonl
 from coa_jax.model.api import load_weights
 from coa_jax.model.export import save_model
 from coa_jax.model.policy import Model
+from coa_jax.protocol import find_protocols
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, protocol_of
 from coa_jax.rollout.environments.base import tags_of
@@ -39,7 +40,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
-from coa_jax.storage import run_folder
+from coa_jax.storage import is_url, run_folder
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.question_rows import tasks_of_rows
 from coa_jax.tools.base import Tool
@@ -472,6 +473,8 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     # Tools are created before the tasks are loaded because tasks may name a protocol that a tool
     # defines. An agent program has its own tools.
     live = [] if config.agent else make_tools(config.tools, tags)
+    if not config.endpoint and not is_url(str(config.model)):
+        find_protocols(config.model)  # of which the tasks may name one
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
     for setting in ("store", "budgets"):  # neither group affects the answers

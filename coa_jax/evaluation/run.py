@@ -22,7 +22,7 @@ from coa_jax.evaluation.sample import Key, Measured, Sample, digest, measured
 from coa_jax.evaluation.scaling import choose, pick_name, scaling
 from coa_jax.files import durable
 from coa_jax.model.api import load_model
-from coa_jax.protocol import Prompt, find_protocols
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.endpoint import PolicyEndpoint
 from coa_jax.rollout.environments.base import tags_of
@@ -263,7 +263,6 @@ def evaluate_model(
         model = Path(local(str(model))) if is_url(str(model)) else model_folder(model)
         name = f"{model.name} {weights_name(str(model))}"
         prompt = load_prompt(config.rollout.prompt_style, model)
-        find_protocols(model)  # of which the tasks may name one
     warn_of_tools(tools, tasks)
     tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     load = functools.partial(load_sampler, lambda: load_model(model), config, tools, tasks)

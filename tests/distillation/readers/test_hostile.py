@@ -139,7 +139,6 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_record(tmp_path):
 def test_what_is_no_file_of_records_is_the_users_mistake(tmp_path):
     path = tmp_path / "results.jsonl.gz"
     path.write_bytes(gzip.compress(file_of(tower())))
-    with pytest.raises(UserError, match="is compressed; unpack it with gunzip first"):
-        read_traces(path, "oagents")
+    assert read_traces(path, "oagents")[1]["used"] == 1
     with pytest.raises(UserError, match="cannot be read: it is a directory"):
         read_traces(tmp_path, "oagents")
