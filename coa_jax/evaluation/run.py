@@ -255,6 +255,8 @@ def evaluate_model(
         tools: live tools.
         tool_settings: settings of the tools, on which the samples depend.
     """
+    warn_of_tools(tools, tasks)
+    tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     if config.endpoint:
         name = f"{config.endpoint.model} (endpoint)"
         prompt = load_prompt(config.rollout.prompt_style)
@@ -263,8 +265,6 @@ def evaluate_model(
         model = Path(local(str(model))) if is_url(str(model)) else model_folder(model)
         name = f"{model.name} {weights_name(str(model))}"
         prompt = load_prompt(config.rollout.prompt_style, model)
-    warn_of_tools(tools, tasks)
-    tasks = with_level(tasks, config.rollout.level, config.rollout.format)
     load = functools.partial(load_sampler, lambda: load_model(model), config, tools, tasks)
     about = settings(config, name, tool_settings, prompt)
     return evaluate(load, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)

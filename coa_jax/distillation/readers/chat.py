@@ -291,8 +291,8 @@ def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]
         is_final = tool.lower().replace("_", "") == "finalanswer"
         if not waiting[identity] and not is_final:
             raise Malformed(f"no result of the call {identity!r}")
-        result = waiting[identity].pop(0) if waiting[identity] else None
-        returned.append(None if is_final else result)
+        seen = waiting[identity].pop(0) if waiting[identity] else None
+        returned.append(None if is_final else seen)
     return returned
 
 
