@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         format_valid,
         read_trajectories,
     )
+    from coa_jax.data.verdicts import failure_of, verdict_of
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
     from coa_jax.distillation.readers import Malformed
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from coa_jax.model.policy import Model
     from coa_jax.model.tokenizer import load_tokenizer
     from coa_jax.protocol import Format, get_protocol, render_prompt
-    from coa_jax.report.notebook import failure_of, show, show_tokens, table
+    from coa_jax.report.notebook import show, show_tokens, table
     from coa_jax.report.run import read_run
-    from coa_jax.report.traces import verdict_of
     from coa_jax.rollout.agent import Agent
     from coa_jax.rollout.environments import Step, Turn
     from coa_jax.rollout.request import RolloutConfig
@@ -77,6 +77,7 @@ _HOMES = {
         "format_valid",
         "read_trajectories",
     ),
+    "coa_jax.data.verdicts": ("failure_of", "verdict_of"),
     "coa_jax.demo.debug_files": ("make_debug_files",),
     "coa_jax.demo.untrained": ("create_policy",),
     "coa_jax.distillation.readers": ("Malformed",),
@@ -95,13 +96,11 @@ _HOMES = {
         "render_prompt",
     ),
     "coa_jax.report.notebook": (
-        "failure_of",
         "show",
         "show_tokens",
         "table",
     ),
     "coa_jax.report.run": ("read_run",),
-    "coa_jax.report.traces": ("verdict_of",),
     "coa_jax.rollout.agent": ("Agent",),
     "coa_jax.rollout.environments": (
         "Step",

@@ -3,12 +3,14 @@
     coa-jax compare runs/a runs/b
     coa-jax compare runs/a/evaluate/sft/results.json runs/a/evaluate/rl/results.json
 
-The arguments are two run directories or two result files. For every stage that both runs evaluated,
+The arguments are two run directories, two result files, or two files or folders of trajectories,
+which may be ATIF documents of any agents (docs/data.md). For every stage that both runs evaluated,
 the command prints the difference of pass@1 with a paired confidence interval and a paired test. If
 the runs have no stage in common, it compares the last stage of each run. For two run directories it
 also writes a page, by default to ``report/compare.html`` in the second directory. The page shows
 the settings that differ, the curves of both runs in the same charts, and trajectories of the same
-questions side by side.
+questions side by side. For trajectories, the command also prints the reasons of failure, and writes
+the page if ``--page`` names a file for it. Documents without a task id are paired by question.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from typing import Any
 
 from absl import flags
 
+from coa_jax.data.atif import is_atif
+from coa_jax.data.rows import open_rows
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import compare, differing, load, text
 from coa_jax.files import durable
 from coa_jax.report.page import save_page
-from coa_jax.report.pair import PairedEvaluation, pair_page
-from coa_jax.report.run import read_run
+from coa_jax.report.pair import PairedEvaluation, outcome_of_traces, pair_page
+from coa_jax.report.run import Run, is_run, read_run
 from coa_jax.report.traces import stage_rank
 from coa_jax.run.command import run_main
 from coa_jax.storage import is_url, output, visited, with_urls
@@ -99,6 +103,48 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
     return {result.a["stage"]: dict(result.comparison) for _, result in results}
 
 
+def compare_traces(a: Path, b: Path, page: str) -> dict[str, Any]:
+    """Compares the trajectories at two places, prints the results, and writes the page.
+
+    Args:
+        a, b: files or folders of trajectories or of ATIF documents.
+        page: file for the page; "" for no page.
+
+    Returns:
+        The comparison; {} if no task has graded trajectories at both places.
+    """
+    first, second = outcome_of_traces(a), outcome_of_traces(b)
+    for letter, outcome in (("A", first), ("B", second)):
+        total = sum(len(task["samples"]) for task in outcome["tasks"])
+        counts = [f"{number:,} {text}" for text, number in outcome["reasons"].items()]
+        failed = f"; failed: {', '.join(counts)}" if counts else ""
+        print(f"{letter} {outcome['stage']}: {total:,} trajectories{failed}")
+    results = compared({"": first}, {"": second})
+    for summary, _ in results:
+        print(summary)
+    if page:
+        with output(page) as path:
+            sides = [Run(place, {}, {}, []) for place in (a, b)]
+            evaluations = [result for _, result in results]
+            save_page(path, pair_page(*sides, evaluations, (first, second)))
+            print(f"report -> {page}")
+    return dict(results[0][1].comparison) if results else {}
+
+
+def _are_traces(place: str) -> bool:
+    """Returns whether a place has trajectories, and is neither a run nor a result file."""
+    path = Path(place)
+    if path.is_dir():
+        return not is_run(path) and any(path.rglob("trajectory.json"))
+    if not path.name.endswith(".json"):
+        return path.is_file()
+    try:
+        value = next(iter(open_rows(path))).value
+    except (UserError, StopIteration):  # `load` says what is wrong
+        return False
+    return is_atif(value) or "tokens" in value
+
+
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax compare``."""
     flags.DEFINE_string("out", "", "file for the comparison as JSON")
@@ -109,7 +155,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
     """Compares two runs or two result files.
 
     Args:
-        places: two run directories or two result files.
+        places: two run directories, two result files, or two files or folders of trajectories.
         out: file to which the comparison is written as JSON; "" for no file.
         page: file for the page that compares two runs; "" for ``report/compare.html`` in the second
             run directory.
@@ -120,12 +166,17 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
     if len(places) != 2:
         raise UserError("give two runs or two result files: coa-jax compare runs/a runs/b")
     a, b = places
+    with_traces = [not is_url(place) and _are_traces(place) for place in places]
     for name, target in (("out", out), ("page", page)):
         path = Path(target)
         if target and not is_url(target) and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"--{name}={target}: give a file in a directory that exists")
     of_files = [source.endswith(".json") for source in (a, b)]
-    if any(of_files):
+    if any(with_traces):
+        if not all(with_traces):
+            raise UserError("give two places with trajectories, not one of them and another place")
+        value: dict[str, Any] = compare_traces(Path(a), Path(b), page)
+    elif any(of_files):
         if not all(of_files):
             raise UserError("give two runs or two result files, not one of each")
         if page:
@@ -133,7 +184,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
         first, second = load(a), load(b)
         comparison = compare(first, second)
         print(text(first, second, comparison))
-        value: dict[str, Any] = dataclasses.asdict(comparison)
+        value = dataclasses.asdict(comparison)
     else:
         value = {"stages": compare_runs(a, b, page)}
     if out:

@@ -7,11 +7,14 @@ this row is not safe to train on.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from coa_jax.data.atif import chat_of, from_atif, is_atif, is_own
 from coa_jax.data.function_calls import PROTOCOL, Turn, names_of, parts_of_calls, tools_of
 from coa_jax.data.split import (
     ENVIRONMENT,
@@ -22,7 +25,8 @@ from coa_jax.data.split import (
     infer_protocol,
     parts_of_turns,
 )
-from coa_jax.data.trajectory import DistilledRecord
+from coa_jax.data.trajectory import Author, DistilledRecord, Trajectory
+from coa_jax.data.verdicts import failure_of
 from coa_jax.files import jsonl
 from coa_jax.protocol import Protocol, format_code, get_protocol, parse_code
 
@@ -72,6 +76,8 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     """
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
+    if is_atif(value):
+        return _of_atif(value, name, protocol)
     if {"authors", "texts"} <= value.keys():
         return Made(_checked_record(from_tfds(value)))
     conversation = _first_key(value, _CONVERSATIONS)
@@ -151,6 +157,49 @@ def _of_alpaca(
     exact = None if value.get("policy") is None else _spans(value["policy"], output)
     turns = ((POLICY, output),)
     return _assemble(value, tuple(context), prompt, turns, exact, name, protocol, more)
+
+
+def _of_atif(document: dict[str, Any], name: str, protocol: str) -> Made:
+    """Converts an ATIF document; subagents are left out.
+
+    The metadata of the record say how the trajectory ended and, if it is wrong, why.
+    """
+    trajectory = from_atif(document)
+    facts: dict[str, Any] = {"stop_reason": trajectory.stop_reason.value}
+    if trajectory.reward is not None:
+        facts["reward"] = trajectory.reward.value
+    if failure := failure_of(trajectory):
+        facts["failure"] = failure
+    if not is_own(document):
+        row = chat_of(document)
+        made = _of_messages(row, row["messages"], name, protocol)
+        facts["agent"] = trajectory.metadata["agent"]
+        metadata = {**facts, **made.record.metadata}
+        return Made(dataclasses.replace(made.record, metadata=metadata), made.tags)
+    record = DistilledRecord(
+        id=f"{trajectory.task_id}/{trajectory.sample_id}",
+        question=trajectory.question,
+        protocol=trajectory.protocol,
+        gold=trajectory.gold,
+        parts=_parts_of_spans(trajectory),
+        answer=trajectory.answer or "",
+        metadata={**trajectory.metadata, **facts},
+    )
+    return Made(_checked(record))
+
+
+def _parts_of_spans(trajectory: Trajectory) -> Parts:
+    """Joins the spans of each author in turn; the chat template of a model may frame results."""
+    form, parts = get_protocol(trajectory.protocol).format, list[tuple[str, str]]()
+    groups = itertools.groupby(trajectory.segments, lambda span: span.author == Author.POLICY)
+    for by_policy, spans in groups:
+        if by_policy:
+            parts.append((POLICY, "".join(span.text for span in spans)))
+        elif form is None:
+            parts += [(ENVIRONMENT, span.text) for span in spans]
+        else:
+            parts += [(ENVIRONMENT, f"{form.head}{span.body}{form.tail}") for span in spans]
+    return tuple(parts)
 
 
 def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:

@@ -26,6 +26,8 @@ A record of an ArrayRecord file holds one JSON object.
 """
 
 _SUFFIXES = (".jsonl", *(f".{form}" for form in SHARD_FORMATS))
+_FILES = (*_SUFFIXES, ".json")  # an ATIF document, or a list of them
+_AGENT_FILE = "trajectory.json"  # the ATIF document of each trial in a job folder of Harbor
 _LEVEL = 3  # gzip level: higher levels take several times as long and save a few per cent
 
 
@@ -99,7 +101,8 @@ def shard_files(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the trajectory files at a path.
 
     Args:
-        path: a run directory, a folder of shards, or a single trajectory file.
+        path: a run directory, a folder of shards, a folder whose subfolders contain ATIF documents
+            with the name ``trajectory.json``, or a single trajectory file.
 
     Raises:
         UserError: the folder has no trajectory file, or the name of the file has another suffix.
@@ -107,10 +110,10 @@ def shard_files(path: str | os.PathLike[str]) -> list[Path]:
     from coa_jax.storage import local  # here: writing shards needs no buckets
 
     path = Path(local(os.fspath(path)))
-    one = path.name.endswith(_SUFFIXES) or not path.exists()
-    files = [path] if one else of_run(path) or _shards(path)
+    one = (path.name.endswith(_FILES) and not path.is_dir()) or not path.exists()
+    files = [path] if one else of_run(path) or _shards(path) or sorted(path.rglob(_AGENT_FILE))
     if not files:
-        suffixes = ", ".join(_SUFFIXES)
+        suffixes = ", ".join(_FILES)
         raise UserError(f"{path}: no file of trajectories; their names end in {suffixes}")
     return files
 

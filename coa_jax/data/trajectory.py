@@ -15,12 +15,14 @@ import enum
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from coa_jax.data import shards
-from coa_jax.files import jsonl
+from coa_jax.errors import UserError
+from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import Violation, find_protocols, part_violations
 
 T = TypeVar("T")
@@ -379,7 +381,8 @@ def iterate_trajectories(
 
     Args:
         path: ``traces.jsonl`` or ``traces/`` of a run, another file in a format of
-            `coa_jax.data.shards`, or a folder of such files.
+            `coa_jax.data.shards`, a ``.json`` file with an object or a list of objects, or a folder
+            of such files.
         decode, growing: as in `jsonl.read_lines`.
 
     Raises:
@@ -390,7 +393,25 @@ def iterate_trajectories(
     path = local(os.fspath(path))
     find_protocols(path)
     for part in shards.shard_files(path):
-        yield from jsonl.read_lines(part, decode, growing=growing)
+        if part.suffix == ".json":
+            yield from _documents(part, decode)
+        else:
+            yield from jsonl.read_lines(part, decode, growing=growing)
+
+
+def _documents(path: Path, decode: Callable[[Any], T]) -> Iterator[T]:
+    """Yields ``decode(value)`` for each object in a JSON file; one object is in memory at a time.
+
+    Raises:
+        UserError: the file cannot be read, or an object is malformed.
+    """
+    from coa_jax.data.rows import open_rows  # here: a trajectory itself needs no buckets
+
+    for row in open_rows(path):
+        try:
+            yield decode(row.value)
+        except untrusted.MALFORMED as error:
+            raise UserError(f"{row.where}: {untrusted.reason(error)}") from error
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:

@@ -9,9 +9,15 @@ r"""Writes distilled records in the formats of other trainers.
     sharegpt   ``NAME_sharegpt.json``, ``dataset_info.json`` LLaMA-Factory
     messages   ``NAME_messages.jsonl``                       TRL, ``datasets``
     tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
+    atif       ``NAME_atif.jsonl``                           Harbor, Tunix, NeMo Gym
     ========== ============================================= ======================================
 
-Every form records the author of each part (policy or environment). So other trainers and the
+The form ``atif`` is for the trajectories that a policy sampled, with their token ids,
+log-probabilities and rewards, and is exported alone (`coa_jax.data.atif`):
+
+    coa-jax export-data --data=runs/rl --out=exported --forms=atif
+
+Every other form records the author of each part (policy or environment). So other trainers and the
 readers of `data.records` can rebuild the loss mask of `coa-jax sft`; docs/data.md shows the
 fields. With the same ``--prompt_style``, `coa-jax sft` writes the same user message.
 Several data sets can be exported to one folder. Each data set has its own files and a card
@@ -28,13 +34,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from absl import flags
 
 from coa_jax.config.installed import missing
+from coa_jax.data.atif import decode_trajectory, to_atif
 from coa_jax.data.records import from_tfds, parts_of_turns, read_records
-from coa_jax.data.trajectory import DistilledRecord
+from coa_jax.data.trajectory import DistilledRecord, iterate_trajectories
 from coa_jax.distillation.card import card, joined
 from coa_jax.distillation.messages import clean
 from coa_jax.errors import UserError
@@ -227,6 +234,8 @@ def export(
     """
     forms = tuple(forms)
     unknown = sorted(set(forms) - set(FORMS))
+    if "atif" in unknown:
+        raise UserError("the form atif needs sampled trajectories, not records: export it alone")
     if unknown:
         raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -396,11 +405,43 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
     return value if complete else None
 
 
+def export_atif(data: str, out: Path) -> int:
+    """Writes sampled trajectories as ATIF documents, one per line; one is in memory at a time.
+
+    Args:
+        data: work directory or files of trajectories, see `iterate_trajectories`.
+        out: folder of the file, whose name begins with the name of ``data``.
+
+    Returns:
+        The number of trajectories.
+
+    Raises:
+        UserError: the trajectories cannot be read, or there are none.
+    """
+    number = 0
+
+    def fill(file: IO[bytes]) -> None:
+        nonlocal number
+        for trajectory in iterate_trajectories(data, decode_trajectory):
+            file.write(jsonl.dumps(to_atif(trajectory)).encode() + b"\n")
+            number += 1
+        if not number:
+            raise UserError(f"{data}: contains no trajectory, so there is nothing to export")
+
+    out.mkdir(parents=True, exist_ok=True)
+    name = Path(data).name.partition(".")[0]
+    durable.replace_with(out / f"{name}_atif.jsonl", fill)
+    return number
+
+
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax export-data``."""
-    flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
+    flags.DEFINE_string(
+        "data", None, "files of records, or of trajectories for atif, see docs/data.md",
+        required=True,
+    )  # fmt: skip
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
-    flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
+    flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}; or atif alone")
     flags.DEFINE_string("prompt_style", "data", "full, brief, data or a file with instructions")
     flags.DEFINE_enum("level", "", ["", *LEVELS], "level of the protocols' rules: lenient or paper")
     flags.DEFINE_string("format", "", "tags, hermes, react or package.module:name; empty: as is")
@@ -410,6 +451,11 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax export-data``."""
     values = flags.FLAGS
+    if values.forms == ["atif"]:
+        with output(values.out) as folder:
+            number = export_atif(values.data, folder)
+        print(f"{number} trajectories -> {values.out}")
+        return
     data = Path(local(values.data))
     records = read_records(values.data, values.protocol)
     if not records:

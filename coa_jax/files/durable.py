@@ -63,7 +63,7 @@ def replace_with(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except Exception:
         temporary.unlink(missing_ok=True)
         raise
 

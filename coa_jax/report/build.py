@@ -8,14 +8,19 @@ is a single file that works offline.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coa_jax.data import shards
+from coa_jax.data.atif import decode_trajectory
+from coa_jax.data.trajectory import iterate_trajectories
+from coa_jax.data.verdicts import verdict_of
 from coa_jax.report.breakdown import breakdown
 from coa_jax.report.charts import line_chart, number
 from coa_jax.report.page import (
@@ -39,9 +44,9 @@ from coa_jax.report.traces import (
     ShownTrajectories,
     render_trace,
     sample_traces,
+    select_traces,
     stage_of,
     stage_rank,
-    verdict_of,
 )
 from coa_jax.train.watch import warnings_of
 
@@ -106,7 +111,9 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     """
     run = read_run(Path(run_dir))
     sample = (
-        sample_traces(run.path, per_stage) if shards.of_run(run.path) else ShownTrajectories({}, {})
+        sample_traces(run.path, per_stage)
+        if shards.of_run(run.path)
+        else ShownTrajectories({}, {}, {})
     )
     page = whole_page(
         run.path.resolve().name,
@@ -119,6 +126,25 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
         ],
     )
     return save_page(run.path / "report" / "index.html", page)
+
+
+def trace_page(paths: Sequence[str], per_stage: int = TRACES_PER_STAGE) -> str:
+    """Renders a page of trajectories that belong to no run, such as those of another program.
+
+    Args:
+        paths: files and folders, see `iterate_trajectories`. They may have ATIF documents.
+        per_stage: maximum number of trajectories that the page shows per stage. The name of an
+            agent counts as the stage of its trajectories.
+
+    Raises:
+        UserError: a file cannot be read, or is malformed.
+    """
+    reads = (iterate_trajectories(path, decode_trajectory) for path in paths)
+    sample = select_traces(itertools.chain.from_iterable(reads), per_stage)
+    title = Path(paths[0]).name if len(paths) == 1 else f"{len(paths)} files"
+    total = sum(count.total() for count in sample.counts.values())
+    head = f'<header><h1>{escape(title)}</h1><p class="dim">{total:,} traces</p></header>'
+    return whole_page(title, [head, _traces(sample, None)])
 
 
 def _header(run: Run, sample: ShownTrajectories) -> str:
@@ -252,7 +278,12 @@ def _traces(sample: ShownTrajectories, spell: Spell | None) -> str:
                 "evaluation, and random episodes of training. The counts are those of all "
                 "traces.</p>"
             )
-        counts.append(f"<li><b>{escape(stage)}</b>: {count.total():,} ({kinds}){part}</li>")
+        failures = sample.reasons.get(stage, Counter()).most_common()
+        why = "".join(f"<li>{escape(text)}: {times:,}</li>" for text, times in failures)
+        counts.append(
+            f"<li><b>{escape(stage)}</b>: {count.total():,} ({kinds}){part}"
+            f"{why and f'<ul>{why}</ul>'}</li>"
+        )
     present = set(map(verdict_of, shown))
     hops = {str(trace.metadata.get("hops")) for trace in shown} - {"None"}
     selects = (

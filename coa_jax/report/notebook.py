@@ -12,11 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from coa_jax.data.trajectory import Author, StopReason, Trajectory
+from coa_jax.data.trajectory import Author, Trajectory
 from coa_jax.report.page import escape
 from coa_jax.report.terminal import COLOURS
 from coa_jax.report.tokens import token_title
-from coa_jax.report.traces import verdict_of
 
 _COLOURS = {**COLOURS, "think": "#7b8492"}
 _OBSERVED = "#a58a3c"
@@ -48,32 +47,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
         return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in row)}</tr>"
 
     return Html(f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>")
-
-
-def failure_of(trajectory: Trajectory) -> str:
-    """Returns why the answer of a trajectory is wrong, in a few words.
-
-    The result is "" if the answer is right or not graded. Otherwise it is the first of these
-    reasons that applies:
-
-    - The trajectory stopped without an answer.
-    - The policy called no tool.
-    - An observation contained an accepted answer, but the policy wrote another answer.
-    - A tool call failed.
-    - No observation contained an accepted answer.
-    """
-    if verdict_of(trajectory) in ("correct", "ungraded"):
-        return ""
-    if trajectory.stop_reason != StopReason.ANSWER:
-        return f"stopped without an answer: {trajectory.stop_reason.value}"
-    if not trajectory.tool_calls:
-        return "answered without a tool"
-    seen = "\n".join(s.text for s in trajectory.segments if s.author == Author.ENVIRONMENT).lower()
-    if any(gold.lower() in seen for gold in trajectory.gold):
-        return "read the answer, wrote another"
-    if not all(call.ok for call in trajectory.tool_calls):
-        return "a tool call failed"
-    return "no tool returned the answer"
 
 
 def show(*trajectories: Trajectory) -> Html:

@@ -7,12 +7,16 @@ first and in the first colour.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coa_jax.data import shards
+from coa_jax.data.atif import decode_trajectory
+from coa_jax.data.intervals import rates, wilson_interval
 from coa_jax.data.trajectory import Trajectory, iterate_trajectories
+from coa_jax.data.verdicts import failure_of, verdict_of
 from coa_jax.report.charts import line_chart
 from coa_jax.report.page import (
     NONE,
@@ -26,16 +30,17 @@ from coa_jax.report.page import (
 )
 from coa_jax.report.run import Run
 from coa_jax.report.sweep import CHARTED
-from coa_jax.report.traces import render_body, stage_of, verdict_of
+from coa_jax.report.traces import render_body, stage_of
 
 QUESTIONS = 6
 """Maximum number of questions that the page shows of each kind, such as "both are right"."""
 
-_KINDS = {
+_KINDS: dict[tuple[bool, bool] | None, str] = {
     (False, True): "B is right, A is wrong",
     (True, False): "A is right, B is wrong",
     (False, False): "Both are wrong",
     (True, True): "Both are right",
+    None: "At least one is not graded",
 }
 
 
@@ -55,16 +60,53 @@ class PairedEvaluation:
     notes: Sequence[str]
 
 
-def pair_page(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
+def outcome_of_traces(path: Path) -> dict[str, Any]:
+    """Reads trajectories that belong to no run, as the result of an evaluation.
+
+    Args:
+        path: a file or a folder, see `iterate_trajectories`. It may have ATIF documents.
+
+    Returns:
+        A mapping with the keys of a result file that a comparison reads, and with ``reasons``: the
+        number of trajectories by their reason of failure. All trajectories count, whatever their
+        stage.
+
+    Raises:
+        UserError: a file cannot be read, or is malformed.
+    """
+    tasks, reasons = dict[str, list[dict[str, Any]]](), Counter[str]()
+    for one in iterate_trajectories(path, decode_trajectory):
+        value = None if one.reward is None else one.reward.value
+        tasks.setdefault(one.task_id, []).append({"value": value})
+        if failure := failure_of(one):
+            reasons[failure] += 1
+    listed = [{"id": name, "samples": samples} for name, samples in tasks.items()]
+    shares = [float(share) for share in rates({"tasks": listed}).values()]
+    n = len(shares)
+    figures = {"pass_at_1": sum(shares) / n if n else None, "n": n}
+    figures["ci95"] = list(wilson_interval(sum(shares), n)) if n else None
+    about = {"stage": path.name, "settings": {}, "reasons": dict(reasons.most_common())}
+    return {**about, "tasks": listed, "figures": figures}
+
+
+def pair_page(
+    a: Run,
+    b: Run,
+    results: Sequence[PairedEvaluation],
+    outcomes: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> str:
     """Renders the page that compares two runs.
 
     Args:
         a, b: the two runs.
         results: evaluations of the two runs, with their comparisons.
+        outcomes: the two evaluations whose questions are shown; None for the last of ``results``.
 
     Raises:
         UserError: a file of trajectories is malformed.
     """
+    if outcomes is None and results:
+        outcomes = results[-1].a, results[-1].b
     paths = [run.path.resolve() for run in (a, b)]
     names = [path.name for path in paths]
     if names[0] == names[1]:  # for example runs/x/rl and runs/y/rl
@@ -85,7 +127,8 @@ def pair_page(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
         '<h2 id="curves">Curves</h2>',
         _curves(a.rows, b.rows) or '<p class="dim">The runs have no phase in common.</p>',
         '<h2 id="questions">The same questions</h2>',
-        _questions(a, b, results) or '<p class="dim">The runs have no trajectories to compare.</p>',
+        _questions(a, b, outcomes)
+        or '<p class="dim">The runs have no trajectories to compare.</p>',
     ]
     return whole_page(title, sections)
 
@@ -147,26 +190,22 @@ def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> s
     return "".join(parts)
 
 
-def _questions(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
-    """Renders trajectories of the same questions side by side, for the last comparison."""
-    if not results:
+def _questions(a: Run, b: Run, outcomes: tuple[Mapping[str, Any], Mapping[str, Any]] | None) -> str:
+    """Renders trajectories of the same questions of two evaluations side by side."""
+    if outcomes is None:
         return ""
-    last = results[-1]
-    solved = [
-        {
-            task["id"]: task["samples"][0]["value"] == 1.0
-            for task in outcome["tasks"]
-            if task["samples"] and task["samples"][0]["value"] is not None
-        }
-        for outcome in (last.a, last.b)
+    values = [
+        {t["id"]: t["samples"][0]["value"] for t in outcome["tasks"] if t["samples"]}
+        for outcome in outcomes
     ]
-    kinds: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in _KINDS}
-    for task in (task for task in solved[0] if task in solved[1]):
-        kinds[solved[0][task], solved[1][task]].append(task)
+    kinds: dict[tuple[bool, bool] | None, list[str]] = {kind: [] for kind in _KINDS}
+    for task in (task for task in values[0] if task in values[1]):
+        one, other = values[0][task], values[1][task]
+        kinds[None if None in (one, other) else (one == 1.0, other == 1.0)].append(task)
     chosen = {task for tasks in kinds.values() for task in tasks[:QUESTIONS]}
     first, second = (
-        _trajectories(side.path, str(outcome["stage"]), chosen)
-        for side, outcome in ((a, last.a), (b, last.b))
+        _trajectories(side.path, None if "reasons" in outcome else str(outcome["stage"]), chosen)
+        for side, outcome in zip((a, b), outcomes, strict=True)
     )
     parts = []
     for kind, tasks in kinds.items():
@@ -180,16 +219,19 @@ def _questions(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
     return f'<p class="dim">{about}</p>{"".join(parts)}'
 
 
-def _trajectories(run: Path, stage: str, tasks: set[str]) -> dict[str, Trajectory]:
-    """Returns the first sample of each task in the evaluation of a stage, by task id."""
-    if not shards.of_run(run):
+def _trajectories(run: Path, stage: str | None, tasks: set[str]) -> dict[str, Trajectory]:
+    """Returns the first sample of each task in the evaluation of a stage, by task id.
+
+    If ``stage`` is None, the path is no run, and the first trajectory of each task is returned.
+    """
+    if stage is not None and not shards.of_run(run):
         return {}
-    read = iterate_trajectories(run, Trajectory.from_json, growing=True)
-    return {
-        one.task_id: one
-        for one in read
-        if one.task_id in tasks and stage_of(one) == stage and one.sample_id == 0
-    }
+    found = dict[str, Trajectory]()
+    for one in iterate_trajectories(run, decode_trajectory, growing=True):
+        first = one.sample_id == 0 and stage_of(one) == stage
+        if one.task_id in tasks and (first or (stage is None and one.task_id not in found)):
+            found[one.task_id] = one
+    return found
 
 
 def _question(a: Trajectory, b: Trajectory) -> str:

@@ -69,6 +69,11 @@ class Run:
         return [step for step, _ in points], [value for _, value in points]
 
 
+def is_run(root: Path) -> bool:
+    """Returns whether a directory has at least one of the files of a run."""
+    return any((root / name).exists() for name in _FILES)
+
+
 def check_run(root: Path) -> None:
     """Checks that a directory is the work directory of a run.
 
@@ -77,7 +82,7 @@ def check_run(root: Path) -> None:
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such run directory; pass the --workdir of a run")
-    if not any((root / name).exists() for name in _FILES):
+    if not is_run(root):
         raise UserError(f"{root}: not a run directory: it has none of {', '.join(_FILES)}")
 
 

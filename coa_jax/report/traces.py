@@ -11,9 +11,10 @@ import hashlib
 import heapq
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from coa_jax.data.atif import decode_trajectory
 from coa_jax.data.trajectory import (
     Author,
     ToolCall,
@@ -21,6 +22,7 @@ from coa_jax.data.trajectory import (
     iterate_trajectories,
     trajectory_violations,
 )
+from coa_jax.data.verdicts import failure_of, verdict_of
 from coa_jax.errors import UserError
 from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
 from coa_jax.report.page import escape, facts
@@ -41,10 +43,13 @@ class ShownTrajectories:
             tasks.
         counts: maps the name of each stage to the number of its trajectories by verdict;
             trajectories that are not shown are counted, too.
+        reasons: maps the name of each stage to the number of its trajectories by the reason of
+            failure, see `failure_of`.
     """
 
     shown: dict[str, list[Trajectory]]
     counts: dict[str, Counter[str]]
+    reasons: dict[str, Counter[str]]
 
 
 def stage_of(trajectory: Trajectory) -> str:
@@ -64,16 +69,21 @@ def stage_rank(stage: str) -> int:
     return STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
-def verdict_of(trajectory: Trajectory) -> str:
-    """Returns the verdict on a trajectory: ``correct``, ``partial``, ``wrong`` or ``ungraded``."""
-    if trajectory.reward is None or trajectory.reward.value is None:
-        return "ungraded"
-    if trajectory.reward.value >= 1:
-        return "correct"
-    return "partial" if trajectory.reward.value > 0 else "wrong"
-
-
 def sample_traces(path: str | os.PathLike[str], per_stage: int) -> ShownTrajectories:
+    """Selects at most ``per_stage`` trajectories of each stage of a run, see `select_traces`.
+
+    Args:
+        path: directory of the run, or another path of `iterate_trajectories`. The trajectories may
+            be ATIF documents.
+        per_stage: maximum number of trajectories per stage.
+
+    Raises:
+        UserError: a line of a file of trajectories is malformed.
+    """
+    return select_traces(iterate_trajectories(path, decode_trajectory, growing=True), per_stage)
+
+
+def select_traces(traces: Iterable[Trajectory], per_stage: int) -> ShownTrajectories:
     """Selects at most ``per_stage`` trajectories of each stage, in one pass with constant memory.
 
     In an evaluation, the function selects the first sample of each task, and of these samples the
@@ -82,18 +92,16 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> ShownTrajecto
     the trajectories.
 
     Args:
-        path: directory of the run.
+        traces: the trajectories, of which only the selected ones stay in memory.
         per_stage: maximum number of trajectories per stage.
-
-    Raises:
-        UserError: a line of a file of trajectories is malformed.
     """
     heaps: dict[str, list[tuple[int, int, int, Trajectory]]] = {}
-    counts: dict[str, Counter[str]] = {}
-    traces = iterate_trajectories(path, Trajectory.from_json, growing=True)
+    counts, reasons = dict[str, Counter[str]](), dict[str, Counter[str]]()
     for order, trajectory in enumerate(traces):
         stage = stage_of(trajectory)
         counts.setdefault(stage, Counter())[verdict_of(trajectory)] += 1
+        if failure := failure_of(trajectory):
+            reasons.setdefault(stage, Counter())[failure] += 1
         name, sample = trajectory.task_id, trajectory.sample_id
         if stage == "rl-train":
             name, sample = f"{name}/{sample}/{order}", 0
@@ -106,7 +114,7 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> ShownTrajecto
             heapq.heappop(heap)
     stages = sorted(counts, key=lambda stage: (stage_rank(stage), stage))
     shown = {stage: [t for *_, t in sorted(heaps[stage], reverse=True)] for stage in stages}
-    return ShownTrajectories(shown, {stage: counts[stage] for stage in stages})
+    return ShownTrajectories(shown, {stage: counts[stage] for stage in stages}, reasons)
 
 
 def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
@@ -122,10 +130,9 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
     chips = [f"<b>{escape(stage)}</b>"]
     if hops is not None:
         chips.append(f"<b>{escape(_count(hops, 'hop'))}</b>")
-    sizes = (
-        _count(len(trajectory.tool_calls), "call"),
-        _count(trajectory.num_policy_tokens, "token"),
-    )
+    sizes = [_count(len(trajectory.tool_calls), "call")]
+    if len(trajectory.tokens):  # the documents of other programs often have none
+        sizes.append(_count(trajectory.num_policy_tokens, "token"))
     chips += [f"<span>{escape(text)}</span>" for text in (*sizes, trajectory.stop_reason.value)]
     return (
         f'<details class="trace" data-stage="{escape(stage)}" data-verdict="{verdict}" '
@@ -146,6 +153,8 @@ def render_body(trajectory: Trajectory) -> str:
         ("answer", "none" if answer is None else _short(answer, 500)),
         ("gold", _short(" | ".join(trajectory.gold) or "none", 500)),
     ]
+    if failure := failure_of(trajectory):
+        rows.append(("failure", failure))
     if reward is not None:
         value = "none (not graded)" if reward.value is None else reward.value
         rows += [("reward", value), *reward.parts.items()]

@@ -27,12 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from coa_jax.data.trajectory import Trajectory
+from coa_jax.data.verdicts import verdict_of
 from coa_jax.files import jsonl, untrusted
 from coa_jax.report.charts import number
 from coa_jax.report.page import as_number, phase_of, phase_title, step_of
 from coa_jax.report.run import check_run
 from coa_jax.report.terminal import COLOURS, clean
-from coa_jax.report.traces import verdict_of
 from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.storage.mirror import NAMES_ONLY, visited
 from coa_jax.train.record import GRADING

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 
+import atif
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coa_jax.data.atif import from_atif, to_atif
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import (
     Author,
@@ -133,6 +135,14 @@ EPISODE = (
     ("think", Author.POLICY, "<think>Found.</think>"),
     ("answer", Author.POLICY, "<answer>Ada</answer>"),
 )
+
+
+@given(trajectories())
+def test_a_trajectory_survives_atif_bit_by_bit(whole):
+    original = dataclasses.replace(whole, branches=(whole,))
+    line = jsonl.dumps(to_atif(original))
+    atif.Trajectory.model_validate_json(line)
+    assert same(original, from_atif(jsonl.loads(line)))
 
 
 @given(trajectories())

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.config.extensions import BoundFunction, ExtensionKind, bind, refuse_result
-from coa_jax.distillation.readers import chat, mcp, oagents, own, smolagents
+from coa_jax.data.atif import is_atif
+from coa_jax.distillation.readers import atif, chat, mcp, oagents, own, smolagents
 from coa_jax.distillation.readers.base import (
     Found,
     Line,
@@ -41,6 +42,7 @@ READERS = ExtensionKind(
         "smolagents": smolagents.read_run,
         "oagents": oagents.read_result,
         "mcp": mcp.read,
+        "atif": atif.read_document,
         "chat": chat.read,
     },
     offers=("record", "lines"),
@@ -58,6 +60,7 @@ _SHAPES: Mapping[str, Callable[[Any], bool]] = {
     "messages": own.is_log,
     "oagents": oagents.is_result,
     "smolagents": smolagents.is_record,
+    "atif": is_atif,
     "mcp": mcp.is_record,
     "chat": chat.is_record,
 }

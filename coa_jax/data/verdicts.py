@@ -1,0 +1,45 @@
+"""Says whether a trajectory is right, and why it is wrong."""
+
+from __future__ import annotations
+
+from coa_jax.data.trajectory import Author, StopReason, Trajectory
+
+
+def verdict_of(trajectory: Trajectory) -> str:
+    """Returns the verdict on a trajectory: ``correct``, ``partial``, ``wrong`` or ``ungraded``."""
+    if trajectory.reward is None or trajectory.reward.value is None:
+        return "ungraded"
+    if trajectory.reward.value >= 1:
+        return "correct"
+    return "partial" if trajectory.reward.value > 0 else "wrong"
+
+
+def failure_of(trajectory: Trajectory) -> str:
+    """Returns why the answer of a trajectory is wrong, in a few words.
+
+    The result is "" if the answer is right or not graded. Otherwise it is the first of these
+    reasons that applies:
+
+    - The trajectory stopped without an answer. This reason needs no grade, unless the environment
+      ended the trajectory.
+    - The policy called no tool.
+    - An observation contained an accepted answer, but the policy wrote another answer.
+    - A tool call failed.
+    - No observation contained an accepted answer.
+    """
+    verdict, stopped = verdict_of(trajectory), trajectory.stop_reason
+    quiet = verdict == "ungraded" and stopped == StopReason.ENVIRONMENT
+    if verdict == "correct" or quiet:
+        return ""
+    if stopped != StopReason.ANSWER:
+        return f"stopped without an answer: {stopped.value}"
+    if verdict == "ungraded":
+        return ""
+    if not trajectory.tool_calls:
+        return "answered without a tool"
+    seen = "\n".join(s.text for s in trajectory.segments if s.author == Author.ENVIRONMENT).lower()
+    if any(gold.lower() in seen for gold in trajectory.gold):
+        return "read the answer, wrote another"
+    if not all(call.ok for call in trajectory.tool_calls):
+        return "a tool call failed"
+    return "no tool returned the answer" if trajectory.gold else "wrong answer"
