@@ -111,6 +111,7 @@ TEST_JAX = [
     "pytest-xdist>=3.8",
     "pytest-timeout>=2.4",
     "hypothesis>=6.170",
+    "atif>=1.8",  # validates exported trajectories
     # The processes that a test leaves behind.
     "psutil>=7.0",
 ]

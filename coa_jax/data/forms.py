@@ -185,7 +185,7 @@ def _of_atif(document: dict[str, Any], name: str, protocol: str) -> Made:
         answer=trajectory.answer or "",
         metadata={**trajectory.metadata, **facts},
     )
-    return Made(_checked(record))
+    return Made(_checked_record(record))
 
 
 def _parts_of_spans(trajectory: Trajectory) -> Parts:
