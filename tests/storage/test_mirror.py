@@ -274,7 +274,7 @@ def test_a_report_downloads_only_what_its_page_shows(memory, monkeypatch, capsys
         fetch(self, file, path)
 
     monkeypatch.setattr(storage.Mirror, "_download", counted)
-    values = types.SimpleNamespace(workdir=url, traces_per_stage=1)
+    values = types.SimpleNamespace(workdir=url, traces_per_stage=1, page="")
     monkeypatch.setattr(flags, "FLAGS", values)
     report.main(["report"])
     assert sorted(fetched) == sorted(kept)
