@@ -234,8 +234,6 @@ def export(
     """
     forms = tuple(forms)
     unknown = sorted(set(forms) - set(FORMS))
-    if "atif" in unknown:
-        raise UserError("the form atif needs sampled trajectories, not records: export it alone")
     if unknown:
         raise UserError(f"export form {unknown[0]!r} is unknown; known are {', '.join(FORMS)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -451,7 +449,9 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax export-data``."""
     values = flags.FLAGS
-    if values.forms == ["atif"]:
+    if "atif" in values.forms:
+        if len(values.forms) > 1:
+            raise UserError("the form atif needs trajectories, not records: export it alone")
         with output(values.out) as folder:
             number = export_atif(values.data, folder)
         print(f"{number} trajectories -> {values.out}")
