@@ -150,7 +150,7 @@ def test_a_damaged_shard_is_one_line_of_error(tmp_path, form, cut):
 @pytest.mark.parametrize("name", ["traces.parquet", "traces.jsonl.zst", "traces", "gz"])
 def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, name):
     (tmp_path / name).write_text(json.dumps(graded(1)) + "\n")
-    with pytest.raises(UserError, match=r"end in \.jsonl, \.jsonl\.gz, \.array_record$"):
+    with pytest.raises(UserError, match=r"end in \.jsonl, \.jsonl\.gz, \.array_record, \.json$"):
         read_trajectories(tmp_path / name)
     with pytest.raises(UserError, match="no file of trajectories"):
         read_trajectories(tmp_path)  # a folder without any
