@@ -124,9 +124,9 @@ def compare_traces(a: Path, b: Path, page: str) -> dict[str, Any]:
         print(summary)
     if page:
         with output(page) as path:
-            sides = [Run(place, {}, {}, []) for place in (a, b)]
             evaluations = [result for _, result in results]
-            save_page(path, pair_page(*sides, evaluations, (first, second)))
+            runs = Run(a, {}, {}, []), Run(b, {}, {}, [])
+            save_page(path, pair_page(*runs, evaluations, (first, second)))
             print(f"report -> {page}")
     return dict(results[0][1].comparison) if results else {}
 

@@ -352,7 +352,7 @@ def _foreign(document: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) ->
     answered = any(span.role == "answer" for span in talk.spans)
     totals = document.get("final_metrics") or {}
     graded = {**extra, **(totals.get("extra") or {})}.get("reward")
-    facts = {"agent": f"{agent.get('name')} {agent.get('version', '')}".strip()}
+    facts: dict[str, Any] = {"agent": f"{agent.get('name')} {agent.get('version', '')}".strip()}
     facts |= {"model": agent.get("model_name"), "stage": agent.get("name")}
     facts |= {name: document.get(name) for name in ("session_id", "continued_trajectory_ref")}
     gold = extra.get("gold") or ()

@@ -326,7 +326,7 @@ def merge_program(config: ModelConfig, params: Params, dtype: str | None = None)
         return product.reshape(*a.shape[:-1], *b.shape[2:])
 
     merged = flatten_dict(select(config, params, adapter=False))
-    dtype = dtype or param_dtype(params)
+    dtype = dtype or str(param_dtype(params))
 
     def add(kernel: Path, lora: Any, part: slice, axis: int) -> None:
         if lora is not None:

@@ -83,8 +83,8 @@ def outcome_of_traces(path: Path) -> dict[str, Any]:
     listed = [{"id": name, "samples": samples} for name, samples in tasks.items()]
     shares = [float(share) for share in rates({"tasks": listed}).values()]
     n = len(shares)
-    figures = {"pass_at_1": sum(shares) / n if n else None, "n": n}
-    figures["ci95"] = list(wilson_interval(sum(shares), n)) if n else None
+    interval = list(wilson_interval(sum(shares), n)) if n else None
+    figures = {"pass_at_1": sum(shares) / n if n else None, "n": n, "ci95": interval}
     about = {"stage": path.name, "settings": {}, "reasons": dict(reasons.most_common())}
     return {**about, "tasks": listed, "figures": figures}
 
