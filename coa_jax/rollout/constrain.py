@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from coa_jax.engine.constraint import Constraint, make_constraint, watch_for_ends
@@ -61,9 +61,10 @@ def constraint_or_ends(
         return constraint_for(config, tokenizer, vocab_size, names)
     known = {name: get_protocol(name) for name in names}
     automata = {n: closing_tags(p) for n, p in known.items() if p.format is None and p.roles}
-    table: Sequence[bytes] = token_table(tokenizer) if automata else []
-    texts = [table[token] for token in range(vocab_size)] if automata else []
-    return watch_for_ends(automata, texts, vocab_size) if automata else None
+    if not automata:
+        return None
+    table = token_table(tokenizer)
+    return watch_for_ends(automata, [table[token] for token in range(vocab_size)], vocab_size)
 
 
 def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
