@@ -170,6 +170,14 @@ def reasoning_gym() -> Any:
         raise missing("arithmetic", "reasoning-gym", "tasks") from None
 
 
+def compares_texts(name: str) -> bool:
+    """Returns whether the scorer of a reasoning-gym generator only compares two texts."""
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
+
+    return name in DATASETS and DATASETS[name][0].score_answer is ProceduralDataset.score_answer
+
+
 def _grader_of(gold: tuple[str, ...]) -> str:
     """Returns the reward for a task of the protocol ``code``, chosen by its accepted answers."""
     if gold[0].startswith("{"):

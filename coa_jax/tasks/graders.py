@@ -46,7 +46,7 @@ from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.checks import REWARDS, reasoning_gym
+from coa_jax.tasks.checks import REWARDS, compares_texts, reasoning_gym
 from coa_jax.tasks.code_tests import CodeLimits
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.maths import check_installed
@@ -234,10 +234,14 @@ class Graders:
         Raises:
             UserError: a reward, package, sandbox or folder of tests that the tasks need is missing.
         """
+        tasks = list(tasks)
         for name in dict.fromkeys(map(self.config.measure, tasks)):
             self._bound(name)
             if name == "reasoning_gym":
                 reasoning_gym()
+                names = {task.metadata.get("generator", "") for task in tasks}
+                if not all(map(compares_texts, names - {""})):
+                    isolation_here()
             elif name == "math":
                 check_installed()
             elif name == "code":
@@ -328,8 +332,11 @@ class Graders:
             if reward.call is not None:
                 scores[reward.name] = await _score(reward.name, reward.call, offered, more)
         # Whatever reward the task names, the parts say whether the answer equals an accepted one.
-        plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
-        parts = {"exact_match": 0.0 if name == "code" else self._bound(plain)(**offered)}
+        exact = scores.get("exact_match")
+        if exact is None and name != "code":
+            plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
+            exact = await _score(plain, self._bound(plain), offered, more)
+        parts = {"exact_match": exact or 0.0}
         parts |= {part: score for part, score in scores.items() if score is not None}
         if not self._rewards:
             parts.pop(TASKS_OWN, None)

@@ -7,22 +7,31 @@ The names of the parameters of a function determine its arguments, see
 from __future__ import annotations
 
 import asyncio
+import builtins
+import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from coa_jax.data.trajectory import Author, Reward, Trajectory, format_valid
 from coa_jax.errors import UserError
 from coa_jax.sandbox.run import SandboxError
-from coa_jax.tasks import release_rewards
+from coa_jax.tasks import gym_score, release_rewards
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.checks import reasoning_gym, tests_of
+from coa_jax.tasks.checks import compares_texts, reasoning_gym, tests_of
 from coa_jax.tasks.code_tests import Tests, program_of, run_tests
 from coa_jax.tasks.grading import grade_answer
 from coa_jax.tasks.maths import MathsUnsureError, same_expression
 from coa_jax.tasks.private_tests import load_private_tests
+from coa_jax.tools.code_libraries import isolation_here
+from coa_jax.tools.isolated import isolated_workers
+from coa_jax.tools.worker import WorkerBusyError, WorkerError, Workers
 
 if TYPE_CHECKING:
     from coa_jax.tasks.graders import Graders, GradersConfig
+
+_SCORE_S = 10.0
+"""Limit on the processor time of a scorer of reasoning-gym; beyond it, the answer is wrong."""
 
 _MATHS_S = 10.0
 """Limit on the processor time for comparing two expressions; beyond it, the answer is wrong."""
@@ -140,22 +149,48 @@ def _tests(task: Task, config: GradersConfig) -> Tests:
     return tests or tests_of(task.gold)
 
 
-def generator(task: Task, trajectory: Trajectory) -> float:
+async def generator(task: Task, trajectory: Trajectory) -> float | None:
     """Returns 1.0 if the generator of a reasoning-gym task fully accepts the answer, else 0.0.
 
+    Scorers that do more than compare texts run in the sandbox, because some of them evaluate the
+    answer as code. The result is None if the sandbox is too busy.
+
     Raises:
-        UserError: the package reasoning-gym, which checks the answer, is not installed.
+        UserError: the package reasoning-gym is not installed, or no sandbox works here.
     """
     answer = task.unboxed(trajectory.answer)
     if answer is None:
         return 0.0
-    scorer = reasoning_gym().get_score_answer_fn(task.metadata["generator"])
+    name = task.metadata["generator"]
     entry = {
         "question": task.question,
         "answer": task.gold[0],
         "metadata": task.metadata["generator_metadata"],
     }
-    try:
-        return float(scorer(answer.strip(), entry) >= 1.0)
-    except Exception:  # some scorers raise errors for unreadable answers, which are wrong
+    if compares_texts(name):
+        return float(reasoning_gym().get_score_answer_fn(name)(answer.strip(), entry) >= 1.0)
+    if _CODE.search(answer):
         return 0.0
+    ask = functools.partial(_scorers().ask, timeout=_SCORE_S, wait=6 * _SCORE_S)
+    try:
+        return float(await asyncio.to_thread(ask, name, answer.strip(), entry) >= 1.0)
+    except WorkerBusyError:
+        return None
+    except WorkerError:
+        return 0.0
+
+
+@functools.cache
+def _scorers() -> Workers:
+    return isolated_workers(
+        "coa_jax.tasks.gym_score:score",
+        isolation_here(),
+        gym_score.PACKAGES,
+        warm_up="import reasoning_gym",
+    )
+
+
+_NUMBERS = {"abs", "complex", "divmod", "float", "int", "max", "min", "pow", "round", "sum"}
+_FUNCTIONS = sorted({name for name in dir(builtins) if name.islower()} - _NUMBERS)
+_CODE = re.compile(rf"__|\b(?:import|lambda)\b|\b(?:{'|'.join(_FUNCTIONS)})\s*\(")
+"""Matches what no answer needs and what code needs to change the scorer that evaluates it."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
+import reasoning_gym
 
 from coa_jax.errors import UserError
-from coa_jax.tasks import SPLITS, grade_answer, load_splits, load_tasks
+from coa_jax.tasks import SPLITS, Task, grade_answer, load_splits, load_tasks, rewards
 from coa_jax.tasks.rewards import generator
 from tests.rows import write as write_rows
 from tests.tasks.finished import finished
@@ -184,8 +187,8 @@ def test_arithmetic_golds_are_accepted_and_others_are_not():
     for task in load_tasks("arithmetic", "train", 56, 5):
         if task.metadata.get("scorer"):
             json.dumps(task.metadata)
-            assert generator(task, finished(task.gold[0], "code")) == 1.0
-            assert generator(task, finished("no idea", "code")) == 0.0
+            assert asyncio.run(generator(task, finished(task.gold[0], "code"))) == 1.0
+            assert asyncio.run(generator(task, finished("no idea", "code"))) == 0.0
         else:
             assert grade_answer(task.gold[0], task.gold) == 1.0
             assert grade_answer(f"{task.gold[0]}1", task.gold) == 0.0
@@ -232,3 +235,38 @@ def test_a_release_row_is_for_the_agent_whose_tools_it_names(tmp_path):
         tasks = load_tasks(str(tmp_path / "r.json"), "test", protocol=default)
         other = default or "mhqa"
         assert [task.protocol for task in tasks] == ["mhqa", "web", other, other]
+
+
+def generated(name: str, gold: str = "") -> Task:
+    entry = reasoning_gym.create_dataset(name, size=1, seed=1)[0]
+    metadata = {"scorer": "reasoning_gym", "generator": name}
+    metadata["generator_metadata"] = json.loads(json.dumps(entry["metadata"]))
+    return Task("1", entry["question"], "web", (gold or str(entry["answer"]),), "s", metadata)
+
+
+@pytest.mark.parametrize(
+    "name", ["n_queens", "countdown", "polynomial_multiplication", "spiral_matrix"]
+)
+def test_code_in_an_answer_does_not_run_in_the_trainer(name, tmp_path, monkeypatch):
+    """These scorers evaluate the answer."""
+    code = f"open({str(tmp_path / 'file')!r}, 'w').write('1') and [[0]]"
+    task = generated(name)
+    assert asyncio.run(generator(task, finished(code, "web"))) == 0.0
+    monkeypatch.setattr(rewards, "_CODE", re.compile("(?!)"))  # the sandbox alone
+    assert asyncio.run(generator(task, finished(code, "web"))) == 0.0
+    assert not (tmp_path / "file").exists()
+    assert asyncio.run(generator(task, finished(task.gold[0], "web"))) == 1.0
+
+
+def test_code_in_a_file_of_questions_does_not_run_in_the_trainer(tmp_path):
+    task = generated("number_sorting", f"open({str(tmp_path / 'file')!r}, 'w') or []")
+    assert asyncio.run(generator(task, finished("['1']", "web"))) == 0.0
+    assert not (tmp_path / "file").exists()
+
+
+def test_an_answer_cannot_change_how_the_next_one_is_scored(monkeypatch):
+    monkeypatch.setattr(rewards, "_CODE", re.compile("(?!)"))
+    task = generated("n_queens")
+    patch = "setattr(__import__('reasoning_gym'), 'get_score_answer_fn', lambda n: lambda a, e: 1)"
+    asyncio.run(generator(task, finished(f"[{patch}]", "web")))
+    assert asyncio.run(generator(task, finished("[[0]]", "web"))) == 0.0

@@ -7,6 +7,7 @@ the reason, and the rest of the file is used. The report of a file accounts for 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import json
@@ -95,7 +96,7 @@ def each_line(read: Callable[[Any], Trace | None]) -> TraceReader:
 
 
 @dataclasses.dataclass
-class Session:
+class Session(abc.ABC):
     """The state of a run that is spread over several lines, while these lines are read.
 
     Attributes:
@@ -111,21 +112,21 @@ class Session:
     last: int = 0
     fault: str = ""
 
+    @abc.abstractmethod
     def add(self, record: Field) -> bool:
         """Reads one line of the session; returns whether the line belongs to the run.
 
         Raises:
             Malformed: the line violates the format.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def trace(self) -> Trace:
         """Returns the trace of the session.
 
         Raises:
             Malformed: the session has no complete run.
         """
-        raise NotImplementedError
 
 
 def read_sessions(
