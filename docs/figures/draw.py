@@ -168,7 +168,7 @@ def curve() -> str:
             f'<rect class="{kind}" x="{left:.0f}" y="{height:.1f}" width="56" '
             f'height="{240 - height:.1f}" rx="3"/>',
             f'<path class="line" d="M{left + 28:.0f},{y(low):.1f} V{y(high):.1f}"/>',
-            text((left + 66, height + 4), f"{row['value']:.2f}", "start"),
+            text((left + 66, height + 4), f"{row['value']:.3f}", "start"),
             text((left + 28, 262), escape(row["name"])),
         ]
     return figure(960, 280, f"{data['left']}; {data['right']}", *parts)
