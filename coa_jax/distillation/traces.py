@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from absl import logging
 
 from coa_jax.config.extensions import Named
-from coa_jax.config.fields import Bounded, Place
+from coa_jax.config.fields import Bounded, Place, Text
 from coa_jax.data.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.data.rows import find_files
 from coa_jax.data.trajectory import DistilledRecord
@@ -41,6 +41,10 @@ _TAG = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ROLES = frozenset({*get_protocol("web").roles} - {*TOOL_FORMS})
 
 
+ToolPair = Annotated[str, Text(200, r"[^\x00-\x1f\x7f]*")]
+"""A pair ``name=tag`` of a tool in a log and a tag of this project."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TraceFilesConfig(Bounded):
     """Settings that say which log files to read, and how to convert them.
@@ -65,7 +69,7 @@ class TraceFilesConfig(Bounded):
     format: Annotated[str, Named(READERS, "", RECORDS)] = ""
     protocol: ProtocolName = ""
     completion: Completion = dataclasses.field(default_factory=Completion)
-    tools: tuple[str, ...] = ()
+    tools: tuple[ToolPair, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import ml_collections
 from absl import flags
 
-from coa_jax.config.fields import MAX_INT, Bounded, Name, Place
+from coa_jax.config.fields import MAX_INT, Bounded, Name, Natural, Place
 from coa_jax.config.installed import warn_untested
 from coa_jax.data.records import read_records
 from coa_jax.demo.untrained import ScratchConfig, write_policy
@@ -109,7 +109,7 @@ class Command(Bounded):
     model: Place = ""
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sft_more: bool = False
-    sft_more_updates: int = 0
+    sft_more_updates: Natural = 0
     rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     economy: bool = False
     measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)

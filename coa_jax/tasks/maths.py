@@ -26,6 +26,15 @@ _IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
 _WORD = re.compile("[A-Za-z]{4,}")
 _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|lambda|sigma|omega")
 
+_UNDER = re.compile(r"_\{[^{}]*\}")
+_NAMED = re.compile(
+    r"(?:\A|(?<=[,;]))\s*\\?[A-Za-z]+(?:_\w)?(?:\([A-Za-z, ]*\))?\s*(?:=|\\(?:in|approx)(?![a-z]))"
+)
+_JOINS = re.compile(
+    r"[=≈∧→⇒⇔≡]|\N{LOGICAL OR}|(?<!\^)(?<!\^\{)\\(?:lor|vee|cup|cap|land|wedge|to|[Rr]ightarrow|in"
+    r"|subset|mid|iff|equiv|sim|circ|setminus|mapsto|approx)(?![a-zA-Z])"
+)
+
 
 class MathsUnsureError(Exception):
     """Raised if a comparison failed for a reason other than the answer, so there is no verdict."""
@@ -92,6 +101,14 @@ def verify(gold: str, answer: str) -> bool:
     return bool(math_verify.verify(first, second, timeout_seconds=None))
 
 
+def _joins(expression: str) -> bool:
+    r"""Returns whether an expression joins several ones, of which math-verify may compare only one.
+
+    The name of a value is ignored, as in ``x = 5``, and so are indices, as in ``\sum_{k=1}^n``.
+    """
+    return bool(_JOINS.search(_NAMED.sub("", _UNDER.sub("", expression))))
+
+
 def check_installed() -> None:
     """Checks that the package math-verify is installed.
 
@@ -150,6 +167,8 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
         return bases[0].groups() == bases[1].groups()
     if _WORD.fullmatch(expression) and _WORD.fullmatch(expected):  # words, not products of letters
         return expression.lower() == expected.lower()
+    if _joins(expression) and not _joins(expected):
+        return False
     try:
         return bool(_workers().ask(expected, expression, timeout=timeout, wait=6 * timeout))
     except WorkerTimeoutError:

@@ -163,6 +163,6 @@ def test_logs_of_which_nothing_is_kept_name_the_reason(tmp_path):
     log.write_text(json.dumps({"question": "?", "messages": []}) + "\n")
     settings = {"traces.format": "messages", "traces.files": str(log)}
     config = load_config("configs/distill/traces.py", settings)
-    with pytest.raises(UserError, match=r"^train: no run was read; .*log\.jsonl has 1 record"):
+    with pytest.raises(UserError, match=r"^train: no record became a traj.*log\.jsonl:1: "):
         read(config, tmp_path / "out")
     assert (tmp_path / "out" / "summary.json").exists()

@@ -14,7 +14,6 @@ from coa_jax.distillation.messages import Kind
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.recorded import log_of, with_figures
 from coa_jax.distillation.traces import TraceFilesConfig, distill_traces
-from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from tests.data.published import HOPS, RIVER, STORIES, alpaca
@@ -85,9 +84,3 @@ def test_our_own_records_are_filtered_again_with_their_figures(tmp_path):
     assert [record.id for record in records] == ["e0", "e1", "train.jsonl:3:e0"]
     assert records[0].metadata == RECORDS[0].metadata
     assert told["filters"]["kept"] == 3
-
-
-def test_logs_need_a_protocol_and_records_do_not():
-    assert TraceFilesConfig(("x",), "records", "").protocol == ""
-    with pytest.raises(UserError, match="the format oagents needs one"):
-        TraceFilesConfig(("x",), "oagents", "")

@@ -297,8 +297,7 @@ def test_places_have_the_form_of_the_parameters(config):
 
 @each_model
 def test_places_of_decoding_have_the_form_of_its_layout(config):
-    plain = without_adapters(config)
-    tree = jax.eval_shape(lambda: unstack(params(plain), plain))
+    tree = jax.eval_shape(lambda: unstack(params(config), config))
     places = decode_shardings(config, MESH)
     assert isinstance(places, DecodeParams)
     shards = jax.tree.map(lambda x, place: place.shard_shape(x.shape), tree, places)

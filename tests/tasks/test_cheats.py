@@ -12,6 +12,7 @@ import pytest
 from coa_jax.data.trajectory import Author, SegmentSpan
 from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
 from coa_jax.tasks.code_tests import CodeLimits, Outcome, read_tests, run_tests
+from coa_jax.tasks.maths import same_expression
 from tests.tasks.finished import finished
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data"
@@ -237,6 +238,33 @@ CHOICE = Task("q", "A, B, C or D?", "web", ("B",), "s")
 )  # fmt: skip
 def test_no_answer_that_hedges_or_injects_earns_a_reward(task, answer):
     assert Graders(GradersConfig())(task, finished(answer, task.protocol)).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        *(r"\lor", r"\vee", r"\cup", r"\cap", r"\land", r"\wedge", "=", r"\to", r"\Rightarrow"),
+        *(r"\in", r"\subset", r"\mid", r"\iff", r"\equiv", r"\sim", r"\circ", r"\setminus"),
+        *(r"\mapsto", r"\approx"),
+    ],
+)
+def test_several_joined_numbers_are_not_one_of_them(sign):
+    pytest.importorskip("math_verify")
+    numbers = f" {sign} ".join(["1", "2", "11"])
+    for answer in (numbers, f"x = {numbers}", f"{{{numbers}}}"):
+        assert not any(same_expression(answer, gold) for gold in ("1", "2", "11")), answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("x = 5", "5"), (r"x \in [0, 1]", "[0,1]"), ("f(x) = x^2", "x^2"), ("5", "x = 5"),
+        (r"30^\circ", "30"), (r"(0,1) \cup (2,3)", r"(0,1)\cup(2,3)"),
+    ],
+)  # fmt: skip
+def test_a_named_value_is_its_value(answer, gold):
+    pytest.importorskip("math_verify")
+    assert same_expression(answer, gold)
 
 
 @pytest.mark.parametrize(

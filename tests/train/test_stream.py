@@ -71,7 +71,9 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
         assert all(t.author[at - 1] != Author.PROMPT or at > 0 for at in positions[1:])
         assert t.metadata["step"] - 1 >= versions[-1]
     if name == "keep":  # fewer slots than a run of several processes has
-        config = dataclasses.replace(config, engine=EngineConfig(1, 192, 8, (64,)))
+        config = dataclasses.replace(
+            config, engine=EngineConfig(1, 192, 8, (64,), page_size=config.engine.page_size)
+        )
     found = rl.repeat(config, folder / name)
     assert found.steps == 8 and found.trajectories > 8 and found.identical, str(found)
 
