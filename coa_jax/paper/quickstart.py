@@ -131,9 +131,11 @@ class Command(Bounded):
     def rl_config(self, path: Path) -> RLConfig:
         """Returns the settings of RL, with the path of the SFT policy in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
-        if self.format:
-            values["rollout"] = {**values["rollout"], "format": self.format}
-        return build_config(RLConfig, values, "config.rl")
+        config = build_config(RLConfig, values, "config.rl")
+        if not self.format:
+            return config
+        rollout = dataclasses.replace(config.rollout, format=self.format)
+        return dataclasses.replace(config, rollout=rollout)
 
     def rft_config(self, path: Path) -> RFTConfig | None:
         """Returns the settings of rejection-sampling fine-tuning (RFT); None to skip this stage.
