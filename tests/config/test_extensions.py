@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 import coa_jax
 from coa_jax.config.extensions import ExtensionKind, Named, bind, find
-from coa_jax.distillation.readers import READERS, read_traces
+from coa_jax.distillation.readers import READERS
 from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
@@ -28,6 +28,7 @@ from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools, tools_for, with_names
 from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.web_search import PROVIDERS
+from tests.distillation.readers.samples import read_traces
 from tests.own_files import FILES, install
 from tests.tasks.finished import finished
 

@@ -23,10 +23,10 @@ from coa_jax.data.trajectory import (
 )
 from coa_jax.data.verdicts import failure_of
 from coa_jax.distillation.export import export_atif
-from coa_jax.distillation.readers import read_traces
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
 from tests import forked
+from tests.distillation.readers.samples import read_traces
 from tests.report.run_files import PLACES, episode
 from tests.trajectory_files import write_trajectories
 

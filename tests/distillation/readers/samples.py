@@ -138,8 +138,8 @@ def product(**changes):
     return {**result(question, steps, 391, "391", {}), "task_id": "two", **changes}
 
 
-def read_traces(path, form, **rest):
-    file = TraceFile(path, form, **rest)
+def read_traces(path, form, *options, **rest):
+    file = TraceFile(path, form, *options, **rest)
     return list(file), file.report
 
 
