@@ -102,8 +102,8 @@ def to_atif(trajectory: Trajectory) -> dict[str, Any]:
     """
     turns, stored = _turns(trajectory), trajectory.to_json()
     name = f"{trajectory.task_id}/{trajectory.sample_id}"
-    asked = {"step_id": 1, "source": "user", "message": trajectory.question}
-    steps = [asked, *itertools.starmap(_step(trajectory), enumerate(turns, 2))]
+    question = {"step_id": 1, "source": "user", "message": trajectory.question}
+    steps = [question, *itertools.starmap(_step(trajectory), enumerate(turns, 2))]
     document: dict[str, Any] = {
         "schema_version": VERSION,
         "session_id": trajectory.task_id,
@@ -114,12 +114,12 @@ def to_atif(trajectory: Trajectory) -> dict[str, Any]:
     }
     document = _unicode(document)
     own: dict[str, Any] = {"tail": stored["tokens"][turns[-1].end if turns else 0 :]}
-    found = _restored(document, own)
+    restored = _restored(document, own)
     own |= {
         field: value
         for field, value in stored.items()
         if field != "branches"
-        and (field not in found or repr(found[field]) != repr(value))  # -0.0 is not 0.0
+        and (field not in restored or repr(restored[field]) != repr(value))  # -0.0 is not 0.0
     }
     if trajectory.text == "".join(span.text for span in trajectory.segments):
         del own["text"]
@@ -207,8 +207,8 @@ def _call(protocol: str, call: ToolCall, identity: str) -> dict[str, Any]:
 
 def _outcome(call: ToolCall) -> dict[str, Any]:
     """Returns the fields of a call for which the format has no field."""
-    known = ("tool", "arguments", "observation")
-    return {name: value for name, value in call.to_json().items() if name not in known}
+    stated = ("tool", "arguments", "observation")
+    return {name: value for name, value in call.to_json().items() if name not in stated}
 
 
 def _metrics(trajectory: Trajectory, turn: _Turn) -> dict[str, Any]:
@@ -390,8 +390,8 @@ class _Talk:
         self.tokens = _sequence(steps)
         self.spans, self.calls = list[SegmentSpan](), list[ToolCall]()
         places = [n for n, step in enumerate(steps) if step["source"] == "user"]
-        self._asked = places[0] if places else -1
-        self.question = _text(steps[self._asked]["message"]) if places else ""
+        self._question_at = places[0] if places else -1
+        self.question = _text(steps[self._question_at]["message"]) if places else ""
         spoken = [n for n, step in enumerate(steps) if step["source"] != "system"]
         self._last = spoken[-1] if spoken else -1
         clocks = [_clock(step) for step in steps]
@@ -405,7 +405,7 @@ class _Talk:
         """Adds a step; the messages up to the question are no spans."""
         message = _text(step["message"])
         if step["source"] != "agent":
-            if number > self._asked:
+            if number > self._question_at:
                 self._span(step["source"], Author.ENVIRONMENT, f"{message}\n", message)
         else:
             self._act(number, step, message)

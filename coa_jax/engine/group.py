@@ -43,9 +43,9 @@ def make_engines(
             `layout.run_groups`.
     """
     platform = jax.default_backend()
-    known = config.on_platform(platform)
-    check_shapes(known)
-    config = dataclasses.replace(config, dtype=known.dtype)
+    resolved = config.on_platform(platform)
+    check_shapes(resolved)
+    config = dataclasses.replace(config, dtype=resolved.dtype)
     groups = layout.run_groups(layout.mesh_of(params), tensor, aside)
     places = layout.places_of(model, groups) if groups is not None and aside else []
     size = 1 if groups is None else layout.tensor_size(groups)
@@ -169,8 +169,8 @@ def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
     are complete.
     """
     first, old, adapted = engines[0], copies(engines), _keeps_base(engines)
-    given = select(first.model, params, adapter=True) if adapted else params
-    parts = layout.publish(given, first.model, first.config, _group_size(first))
+    published = select(first.model, params, adapter=True) if adapted else params
+    parts = layout.publish(published, first.model, first.config, _group_size(first))
     if apart(engines, params):
         replaced = [part.adapters() if adapted else part for part in old]
         places = [jax.tree.map(lambda x: x.sharding, part) for part in replaced]

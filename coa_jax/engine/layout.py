@@ -194,8 +194,8 @@ def publish(
     everywhere = in_turn(mesh, publish_program(model, dtype, groups, kernels, alone), params)
 
     def places(group: np.ndarray) -> DecodeParams:
-        whole = decode_shardings(model, _group_mesh(group), kernels)
-        return whole.adapters() if alone else whole
+        shardings = decode_shardings(model, _group_mesh(group), kernels)
+        return shardings.adapters() if alone else shardings
 
     return [
         jax.tree.map(_part, everywhere, places(group))

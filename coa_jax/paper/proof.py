@@ -82,14 +82,14 @@ def stages(tasks: str, machine: str, given: bool) -> dict[str, tuple[Any, Work]]
 
     evaluation, rl, again = read("evaluate"), read("rl"), read("again")
     measured = evaluation, Work(evaluation.num_tasks * evaluation.samples)
-    found = {"evaluate base": measured}
+    first = {"evaluate base": measured}
     if not given:
         sample = read("sample")
-        found["sample"] = sample, Work(sample.num_tasks * sample.samples)
+        first["sample"] = sample, Work(sample.num_tasks * sample.samples)
     sft = read("sft" if given else "rft")
     groups = rl.groups * rl.group_size * rl.optimizer.total_steps
     return {
-        **found,
+        **first,
         "sft": (sft, Work(trained=sft.batch_size * sft.optimizer.total_steps)),
         "evaluate sft": measured,
         "rl": (rl, Work(groups, groups, groups)),
@@ -248,7 +248,7 @@ def _figures(outcome: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(figures: Mapping[str, Any]) -> str:
     """Formats the result of `results` as two Markdown tables."""
     policies = [
         (
@@ -258,11 +258,11 @@ def text(found: Mapping[str, Any]) -> str:
             fixed(row["tokens_per_task"], 0),
             fixed(row["tool_calls_per_task"], 2),
         )
-        for arm, row in found["policies"].items()
+        for arm, row in figures["policies"].items()
     ]
     differences = [
         (pair, f"{row['difference']:+.3f}", _interval(row), f"{row['p']:.2g}", row["tasks"])
-        for pair, row in found["differences"].items()
+        for pair, row in figures["differences"].items()
     ]
     head = ("policy", "pass@1 (95 %)", "tasks", "tokens per task", "tool calls per task")
     heads = ("difference", "of pass@1", "95 %, paired", "p", "tasks")
@@ -273,11 +273,11 @@ def _interval(row: Mapping[str, Any]) -> str:
     return f"{row['ci95'][0]:+.3f} to {row['ci95'][1]:+.3f}" if row["ci95"] else "no interval"
 
 
-def page(found: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str:
+def page(figures: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str:
     """Renders the result of `results` as an HTML page.
 
     Args:
-        found: the result.
+        figures: the result of `results`.
         name: name of the run.
         pages: title of each page of a stage, and its address.
     """
@@ -289,7 +289,7 @@ def page(found: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str:
             fixed(row["tokens_per_task"], 0),
             fixed(row["tool_calls_per_task"], 2),
         ]
-        for arm, row in found["policies"].items()
+        for arm, row in figures["policies"].items()
     ]
     differences = [
         [
@@ -299,7 +299,7 @@ def page(found: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str:
             f"{row['p']:.2g}",
             f"{row['tasks']:,}",
         ]
-        for (one, other), row in zip(PAIRS, found["differences"].values(), strict=True)
+        for (one, other), row in zip(PAIRS, figures["differences"].values(), strict=True)
     ]
     links = "".join(f'<li><a href="{url}">{escape(title)}</a></li>' for title, url in pages.items())
     head = ("", "pass@1", "95% interval", "", "tasks", "tokens per task", "tool calls per task")
@@ -319,16 +319,18 @@ def page(found: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str:
 
 def write_table(workdir: Path) -> None:
     """Prints the table, and writes ``results.json`` and ``report/index.html``."""
-    found = results(workdir)
-    durable.write_json(workdir / "results.json", found)
+    figures = results(workdir)
+    durable.write_json(workdir / "results.json", figures)
     stages_of = {"Evaluations": "evaluations", "SFT": "sft", "RL": "rl", "Control": "more"}
     pages = {
         title: f"../{folder}/report/index.html"
         for title, folder in stages_of.items()
         if (workdir / folder / "report" / "index.html").is_file()
     }
-    path = save_page(workdir / "report" / "index.html", page(found, workdir.resolve().name, pages))
-    print(text(found))
+    path = save_page(
+        workdir / "report" / "index.html", page(figures, workdir.resolve().name, pages)
+    )
+    print(text(figures))
     print(f"page -> {path}")
 
 

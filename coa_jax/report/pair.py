@@ -226,12 +226,12 @@ def _trajectories(run: Path, stage: str | None, tasks: set[str]) -> dict[str, Tr
     """
     if stage is not None and not shards.of_run(run):
         return {}
-    found = dict[str, Trajectory]()
+    shown = dict[str, Trajectory]()
     for one in iterate_trajectories(run, decode_trajectory, growing=True):
         first = one.sample_id == 0 and stage_of(one) == stage
-        if one.task_id in tasks and (first or (stage is None and one.task_id not in found)):
-            found[one.task_id] = one
-    return found
+        if one.task_id in tasks and (first or (stage is None and one.task_id not in shown)):
+            shown[one.task_id] = one
+    return shown
 
 
 def _question(a: Trajectory, b: Trajectory) -> str:

@@ -59,8 +59,8 @@ def constraint_or_ends(
     names = sorted(set(protocols))
     if config.constrain:
         return constraint_for(config, tokenizer, vocab_size, names)
-    known = {name: get_protocol(name) for name in names}
-    automata = {n: closing_tags(p) for n, p in known.items() if p.format is None and p.roles}
+    each = {name: get_protocol(name) for name in names}
+    automata = {n: closing_tags(p) for n, p in each.items() if p.format is None and p.roles}
     if not automata:
         return None
     table = token_table(tokenizer)

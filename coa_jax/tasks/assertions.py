@@ -4,8 +4,10 @@ Both processes run in the sandbox. The program sees the arguments of its functio
 values. It sees neither the text of the assertion nor the expected results, and cannot change how
 they are compared, see `coa_jax.tasks.crossing`.
 
-Whether an assertion can be separated from the program depends on the assertion alone. Otherwise, a
-program could choose the kind of test that it can pass by cheating.
+Whether an assertion can be separated from the program should depend on the assertion alone.
+Otherwise, a program could choose the kind of test that it can pass by cheating. One choice is left:
+a program that does not define the tested function, if this has the name of a function of the
+standard library, runs together with the assertion.
 """
 
 from __future__ import annotations

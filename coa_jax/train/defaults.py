@@ -158,8 +158,8 @@ def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -
     bare = num_params(without_adapters(model))
     trained = num_params(model) - bare if model.lora.rank else bare
     # All parameters; gradients and two moments of those that are trained.
-    kept = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
-    left = int(_SHARE.get(platform, 0.85) * machine.free) - kept // parts
+    state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    left = int(_SHARE.get(platform, 0.85) * machine.free) - state // parts
     engine = getattr(config, "engine", None)
     changes: dict[str, Any] = {}
     if engine is not None and engine.dtype == "auto":

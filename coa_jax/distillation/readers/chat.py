@@ -198,10 +198,10 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         Malformed: question or results are missing, or the turns belong to several questions.
     """
     spoken = _joined(turn for turn in turns if turn.role != "system")
-    asked = next((n for n, turn in enumerate(spoken) if turn.role == "user"), None)
-    if asked is None and not facts.question:
+    question_at = next((n for n, turn in enumerate(spoken) if turn.role == "user"), None)
+    if question_at is None and not facts.question:
         raise Malformed("no message of the role 'user', so no question")
-    begin = 0 if asked is None else asked + 1
+    begin = 0 if question_at is None else question_at + 1
     talk = Conversation(facts.question or spoken[begin - 1].words)
     _paired((), _results(spoken[begin:]))
     final: str | None = None
@@ -326,9 +326,9 @@ class _ChatSession(Session):
             return value.get("type") == "response_item" and self._item(record["payload"])
         if (updates := _updates(value)) is not None:  # LangGraph
             return any([self._item(Field(item, "a message")) for item in updates])
-        facts = facts_of(record)
         if is_message(value):
             return self._item(record)
+        facts = facts_of(record)
         new = {k: v for k, v in vars(facts).items() if v and k != "identity"}
         self.facts = dataclasses.replace(self.facts, **new)
         return bool(new)
@@ -352,8 +352,8 @@ class _ChatSession(Session):
         data = record.get("span_data")
         if not data or data.get("type").value != "generation":
             return True
-        asked = data["input"].items("message")
-        self.generation = [*asked, *data["output"].items("output")]
+        prompt = data["input"].items("message")
+        self.generation = [*prompt, *data["output"].items("output")]
         return True
 
     def trace(self) -> Trace:
