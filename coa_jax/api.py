@@ -539,6 +539,8 @@ def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
     """Returns the tools and the functions with tags of their own, as one list."""
     if tags is None:
         return tools
+    if not isinstance(tags, Mapping):
+        raise UserError("tags must be a dict from tags to functions, such as {'search': search}")
     if isinstance(tools, ToolsConfig | Mapping):
         raise UserError("tools is a group of settings; beside tags give a list of tools")
     return [*(tools or ()), *(FunctionTool(function, tag) for tag, function in tags.items())]

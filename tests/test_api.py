@@ -274,6 +274,8 @@ def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, group_siz=3)
     with pytest.raises(UserError, match=r"takes .*; a reward has a parameter"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda nothing=1: 0.0)
+    with pytest.raises(UserError, match=r"tags must be a dict"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, tags=[print])
     with pytest.raises(UserError, match=r"config\.tools\.names.*thermometer"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tools=["thermometer"])
 

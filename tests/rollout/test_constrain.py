@@ -151,8 +151,9 @@ def test_an_untrained_policy_obeys_every_protocol():
 
 @pytest.mark.slow
 def test_a_thousand_untrained_rollouts_are_all_valid():
-    trajectories = sample(requests(170, temperature=1.3))
-    assert len(trajectories) == 1020
+    groups = requests(170, temperature=1.3)  # a group for each protocol of this process
+    trajectories = sample(groups)
+    assert len(trajectories) == 170 * len(groups) >= 1020
     check_valid(trajectories)
 
 
