@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from coa_jax.data.verdicts import failure_of, verdict_of
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
-    from coa_jax.distillation.readers import Malformed
+    from coa_jax.distillation.readers import Conversation, Malformed, Trace
+    from coa_jax.distillation.smol import as_smolagents_tool
     from coa_jax.engine.config import SamplingParams
     from coa_jax.errors import UserError
     from coa_jax.evaluation.config import EvaluateConfig
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
     from coa_jax.model.config import LoraConfig
     from coa_jax.model.encode import observation_text
     from coa_jax.model.export import save_model
+    from coa_jax.model.foreign import Foreign
     from coa_jax.model.policy import Model
     from coa_jax.model.tokenizer import load_tokenizer
     from coa_jax.protocol import Format, get_protocol, render_prompt
+    from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Protocol, Segment
+    from coa_jax.protocol.text_buffer import Pieces
     from coa_jax.report.notebook import show, show_tokens, table
     from coa_jax.report.run import read_run
     from coa_jax.rollout.agent import Agent
@@ -57,7 +61,7 @@ if TYPE_CHECKING:
     from coa_jax.train.rl_config import RLConfig
     from coa_jax.train.step import init_state, train_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "coa_jax.config.preflight": ("Needs",),
@@ -80,7 +84,8 @@ _HOMES = {
     "coa_jax.data.verdicts": ("failure_of", "verdict_of"),
     "coa_jax.demo.debug_files": ("make_debug_files",),
     "coa_jax.demo.untrained": ("create_policy",),
-    "coa_jax.distillation.readers": ("Malformed",),
+    "coa_jax.distillation.readers": ("Conversation", "Malformed", "Trace"),
+    "coa_jax.distillation.smol": ("as_smolagents_tool",),
     "coa_jax.errors": ("UserError",),
     "coa_jax.evaluation.config": ("EvaluateConfig",),
     "coa_jax.engine.config": ("SamplingParams",),
@@ -88,77 +93,34 @@ _HOMES = {
     "coa_jax.model.config": ("LoraConfig",),
     "coa_jax.model.encode": ("observation_text",),
     "coa_jax.model.export": ("save_model",),
+    "coa_jax.model.foreign": ("Foreign",),
     "coa_jax.model.policy": ("Model",),
     "coa_jax.model.tokenizer": ("load_tokenizer",),
-    "coa_jax.protocol": (
-        "Format",
-        "get_protocol",
-        "render_prompt",
-    ),
-    "coa_jax.report.notebook": (
-        "show",
-        "show_tokens",
-        "table",
-    ),
+    "coa_jax.protocol": ("Format", "get_protocol", "render_prompt"),
+    "coa_jax.protocol.formats": ("BAD_CALL", "EpisodeStep", "Protocol", "Segment"),
+    "coa_jax.protocol.text_buffer": ("Pieces",),
+    "coa_jax.report.notebook": ("show", "show_tokens", "table"),
     "coa_jax.report.run": ("read_run",),
     "coa_jax.rollout.agent": ("Agent",),
-    "coa_jax.rollout.environments": (
-        "Step",
-        "Turn",
-    ),
+    "coa_jax.rollout.environments": ("Step", "Turn"),
     "coa_jax.rollout.request": ("RolloutConfig",),
     "coa_jax.run.command": ("load_config",),
-    "coa_jax.run.settings": (
-        "build_config",
-        "complete_config",
-    ),
-    "coa_jax.tasks": (
-        "Task",
-        "grade",
-        "grade_answer",
-        "load_tasks",
-    ),
-    "coa_jax.tools.base": (
-        "Observation",
-        "ToolContext",
-        "call_tool",
-    ),
-    "coa_jax.tools.make": (
-        "ToolsConfig",
-        "make_tools",
-        "named_tools",
-    ),
+    "coa_jax.run.settings": ("build_config", "complete_config"),
+    "coa_jax.tasks": ("Task", "grade", "grade_answer", "load_tasks"),
+    "coa_jax.tools.base": ("Observation", "ToolContext", "call_tool"),
+    "coa_jax.tools.make": ("ToolsConfig", "make_tools", "named_tools"),
     "coa_jax.tools.web_search": ("SearchResult",),
     "coa_jax.train.advantages": ("advantages_of",),
-    "coa_jax.train.algorithms": (
-        "Algorithm",
-        "marked",
-    ),
-    "coa_jax.train.batch": (
-        "Batch",
-        "pack",
-        "split_rows",
-    ),
+    "coa_jax.train.algorithms": ("Algorithm", "marked"),
+    "coa_jax.train.batch": ("Batch", "pack", "split_rows"),
     "coa_jax.train.config": ("SFTConfig",),
-    "coa_jax.train.examples": (
-        "record_example",
-        "trajectory_example",
-    ),
+    "coa_jax.train.examples": ("record_example", "trajectory_example"),
     "coa_jax.train.logps": ("log_probs",),
-    "coa_jax.train.losses": (
-        "PolicyLoss",
-        "SFTLoss",
-    ),
-    "coa_jax.train.objectives": (
-        "segment_means",
-        "weigh",
-    ),
+    "coa_jax.train.losses": ("PolicyLoss", "SFTLoss"),
+    "coa_jax.train.objectives": ("segment_means", "weigh"),
     "coa_jax.train.optimizer": ("OptimizerConfig",),
     "coa_jax.train.rl_config": ("RLConfig",),
-    "coa_jax.train.step": (
-        "init_state",
-        "train_step",
-    ),
+    "coa_jax.train.step": ("init_state", "train_step"),
 }
 """Maps each module to the names that this package exports from it."""
 

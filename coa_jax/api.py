@@ -31,10 +31,11 @@ from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import load_weights
 from coa_jax.model.export import save_model
+from coa_jax.model.foreign import Foreign
 from coa_jax.model.policy import Model
 from coa_jax.protocol import find_protocols
 from coa_jax.report.benchmark import write_page
-from coa_jax.rollout.agent import Agent, protocol_of
+from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.environments.base import tags_of
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import load_config
@@ -42,13 +43,21 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import is_url, run_folder
 from coa_jax.tasks import Task, load_tasks
-from coa_jax.tasks.question_rows import tasks_of_rows
+from coa_jax.tasks.question_rows import Columns, tasks_of_rows
+from coa_jax.tasks.task_protocol import with_task_protocol
 from coa_jax.tools.base import Tool
 from coa_jax.tools.concurrency import apart
 from coa_jax.tools.function import FunctionTool, function_schema
-from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
+from coa_jax.tools.make import (
+    OWN_TOOLS,
+    Tools,
+    ToolsConfig,
+    make_tools,
+    named_tools,
+    protocol_of,
+)
 from coa_jax.tools.net.budget import spending
-from coa_jax.train import rl, sft
+from coa_jax.train import foreign, rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
 from coa_jax.train.optimizer import reference_to
@@ -81,9 +90,6 @@ Rows are dicts or a ``datasets.Dataset``, see `question_rows.tasks_of_rows`.
 Tags: TypeAlias = Mapping[str, Callable[..., Any]]
 """Maps each tag of the policy to the typed function that it calls."""
 
-OWN_TOOLS = "own_tools"
-"""Name of the protocol of a run whose tools are Python functions."""
-
 RewardFunction: TypeAlias = Callable[..., Any]
 Rewards: TypeAlias = (
     RewardFunction | Mapping[str, float | RewardFunction | tuple[RewardFunction, float]]
@@ -107,16 +113,23 @@ class Trained:
         metrics: metrics of each step of the run, as in ``metrics.jsonl``.
         tools: tools with which the policy was trained.
         rollout: budgets of the rollouts; None after SFT.
+        module: your own module, after training; None for a model of this package.
     """
 
     path: Path
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
     tools: Tools = dataclasses.field(default=(), repr=False)
     rollout: RolloutConfig | None = dataclasses.field(default=None, repr=False)
+    module: Foreign | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def policy(self) -> Agent:
         """The trained policy with its tools; ``policy("...")`` returns the answer to a question."""
+        if self.module:
+            raise UserError(
+                "a module of your own cannot decode, because it has no cache of coa_jax; call the "
+                "module itself, or train a model of coa_jax"
+            )
         return Agent(self.model, self.tools, rollout=self.rollout)
 
     @property
@@ -126,7 +139,7 @@ class Trained:
 
 
 def train_sft(
-    model: Model | str | Path | Config | sft.SFTConfig,
+    model: Model | Foreign | str | Path | Config | sft.SFTConfig,
     workdir: str | Path,
     *,
     data: str | Iterable[DistilledRecord | Mapping[str, Any]] | None = None,
@@ -136,8 +149,8 @@ def train_sft(
     """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        model: the model, its path or its name on the Hub; or settings, see
-            `train.config.SFTConfig`. A setting that is left out has its default, see
+        model: the model, its path or its name on the Hub; a module of your own, see `Foreign`; or
+            settings, see `train.config.SFTConfig`. A setting that is left out has its default, see
             `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         data: training records, rows (a list of dicts or a ``datasets.Dataset``, see
@@ -150,8 +163,11 @@ def train_sft(
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
-    values, path = {**_values(model), **_plain(changes)}, run_folder(workdir)
-    policy = _take_objects(values, model, path)
+    path = run_folder(workdir)
+    module = model if isinstance(model, Foreign) else None
+    values = {"model": "module"} if module else _values(model)
+    values = {**values, **_plain(changes)}
+    policy = _take_objects(values, {} if module else model, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
     config = build_config(sft.SFTConfig, with_defaults("sft", values))
@@ -161,10 +177,12 @@ def train_sft(
             _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
                 _keep_records(path / "records.jsonl", records_of_rows(data))
+            if module:
+                return foreign.train(module, config, run, output)
             live = make_tools(config.tools) if config.evaluate_every else ()
             sft.train(config, run, output, renaming(config.rename_share), live)
 
-    return _trained(train, path, "sft")
+    return dataclasses.replace(_trained(train, path, "sft"), module=module)
 
 
 def train_rl(
@@ -188,8 +206,9 @@ def train_rl(
         tasks: training tasks; None for those that ``tasks`` in the settings names.
         rewards: reward functions; None for those of ``graders.rewards`` in the settings.
         tools: tools of the policy: a list of names, tools and typed functions, or settings that
-            override those of ``tools``; None for ``tools`` in the settings. With a function, the
-            policy calls its tools in the format ``hermes`` unless the settings name another.
+            override those of ``tools``; None for ``tools`` in the settings. If the list contains a
+            function, the policy calls all tools in the format ``hermes``, unless the settings name
+            another format.
         tags: maps tags to typed functions, in addition to ``tools``. The policy then writes a chain
             of agents, and calls a function by ``<tag>arguments</tag>``.
         environment: environment class (docs/environments.md); None for ``environment`` in the
@@ -212,10 +231,11 @@ def train_rl(
     def train() -> None:
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
-            asked = None if config.agent else config.tools  # an agent program has its own tools
-            live = [] if asked is None else make_tools(asked, tags_of(config.environment))
+            # An agent program has its own tools.
+            settings = None if config.agent else config.tools
+            live = make_tools(settings, tags_of(config.environment)) if settings else []
             probes = {**config.graders.probes(), **config.environment.probes()}
-            probes |= asked.probes(made=True) if asked else {}
+            probes |= settings.probes(made=True) if settings else {}
             require(preflight(probes, config.probe_s))
             rl.train(config, run, output, live)
 
@@ -255,8 +275,8 @@ def _keep_model(path: Path, policy: Model | None) -> None:
         return
     if not path.exists():
         return save_model(policy, path)
-    kept, given = load_weights(path), policy.merged().params
-    one, other = (dict(jax.tree.leaves_with_path(tree)) for tree in (kept, given))
+    kept, params = load_weights(path), policy.merged().params
+    one, other = (dict(jax.tree.leaves_with_path(tree)) for tree in (kept, params))
     if {*one} != {*other} or not all(jnp.array_equal(one[key], other[key]) for key in one):
         raise UserError(
             f"{path} has the initial model of another run: give the same model to continue it, or "
@@ -331,20 +351,20 @@ def distill(
             "messages of a run (coa-jax distill reads logs)"
         )
     source = tasks if isinstance(tasks, str) else _source(tasks, {})
-    asked, path = load_tasks(source, "train", num_tasks or None), run_folder(workdir)
+    loaded, path = load_tasks(source, "train", num_tasks or None), run_folder(workdir)
     schemas = [{"type": "function", "function": function_schema(tool)} for tool in tools]
 
     def solve() -> Distilled:
         with RunDir(path) as run:
             runs = asyncio.run(
-                function_team.solve_all(team, asked, path / "runs.jsonl", concurrency)
+                function_team.solve_all(team, loaded, path / "runs.jsonl", concurrency)
             )
-            records, dropped = function_team.select(asked, runs, schemas)
+            records, dropped = function_team.select(loaded, runs, schemas)
             write_records(path / "train.jsonl", records)
-            run.summary({"tasks": len(asked), "kept": len(records), "dropped": dict(dropped)})
+            run.summary({"tasks": len(loaded), "kept": len(records), "dropped": dict(dropped)})
         if not records:
             reason, number = dropped.most_common(1)[0]
-            raise UserError(f"no run of the team was right; {number} of {len(asked)}: {reason}")
+            raise UserError(f"no run of the team was right; {number} of {len(loaded)}: {reason}")
         return Distilled(path, records, dropped)
 
     return apart(solve)
@@ -432,22 +452,24 @@ def evaluate(
     """Evaluates a policy; samples that the work directory already holds are not sampled again.
 
     Args:
-        model: the policy, its path or its name on the Hub; or settings, see `EvaluateRun`.
+        model: the policy, its path or its name on the Hub; or settings, see `EvaluateRun`. A
+            setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run.
         policy: the policy or its path; None for ``model`` in the settings.
         tasks, rewards, tools, tags, environment: as in `train_rl`.
-        fresh: whether to delete the existing samples of this stage first.
-        changes: settings that override those of ``config``, for example ``stage``, the name of the
+        fresh: whether to delete existing samples of this evaluation (``stage``) first.
+        changes: settings that override those of ``model``, for example ``stage``, the name of the
             evaluation. A new value for a group of settings replaces the whole group.
 
     Raises:
         UserError: an error that the caller can correct. Samples that have finished before the error
             are kept.
     """
-    changed = {"stage": "policy", **_values(model), **_plain(changes)}
+    changed = {**_values(model), **_plain(changes)}
     values = _given(changed, tasks, rewards, _with_tags(tools, tags), environment)
+    policy = values.pop("model", None) if policy is None else policy
+    values = with_defaults("evaluate", values).to_dict()
     path = run_folder(workdir)
-    policy = values.get("model") if policy is None else policy
     copied = path / "policies" / str(values["stage"])
     if policy is not None:
         values["model"] = str(copied if isinstance(policy, Model) else policy)
@@ -532,7 +554,9 @@ def _given(
         values["environment"] = {**_values(values.get("environment", {})), "path": path}
     if tasks is not None:
         values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks, values)
-    return values
+    groups = ("tools", "rollout", "agent", "environment", "task_options")
+    values |= {name: _values(values[name]) for name in groups if name in values}
+    return with_task_protocol(values)
 
 
 def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
@@ -560,8 +584,18 @@ def _source(tasks: Any, values: dict[str, Any]) -> Reference:
             values["tools"] = {**_values(values.get("tools", {})), "protocol": config.protocol}
             make_tools(config)  # registers the protocol
         rewards = values.get("graders", {}).get("rewards", {})
-        rows = tasks_of_rows(rows, protocol, graded=not rewards or "grader" in rewards)
+        mapping = _columns(values.pop("task_options", {}), protocol)
+        rows = tasks_of_rows(rows, mapping, graded=not rewards or "grader" in rewards)
     return Reference(lambda: rows, "tasks")
+
+
+def _columns(options: Any, protocol: str) -> Columns:
+    """Returns which columns of rows from Python hold the parts of a task (``task_options``)."""
+    options = _values(options)
+    defaults = {"columns": {}, "answer_after": "", "grader": "", "protocol": protocol}
+    if wrong := [name for name in options if name not in defaults]:
+        raise UserError(f"task_options.{wrong[0]}: rows from Python have {', '.join(defaults)}")
+    return Columns(**{**defaults, **options}, where="tasks")
 
 
 def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:

@@ -50,13 +50,13 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
     If one of these is an `ExceptionGroup`, the exceptions in the group and their causes are
     included.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
         following = todo.pop(0)
-        if following is None or id(following) in seen:
+        if following is None or id(following) in visited:
             continue
-        seen.add(id(following))
+        visited.add(id(following))
         yield following
         todo += following.exceptions if isinstance(following, BaseExceptionGroup) else ()
         hidden = None if following.__suppress_context__ else following.__context__

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command of coa_jax on one Cloud TPU VM: makes the VM, copies the code, runs.
 #
-#   bash launch/tpu_vm.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/smollm2.py \
+#   bash launch/tpu_vm.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/factbook.py \
 #                                                           --workdir=/home/me/runs/a
 #   bash launch/tpu_vm.sh [FLAGS] logs                 the end of the log
 #   bash launch/tpu_vm.sh [FLAGS] delete               deletes the VM and all on its disk

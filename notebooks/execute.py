@@ -3,8 +3,8 @@
     python notebooks/execute.py train_policy own_environment
 
 `COA_JAX_RUN` names the run that explore_run and inside_a_rollout show. Without names, the script
-only writes the address of the repository into all notebooks: the button that opens them in Colab,
-and what their first cell installs.
+only writes the address of the repository into all notebooks and the README: the button that opens
+a notebook in Colab, what its first cell installs, and the badge of CI.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPOSITORY = ""
 
 _EXTRAS = {"explore_run": "notebook"}
 _BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
-_BUTTON = re.compile(r"\[!\[Open in Colab\].*\n\n")
+_BUTTON = re.compile(r"\[!\[(?:Open in Colab|CI)\].*\n\n")
 
 _FIRST_CELL = """\
 import importlib.util
@@ -56,20 +56,30 @@ def execute(path: Path) -> None:
 def with_address(notebook: nbformat.NotebookNode, name: str, repository: str) -> None:
     """Writes the address of the repository into a notebook, see `REPOSITORY`."""
     title, first = notebook.cells[0], notebook.cells[1]
-    title.source = _BUTTON.sub("", title.source)
-    if repository:
-        place = repository.removeprefix("https://github.com/")
-        opened = (
-            f"https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}.ipynb"
-        )
-        heading, _, rest = title.source.partition("\n\n")
-        title.source = f"{heading}\n\n[![Open in Colab]({_BADGE})]({opened})\n\n{rest}"
+    place = repository.removeprefix("https://github.com/")
+    opened = f"https://colab.research.google.com/github/{place}/blob/main/notebooks/{name}.ipynb"
+    button = f"[![Open in Colab]({_BADGE})]({opened})"
+    title.source = with_button(title.source, button if repository else "")
     extras = _EXTRAS.get(name, "demo,notebook")
     address = f"git+{repository}" if repository else ""
     first.source = _FIRST_CELL.replace("EXTRAS", extras).replace("ADDRESS", address)
 
 
+def with_button(text: str, button: str) -> str:
+    """Returns a document with a button, or none for "", below its title."""
+    heading, _, rest = _BUTTON.sub("", text).partition("\n\n")
+    return "\n\n".join([heading, button, rest] if button else [heading, rest])
+
+
+def with_badge(readme: str, repository: str) -> str:
+    """Returns the README with the badge of CI, see `REPOSITORY`."""
+    ci = f"{repository}/actions/workflows/ci.yml"
+    return with_button(readme, f"[![CI]({ci}/badge.svg)]({ci})" if repository else "")
+
+
 if __name__ == "__main__":
+    readme = FOLDER.parent / "README.md"
+    readme.write_text(with_badge(readme.read_text(), REPOSITORY))
     for name in sys.argv[1:] or [path.stem for path in FOLDER.glob("*.ipynb")]:
         path = FOLDER / f"{name}.ipynb"
         notebook = nbformat.read(path, as_version=4)

@@ -9,12 +9,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from coa_jax.parallel.compiled import keep_programs
 
 # The suite is meant for a CPU; name the platform explicitly to run it elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,9 +27,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests use what is on the disk: a look-up on a hub would make them depend on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Folders of this run of the suite, which its processes share: compiled programs (name a folder that
-# stays to keep them), token counts of records, the trained tiny policy, and bytecode.
-_FOLDERS = ["JAX_COMPILATION_CACHE_DIR", "COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"]
+# Folders of this run of the suite, which its processes share: token counts of records, the trained
+# tiny policy, and bytecode.
+_FOLDERS = ["COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"]
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     # Without bytecode, each command that a test starts compiles again the modules of this package,
     # and those of other packages unless pip compiled them.
@@ -35,8 +40,17 @@ for _name in _FOLDERS:
         os.environ[_name] = tempfile.mkdtemp(prefix="coa_jax-tests-")
         atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
 sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX")
+# Compiled programs are kept for the next run of the suite.  A program that is older than two weeks
+# goes, so that the folder does not grow without end.
+_PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # not in the processes that this one starts
+    for _program in _PROGRAMS.glob("*/*"):
+        if _program.stat().st_mtime < time.time() - 14 * 24 * 3600:
+            _program.unlink(missing_ok=True)
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+keep_programs(_PROGRAMS)
 # Most of the suite's time is XLA's work on programs that run for milliseconds.  Tests of what this
 # work decides (bits under other shapes, memory, copies) use the fixture `optimized`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -59,6 +73,19 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--shard``."""
+    parser.addoption("--shard", default="1/1", help="2/4 runs the second quarter of the files")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files of other shards, without importing them."""
+    number, of = map(int, config.getoption("shard").split("/"))
+    name = collection_path.relative_to(config.rootpath).as_posix()
+    other = zlib.crc32(name.encode()) % of != number - 1
+    return True if other and collection_path.suffix == ".py" else None
 
 
 def pytest_collection_finish() -> None:

@@ -278,6 +278,11 @@ def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tags=[print])
     with pytest.raises(UserError, match=r"config\.tools\.names.*thermometer"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tools=["thermometer"])
+    with pytest.raises(UserError, match=r"gave 'fine' \(str\); a reward gives"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda completions: ["fine"])
+    with pytest.raises(UserError, match=r"gave 'fine' \(str\); a reward gives"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda trajectories: "fine")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_setting_carries_the_function_itself_and_files_get_its_name():
@@ -387,8 +392,13 @@ def test_the_example_of_a_baseline_compares_a_policy_with_itself_without_tools(t
     assert chain.compared_to(alone).tasks == 3
 
 
-def double(number: int):
+def double(number: int) -> int:
     """Doubles a number."""
+    return 2 * number
+
+
+def untyped(number: int):
+    """Doubles a number, without the type of the result."""
     return 2 * number
 
 
@@ -454,10 +464,42 @@ exec({program!r})
     assert (tmp_path / "runs" / "mine" / "model" / "config.json").is_file()
 
 
+def test_a_function_that_settings_name_is_called_on_the_questions_of_a_file(saved, tmp_path):
+    """As on the command line: names only, and neither a protocol nor a format."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "What is 2 doubled?", "answer": "4"}\n')
+    values = {
+        "model": str(saved),
+        "tasks": str(questions),
+        "tools": {"names": (f"{__name__}:double",)},
+        "groups": 1,
+        "group_size": 2,
+        "rollout": {"max_tokens": 2048, "max_turn_tokens": 16},
+        "optimizer": {"total_steps": 1},
+    }
+    run = coa_jax.train_rl(ConfigDict(values), tmp_path / "run")
+    (trajectory, _) = read_trajectories(run.path / "traces.jsonl")
+    prompt = trajectory.tokens[trajectory.author == Author.PROMPT]
+    assert trajectory.protocol.endswith(":hermes")
+    assert '"name": "double"' in coa_jax.load_tokenizer(saved).decode(prompt)
+    values["tools"] = {"names": (f"{__name__}:untyped",)}
+    with pytest.raises(UserError, match=r"untyped has no result type.* -> str"):
+        coa_jax.train_rl(ConfigDict(values), tmp_path / "other")
+
+
+def test_prompts_that_leave_no_room_end_a_run_before_it_begins(saved, tmp_path):
+    rows, rollout = [{"prompt": "What is 2?", "answer": "2"}], {"max_tokens": 8}
+    with pytest.raises(UserError, match=r"a trajectory has at most 8 .*raise both"):
+        coa_jax.train_rl(str(saved), tmp_path / "run", tasks=rows, rollout=rollout)
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "q", "answer": "1"}] * 17 + [{"prompt": "q"}], r"tasks\[17\]: .*'answer'"),
+        (
+            [{"prompt": "q", "answer": "1"}] * 17 + [{"prompt": "q"}],
+            r"tasks\[17\]: there is no answer",
+        ),
         ([{"text": "q", "answer": "1"}], r"tasks\[0\]: .*'question' or 'prompt'.* text, answer"),
         ([{"prompt": [], "answer": "1"}], r"tasks\[0\]: .*last message must be from the user"),
         (["What is 2?"], r"tasks\[0\]: it is str; give a dict"),

@@ -66,12 +66,12 @@ def test_ask_knows_the_format_by_the_model(pipeline):
 def test_a_server_answers_in_the_format(pipeline):
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("fastapi")
-    from coa_jax.serve.run import make_service
+    from coa_jax.serve.run import make_services
     from tests.serve.live import CONFIG, server
 
     form, path, _ = pipeline
     config = dataclasses.replace(CONFIG, model=str(path / "models" / "rl"), protocol="")
-    service = make_service(config, ToolsConfig(("wiki_search", "code")))
+    (service,) = make_services(config, ToolsConfig(("wiki_search", "code")))
     assert service.config.protocol == f"generalist:{form}"
     asked = {"model": "tiny-agent", "messages": [{"role": "user", "content": "Which river?"}]}
     with server(service.config, policy=service.model, on=service.engines) as address:

@@ -69,7 +69,8 @@ def pages_of(outputs) -> str:
 
 
 def test_there_is_a_notebook_for_each_audience():
-    names = ["explore_run", "inside_a_rollout", "own_environment", "own_loop", "train_policy"]
+    names = ["explore_run", "function_tool", "inside_a_rollout", "own_environment", "own_loop"]
+    names.append("train_policy")
     assert [path.stem for path in NOTEBOOKS] == names
 
 
@@ -118,6 +119,17 @@ def test_a_notebook_installs_itself_from_the_address_of_the_repository(path, mon
     assert names["package"].startswith("coa_jax-0.1.0-py3-none-any.whl[")
     execute_script.with_address(notebook, path.stem, execute_script.REPOSITORY)
     assert nbformat.writes(notebook) == stored
+
+
+def test_the_readme_has_the_badge_of_ci_once_the_repository_has_an_address():
+    readme = (REPOSITORY / "README.md").read_text()
+    assert execute_script.with_badge(readme, execute_script.REPOSITORY) == readme
+    badged = execute_script.with_badge(readme, "https://github.com/someone/coa_jax")
+    ci = "https://github.com/someone/coa_jax/actions/workflows/ci.yml"
+    title, text = readme.split("\n\n", 1)
+    assert badged == f"{title}\n\n[![CI]({ci}/badge.svg)]({ci})\n\n{text}"
+    assert execute_script.with_badge(badged, "https://github.com/someone/coa_jax") == badged
+    assert (REPOSITORY / ".github" / "workflows" / Path(ci).name).is_file()
 
 
 def execute(name: str, monkeypatch, seconds: int = 300) -> list:
@@ -192,6 +204,7 @@ def test_an_evaluation_of_any_name_is_shown_and_one_that_nobody_graded_says_so(
     ("name", "told"),
     [
         ("train_policy", "difference +"),
+        ("function_tool", "in the last three"),
         ("own_environment", "step 2: reward"),
         ("inside_a_rollout", "tokens are targets"),
     ],

@@ -181,6 +181,7 @@ def test_the_figures_are_those_that_the_script_draws():
     [
         ("README.md", "[a](docs/runs.md#x), [b](LICENSE)", "[a](runs.md#x), b"),
         ("docs/runs.md", "[a](../README.md) [b](../launch/test.sh)", "[a](index.md) b"),
+        ("README.md", "# A\n\n[![CI](https://a.org/b.svg)](https://a.org)\n\nB", "# A\n\nB"),
         ("docs/tutorials/x.md", "[a](../runs.md), `[a](b)`", "[a](../runs.md), `[a](b)`"),
         ("docs/runs.md", "[a](https://a.org/x) [b](#c)", "[a](https://a.org/x) [b](#c)"),
     ],

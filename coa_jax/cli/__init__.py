@@ -1,5 +1,5 @@
 """Commands: one module for each command of the core, with its flags.
 
-A command parses flags, resolves names, and calls a function of another room. It contains no
+A command parses flags, resolves names, and calls a function of another package. It contains no
 algorithm. `coa_jax.__main__` lists all commands.
 """

@@ -46,7 +46,7 @@ def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, 
     ``stream`` is a question; if ``stream`` is a terminal, the user types the lines at a prompt.
 
     Args:
-        arguments: arguments of the command.
+        arguments: words of the question on the command line; none to read ``stream``.
         stream: standard input of the command.
 
     Raises:

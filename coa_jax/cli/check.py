@@ -160,14 +160,14 @@ def _run(config: Any) -> Iterator[Check]:
             yield _run_check(name, functools.partial(_records, path, config.protocol))[1]
     if isinstance(config, RFTConfig | DPOConfig) and config.traces:
         yield _run_check("traces", lambda: (None, _traces(config.traces)))[1]
-    tasks, result = _run_check("tasks", lambda: _tasks(config))
-    if result.text:
-        yield result
     tools, environment = used.get("tools"), used.get("environment", EnvironmentConfig())
     tags = _run_check("tools", lambda: (tags_of(environment), ""))[0] or {}
     made = Check("tools", True, "")
-    if tools:
+    if tools:  # before the tasks, which may name a protocol that the tools create
         made = _run_check("tools", lambda: (make_tools(tools, tags), ""))[1]
+    tasks, result = _run_check("tasks", lambda: _tasks(config))
+    if result.text:
+        yield result
 
     def ask() -> tuple[list[Check], str]:
         probes = {**environment.probes(), **(tools.probes() if tools else {})}

@@ -4,13 +4,14 @@
     coa-jax compare runs/a/evaluate/sft/results.json runs/a/evaluate/rl/results.json
 
 The arguments are two run directories, two result files, or two files or folders of trajectories,
-which may be ATIF documents of any agents (docs/data.md). For every stage that both runs evaluated,
-the command prints the difference of pass@1 with a paired confidence interval and a paired test. If
-the runs have no stage in common, it compares the last stage of each run. For two run directories it
-also writes a page, by default to ``report/compare.html`` in the second directory. The page shows
-the settings that differ, the curves of both runs in the same charts, and trajectories of the same
-questions side by side. For trajectories, the command also prints the reasons of failure, and writes
-the page if ``--page`` names a file for it. Documents without a task id are paired by question.
+which may be ATIF documents of any agents (docs/data.md). For every stage (an evaluated policy, such
+as ``sft``) that both runs evaluated, the command prints the difference of pass@1 with a paired
+confidence interval and a paired test. If the runs have no stage in common, it compares the last
+stage of each run. For two run directories it also writes a page, by default to
+``report/compare.html`` in the second directory. The page shows the settings that differ, the curves
+of both runs in the same charts, and trajectories of the same questions side by side. For
+trajectories, the command also prints the reasons of failure, and writes the page if ``--page``
+names a file for it. Documents without a task id are paired by question.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Evaluation = Mapping[str, Any]
 
 
 def outcomes(run: Path) -> dict[str, Evaluation]:
-    """Reads the evaluations of a run by stage, in the order in which the stages run.
+    """Returns the evaluations of a run by the name of their stage, in the order of the run.
 
     Raises:
         UserError: a result file is damaged.
@@ -65,8 +66,8 @@ def compared(
     """Compares the evaluations of two runs; prints the reason if a pair cannot be compared.
 
     Returns:
-        For each pair of evaluations that could be compared, the text of the comparison and its
-        result.
+        For each pair of evaluations that could be compared, the comparison as text for the terminal
+        and as data.
     """
     results = []
     for first, second in paired(a, b):
@@ -131,9 +132,9 @@ def compare_traces(a: Path, b: Path, page: str) -> dict[str, Any]:
     return dict(results[0][1].comparison) if results else {}
 
 
-def _are_traces(place: str) -> bool:
+def _are_traces(path_or_url: str) -> bool:
     """Returns whether a place has trajectories, and is neither a run nor a result file."""
-    path = Path(place)
+    path = Path(path_or_url)
     if path.is_dir():
         return not is_run(path) and any(path.rglob("trajectory.json"))
     if not path.name.endswith(".json"):
@@ -166,7 +167,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
     if len(places) != 2:
         raise UserError("give two runs or two result files: coa-jax compare runs/a runs/b")
     a, b = places
-    with_traces = [not is_url(place) and _are_traces(place) for place in places]
+    with_traces = [not is_url(argument) and _are_traces(argument) for argument in places]
     for name, target in (("out", out), ("page", page)):
         path = Path(target)
         if target and not is_url(target) and (path.is_dir() or not path.parent.is_dir()):

@@ -8,7 +8,7 @@ Filters select the runs that become training data. The command writes ``train.js
 ``summary.json``. If the command is killed, give it again to continue.
 
 With configs/distill/endpoint.py a language model decides what the agents do, and ``calls/`` stores
-every call of the model. With configs/distill/smolagents.py the teacher consists of smolagents
+every call of the model; with its variant smolagents, the teacher consists of smolagents
 agents. With configs/distill/traces.py there is no teacher: the command reads logs of other systems.
 """
 

@@ -27,6 +27,7 @@ from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.judge import MAX_ANSWER_CHARS
 from coa_jax.tasks.mixture import parts_of, sources_need
+from coa_jax.tasks.task_protocol import with_task_protocol
 from coa_jax.tools.make import ToolsConfig
 
 _SETTINGS = {
@@ -51,13 +52,14 @@ def settings_of(command: str, values: Mapping[str, Any]) -> Any:
     """
     module, _, name = _SETTINGS[command].partition(":")
     settings = getattr(importlib.import_module(f"coa_jax.{module}"), name)
-    return build_config(settings, values)
+    return build_config(settings, with_task_protocol(values))
 
 
 def used_settings(config: Any) -> dict[str, Any]:
     """Returns the settings of a run that have an effect, by name.
 
-    SFT calls tools only in its evaluations, and an agent program has its own tools.
+    For example, the settings of tools are left out if an agent program brings its own tools. In SFT
+    without evaluations, those of tools, graders and held-out tasks are left out.
     """
     used = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     unused = ["tools"] if used.get("agent") else []
@@ -180,7 +182,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``coa-jax needs``: prints what a command needs."""
+    """Runs ``coa-jax needs``: prints which packages, keys, servers and files a command needs."""
     values = flags.FLAGS
     if len(argv) != 2 or argv[1] not in _SETTINGS:
         raise UserError(f"give a command, one of {', '.join(_SETTINGS)}")

@@ -2,8 +2,8 @@
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
-The kinds of extensions are tool, reward, tasks, environment, advantage and loss; each has a folder
-in `templates`. docs/extending.md describes which parameters an extension of each kind has.
+The kinds of extensions are tool, reward, tasks, environment, advantage, loss, reader and format;
+each has a folder in `templates`. docs/extending.md describes the parameters of each kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 """Directory with a folder for each kind of extension.
 
 A folder contains the files of the extension, with NAME in place of its name, and the options of
-a run. ``extension.md`` is the template of every extension's README.
+a run of ``coa-jax rl``, or the whole command. ``extension.md`` is the template of every extension's
+README.
 """
 
 
@@ -61,10 +62,12 @@ def write_new(kind: str, name: str) -> list[Path]:
     if any(name in _names(text) for file, text in templates.items() if ".py" in file):
         raise UserError(f"the new module uses the name {name} for something else; choose another")
     texts = {file: text.replace("NAME", name) for file, text in templates.items()}
-    options = " \\\n    ".join(texts.pop("options.txt").splitlines())
-    summary = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0]
+    options = texts.pop("options.txt").splitlines()
+    if not options[0].startswith("coa-jax "):
+        options.insert(0, f"coa-jax rl --config=configs/rl/tiny.py --workdir=runs/{name}")
+    summary = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0].strip()
     readme = (TEMPLATES / "extension.md").read_text(encoding="utf-8")
-    texts["README.md"] = readme.format(name=name, what=summary, options=options)
+    texts["README.md"] = readme.format(name=name, what=summary, options=" \\\n    ".join(options))
     target.mkdir()
     written = []
     for file, text in texts.items():

@@ -56,10 +56,10 @@ def main(argv: list[str]) -> None:
     print(with_urls(page))
 
 
-def _default_page(place: str) -> str:
-    if is_url(place):
-        raise UserError(f"{place}: is not on this machine; name a file for the page with --page")
-    path = Path(place)
+def _default_page(source: str) -> str:
+    if is_url(source):
+        raise UserError(f"{source}: is not on this machine; name a file for the page with --page")
+    path = Path(source)
     return str(path / "report.html" if path.is_dir() else path.with_suffix(".html"))
 
 

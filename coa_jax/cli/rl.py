@@ -3,8 +3,9 @@
     coa-jax rl --config=configs/rl/factbook.py --workdir=runs/rl
     coa-jax rl --config.model=MODEL --config.tasks=questions.jsonl --workdir=runs/rl
 
-A config file holds what differs from the defaults; without a file, the flags do. The command writes
-metrics, every trajectory and checkpoints to the work directory, and the model to ``WORKDIR/model``.
+A config file contains the settings that differ from the defaults. Without a file, flags such as
+``--config.model`` give these settings. The command writes metrics, every trajectory and
+checkpoints to the work directory, and the model to ``WORKDIR/model``.
 
     coa-jax rl --replay=runs/rl
 
@@ -22,7 +23,7 @@ from absl import flags
 from coa_jax.config.renamed import renewed
 from coa_jax.files import durable
 from coa_jax.protocol import find_protocols
-from coa_jax.run.command import run_main
+from coa_jax.run.command import need, run_main
 from coa_jax.run.settings import build_config
 from coa_jax.storage import visited, with_urls
 from coa_jax.storage.mirror import NAMES_ONLY
@@ -69,11 +70,9 @@ def define() -> None:
     defaults = functools.partial(with_defaults, "rl")
     define_flags(RLRun, first=FIRST, with_defaults=defaults, workdir_required=False)
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
-    flags.register_multi_flags_validator(
-        ["workdir", "replay"],
-        lambda values: bool(values["workdir"] or values["replay"]),
-        "give --workdir, or --replay with the directory of a finished run",
-    )
+    need("--config.model", "--replay", example="Qwen/Qwen3-0.6B")
+    need("--config.tasks", "--config.mixture", "--replay", example="questions.jsonl")
+    need("--workdir", "--replay", example="runs/mine")
 
 
 if __name__ == "__main__":

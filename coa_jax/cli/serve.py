@@ -46,15 +46,15 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs the server until Ctrl-C or SIGTERM."""
     try:
-        from coa_jax.serve.run import make_service, open_listener, serve
+        from coa_jax.serve.run import make_services, open_listener, serve
     except ModuleNotFoundError as error:
         raise missing("serve", str(error.name), "serve") from error
     config = build_config(Command, flags.FLAGS.config)
     config = dataclasses.replace(config, name=config.name or Path(config.model).name)
     key = os.environ.get(config.api_key_env, "").strip() or None
     listener = open_listener(config, key)  # opened first, because loading may take minutes
-    service = make_service(config, config.tools)
-    asyncio.run(serve(service, listener, key))
+    services = make_services(config, config.tools)
+    asyncio.run(serve(services, listener, key))
 
 
 if __name__ == "__main__":

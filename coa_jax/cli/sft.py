@@ -3,8 +3,9 @@
     coa-jax sft --config=configs/sft/factbook.py --workdir=runs/sft
     coa-jax sft --config.model=MODEL --config.data=records.jsonl --workdir=runs/sft
 
-A config file holds what differs from the defaults; without a file, the flags do. The command writes
-metrics and checkpoints to the work directory, and the model to ``WORKDIR/model``.
+A config file contains the settings that differ from the defaults. Without a file, flags such as
+``--config.model`` give these settings. The command writes metrics and checkpoints to the work
+directory, and the model to ``WORKDIR/model``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 
 from absl import flags
 
-from coa_jax.run.command import run_main
+from coa_jax.run.command import need, run_main
 from coa_jax.storage import with_urls
 from coa_jax.train.command import define_flags
 from coa_jax.train.config import SFTConfig
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
 
 def define() -> None:
     """Defines the command-line flags of ``coa-jax sft``."""
+    need("--config.model", example="Qwen/Qwen3-0.6B")
+    need("--config.data", example="records.jsonl")
     define_flags(SFTConfig, first=FIRST, with_defaults=functools.partial(with_defaults, "sft"))
 
 

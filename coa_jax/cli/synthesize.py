@@ -4,11 +4,12 @@ r"""Synthesises questions with verified answers from a corpus.
     coa-jax distill --workdir=runs/distill \
         --config.tasks.tasks=runs/questions/questions.jsonl
 
-The command writes ``questions.jsonl``, which is a task source, ``dropped.jsonl`` with every dropped
-draft and the reason, and ``summary.json`` with the counts of every stage. To check a draft, solvers
-try to answer it with and without tools. ``runs.jsonl`` stores the runs with tools,
-``closed_book.jsonl`` the answers without tools, and ``calls/`` every call of a model. After a kill,
-the same command reuses these files, so no call of a model is paid twice.
+A draft is a question that is not checked yet. To check a draft, solvers try to answer it with and
+without tools. The command writes ``questions.jsonl``, which is a task source, ``dropped.jsonl``
+with every dropped draft and the reason, and ``summary.json`` with the counts of every stage.
+``runs.jsonl`` stores the runs with tools, ``closed_book.jsonl`` the answers without tools, and
+``calls/`` every call of a model. After a kill, the same command reuses these files, so no call of a
+model is paid twice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from absl import flags
 from coa_jax.config.fields import Bounded, Count, Times
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.llm import language_minds
-from coa_jax.distillation.minds import scripted_minds
+from coa_jax.distillation.minds import team_minds
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.synthesis.build import Item, Synthesis, SynthesisConfig
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig, closed_book
@@ -50,7 +51,7 @@ from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
 
 @dataclasses.dataclass(frozen=True)
 class Team(Bounded):
-    """The settings of the multi-agent team that answers drafts with tools.
+    """The settings of the team of agents that tries to answer the drafts with tools.
 
     Attributes:
         attempts: maximum number of runs per question. The question counts as solvable if at least
@@ -69,7 +70,8 @@ class Command(Bounded):
     """The settings of the synthesis.
 
     Attributes:
-        tools: tools of the team, and the corpus that the questions are about.
+        tools: tools of the team that tries to answer the drafts. The corpus of ``wiki_search`` is
+            also the source of the questions.
         synthesis: number and kinds of the questions to create.
         with_tools, without_tools: settings of the two solvers. A question is kept only if the
             solver with tools answers it right, and the solver without tools rarely does.
@@ -160,10 +162,11 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Returns the settings of the language models, without those that the command does not have.
+    """Returns the settings of the language models by name; {} if the command uses none.
 
-    ``endpoint`` is the model that writes questions, and ``solver`` the model that answers them
-    without tools. A solver without its own address or model name takes those of ``endpoint``.
+    ``endpoint`` is the model that writes questions, and ``solver`` the model that answers questions
+    without tools. A model that the command does not use is left out. A solver without its own
+    address or model name takes those of ``endpoint``.
     """
     endpoint, solver = command.endpoint, command.solver
     both = {"endpoint": endpoint, "solver": solver}
@@ -191,7 +194,7 @@ def _with_tools(
     tools, most = config.tools.to_dict(), team.max_messages
     return WithTools(
         {tool.name: tool for tool in make_tools(command.tools)},
-        scripted_minds() if model is None else language_minds(model),
+        team_minds() if model is None else language_minds(model),
         DistillConfig(concurrency=team.concurrency, max_messages=most),
         team.attempts,
         workdir / "runs.jsonl",

@@ -63,7 +63,7 @@ class Reference(str):
     target: Callable[..., Any]
 
     def __new__(cls, target: Callable[..., Any], short: str) -> Reference:
-        """Refers to an object; ``short`` is a part of its name if it cannot be imported."""
+        """Refers to ``target``; if it cannot be imported, its name is ``given.`` and ``short``."""
         name = getattr(target, "__qualname__", type(target).__qualname__)
         inside: Any = sys.modules.get(getattr(target, "__module__", None) or "")
         for part in name.split("."):
@@ -78,7 +78,7 @@ class Reference(str):
         return self
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Another process gets the name alone."""
+        """Pickles the reference as its name alone, without the object."""
         return str, (str(self),)
 
 
@@ -121,7 +121,7 @@ class ExtensionKind:
         return name in self.built_in or name in self._installed().names
 
     def path_of(self, name: str) -> str:
-        """Returns the path ``package.module:name`` of a short name of an installed package.
+        """Returns the path ``package.module:name`` for a name that an installed package defines.
 
         The path is "" if no installed package defines the name.
 
@@ -180,23 +180,23 @@ class BoundFunction:
     """A user-defined or built-in function, together with the options that the config gives.
 
     Attributes:
-        found: the function or class.
+        function: the function or class.
         asks: names of the function's parameters to which the caller passes arguments. Each kind of
             extension offers a fixed set of such arguments, see `ExtensionKind.offers`.
         options: maps the names of the function's other parameters to values; parameters that keep
             their defaults are left out.
     """
 
-    found: Callable[..., Any]
+    function: Callable[..., Any]
     asks: frozenset[str]
     options: Mapping[str, Any]
 
     def __call__(self, **offered: Any) -> Any:
         """Calls the function with its options and with the offered arguments that it accepts."""
-        return self.found(**self.arguments(offered))
+        return self.function(**self.arguments(offered))
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the function's options, and those of the offered arguments that it accepts."""
+        """Returns the arguments of a call: the options, and the offered values that it accepts."""
         accepted = {name: value for name, value in offered.items() if name in self.asks}
         return {**accepted, **self.options}
 
@@ -217,7 +217,7 @@ def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
     """Returns the function or class that a name stands for.
 
     Args:
-        kind: kind of the code.
+        kind: what the code is for, such as rewards.
         name: a short name, a path ``package.module:name``, or a `Reference`.
         where: name of the setting, used in error messages.
 
@@ -239,12 +239,12 @@ def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
 
 
 def parameters_of(
-    found: Callable[..., Any], name: str, where: str
+    function: Callable[..., Any], name: str, where: str
 ) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a function or class from `find`, by name.
 
     Args:
-        found: the function or class.
+        function: the function or class.
         name: name of the function or class, used in error messages.
         where: name of the setting, used in error messages.
 
@@ -252,7 +252,7 @@ def parameters_of(
         UserError: the parameters cannot be determined, as for some functions written in C.
     """
     try:
-        return inspect.signature(found).parameters
+        return inspect.signature(function).parameters
     except (ValueError, TypeError):  # a function in C
         raise UserError(f"{where}: the parameters of {name} cannot be determined") from None
 
@@ -289,7 +289,7 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def blaming(call: BoundFunction, name: str, where: str, advice: str = "") -> Iterator[None]:
-    """Turns an exception of a user-defined function, called in the block, into a `UserError`.
+    """Turns an exception of a user's function into a `UserError`, as a context manager.
 
     Args:
         call: the function with its options.
@@ -306,7 +306,7 @@ def blaming(call: BoundFunction, name: str, where: str, advice: str = "") -> Ite
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything
-        file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
+        file = getattr(getattr(call.function, "__code__", None), "co_filename", "")
         frames = traceback.extract_tb(error.__traceback__)
         lines = [str(frame.lineno) for frame in frames if frame.filename == file]
         location = f" ({file}:{lines[-1]})" if lines else ""
@@ -341,10 +341,10 @@ def bind(
     function = find(kind, name, where)
     parameters = parameters_of(function, name, where)
     kinds = inspect.Parameter
-    named = {n: p for n, p in parameters.items() if p.kind in _BY_NAME}
+    by_name = {n: p for n, p in parameters.items() if p.kind in _BY_NAME}
     only = [n for n, p in parameters.items() if p.kind is kinds.POSITIONAL_ONLY]
     any_option = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
-    option_names = [n for n in named if n not in kind.offers]
+    option_names = [n for n in by_name if n not in kind.offers]
     if isinstance(options, ConfigDict):
         options = options.to_dict()
     for option in options:
@@ -357,12 +357,12 @@ def bind(
         for option, value in options.items()
     }
     for parameter in option_names:
-        if parameter not in bound_options and named[parameter].default is kinds.empty:
+        if parameter not in bound_options and by_name[parameter].default is kinds.empty:
             offers = ", ".join(kind.offers) or "nothing"
             needs = f"{name} needs {parameter!r}{_suggestion(parameter, kind.offers)}"
             gets = f"{kind.one} gets these arguments by name: {offers}; and its own options"
             raise UserError(f"{where}: {needs}; {gets}")
-    asks = frozenset(named) & frozenset(kind.offers)
+    asks = frozenset(by_name) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):
         has = f"{kind.one} has a parameter {' or '.join(kind.needs or kind.offers)}, passed by name"
         raise UserError(f"{where}: {name} takes {inspect.signature(function)}; {has}")
@@ -424,17 +424,17 @@ class MisfitError(UserError):
 
 
 def refuse_result(
-    kind: ExtensionKind, name: str, result: Any, wanted: str, where: str
+    kind: ExtensionKind, name: str, result: Any, valid: str, where: str
 ) -> MisfitError:
     """Returns the error for a user-defined function whose result is invalid for its kind.
 
     Args:
-        kind: kind of the function.
-        name: name of the function.
+        kind: what the function is for, such as rewards.
+        name: the name by which a setting selects it.
         result: value that the function returned.
-        wanted: description of a valid result.
+        valid: description of a valid result.
         where: name of the setting that names the function.
     """
     return MisfitError(
-        f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {wanted}"
+        f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {valid}"
     )

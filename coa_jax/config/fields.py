@@ -96,7 +96,7 @@ class OneOf:
         return tuple(self.known() if callable(self.known) else self.known)
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value, which already has the annotated type, is one of the names."""
+        """Returns whether a value of the right type is one of the allowed names."""
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
@@ -163,7 +163,7 @@ Bound = Between | OneOf | Text | Items
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """Marks a group of which a config holds only the settings that differ from their defaults.
+    """Marks a group of settings that a config lists only if they differ from their defaults.
 
     Such a group belongs to a feature that is off unless it is set, such as a judge, or replaces
     settings of a preset.
@@ -180,7 +180,7 @@ Seed = Annotated[int, Between(0, MAX_INT)]
 Count = Annotated[int, Between(1, MAX_INT)]
 Natural = Annotated[int, Between(0, MAX_INT)]
 Amount = Annotated[int, Between(0, 2**63 - 1)]
-"""Number of bytes, or of tokens of a whole run; Python counts them, so int32 is no limit."""
+"""Number of bytes, or of tokens of a whole run; such a number may exceed int32."""
 Temperature = Annotated[float, Between(0, 100)]
 TopP = Annotated[float, Between(0, 1, above=True)]
 Positive = Annotated[float, Between(0, 1e9, above=True)]
@@ -193,7 +193,6 @@ Size = Annotated[int, Between(1, 2**24)]
 Times = Annotated[int, Between(1, 1000)]
 """Number of attempts, or of concurrent operations."""
 MiB = Annotated[int, Between(1, 2**24)]
-Bytes = Annotated[int, Between(1, 2**44)]
 Port = Annotated[int, Between(0, 65535)]
 Prose = Annotated[str, Text()]
 Place = Annotated[str, Text(4096, r"[^\x00-\x1f\x7f]*")]
@@ -219,7 +218,7 @@ class Bounded:
     """
 
     def __post_init__(self) -> None:
-        """Checks the fields; a subclass with additional checks calls this method first.
+        """Checks the fields; a subclass with additional checks must call this method first.
 
         Raises:
             UserErrors: values have a wrong type or are out of bounds. Each message begins with the
@@ -283,7 +282,7 @@ def check(value: T, annotation: Any, where: str) -> T:
 
 
 def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
-    """Returns the class and the bounds that an annotation declares.
+    """Returns the class and the bounds that the annotation of a setting declares.
 
     For a ``Literal``, the class is str, and the first bound is a `OneOf` with the names of the
     ``Literal``.

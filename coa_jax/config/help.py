@@ -21,7 +21,7 @@ _END = re.compile(r"[;.:](?=\s|$)|, (?:see|such as|which) ")
 """Matches where a meaning can be cut so that it fits into a line."""
 _KEY_WIDTH, _VALUE_WIDTH = 26, 12
 _FEW, _MOST = 10, 30
-"""Numbers of settings between which `outermost` stays, if there are as many."""
+"""With fewer keys than the first number, `outermost` adds keys, up to the second number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Setting:
     Attributes:
         key: dotted name, such as ``optimizer.learning_rate``.
         value: present value as text; "required" if it is not set and has no default.
-        meaning: text of its entry in the docstring.
-        inside: whether it belongs to a group that is `Sparse`.
+        meaning: text about the setting in the docstring of its class.
+        inside: whether the setting belongs to a group that is `Sparse`.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Setting:
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
-    """Returns field -> meaning, from the ``Attributes:`` sections of a class and of its bases."""
+    """Returns the meaning of each field, as the docstrings of a class and its bases state it."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         texts |= _attributes(base.__dict__.get("__doc__") or "")
@@ -124,7 +124,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def outermost(settings: Sequence[Setting]) -> list[str]:
-    """Returns the keys outside groups; with those of the outer groups if there are few."""
+    """Returns the keys outside groups and, if these are few, the keys of the outer groups."""
     keys = [setting.key for setting in settings if not setting.inside]
     outer = [key for key in keys if "." not in key]
     inner = [key for key in keys if key.count(".") == 1]
@@ -135,9 +135,8 @@ def search(settings: Iterable[Setting], word: str, width: int) -> str:
     """Returns the settings whose key or meaning contains a word, with their whole meanings.
 
     Args:
-        settings: the settings.
-        word: the word, in any case; "all" for all settings, without those of groups that hold only
-            what differs from a default.
+        settings: the settings to search.
+        word: the word, in any case; "all" for all settings outside `Sparse` groups.
         width: width of the text in characters.
 
     Raises:

@@ -16,8 +16,8 @@ from coa_jax.config.renamed import hint
 from coa_jax.errors import UserError, UserErrors
 
 _OPEN = re.compile(
-    r"(?:.*\.)?(?:tools\.mcp|own|budgets|rewards|mixture|\w*options|agent|algorithm|chat|encoder"
-    r"|endpoint|environment|request|stops|summarizer|teacher)"
+    r"(?:.*\.)?(?:tools\.mcp|adapters|own|budgets|rewards|mixture|\w*options|agent|algorithm|chat"
+    r"|encoder|endpoint|environment|request|stops|summarizer|teacher)"
 )
 """Matches the names of groups that hold only what is set.
 
@@ -81,7 +81,7 @@ def _literal(text: str) -> Any:
 
 
 def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Converts the overrides that ml_collections cannot read.
+    """Rewrites the overrides that ml_collections cannot read, so that it can read them.
 
     - ml_collections overrides only existing settings. An override of a missing setting becomes an
       override of its whole group, which also contains the entries that the config already has:
@@ -164,11 +164,11 @@ def join_new_values(
 ) -> dict[str, Any]:
     """Converts overrides of missing settings to overrides of whole groups.
 
-    This is `readable_overrides` for a mapping instead of command-line arguments.
+    `readable_overrides` does the same for command-line arguments.
 
     Args:
         overrides: maps dotted names of settings to values.
-        config: the config.
+        config: the config that will be overridden.
     """
     groups: dict[str, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def join_new_values(
 
 
 def lock(config: ml_collections.ConfigDict) -> None:
-    """Locks a config, except its groups that hold only what is set, such as ``algorithm``."""
+    """Locks a config, except groups that list only changed settings, such as ``algorithm``."""
     config.lock()
     _unlock_open_groups(config, "")
 

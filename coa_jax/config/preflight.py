@@ -1,7 +1,7 @@
 """Asks the parts of a run what they need, and whether they can start.
 
 A part is a group of settings, such as the judge, or code that a setting names: a tool, a reward, an
-environment or a source of tasks. Built-in code and your own code answer under the same names:
+environment or a source of tasks. Built-in code and your own code have the same two attributes:
 
 * ``needs`` says which packages, keys and servers the part needs. It is a `Needs`, or a function
   that returns a `Needs` and touches nothing. ``coa-jax needs`` asks for it.
@@ -94,7 +94,7 @@ class Check:
 
     @classmethod
     def failed(cls, name: str, error: Exception) -> Check:
-        """Returns the check that an error ended. Errors that are no `UserError` are logged."""
+        """Returns a failed check with the text of an error; logs errors that are no `UserError`."""
         if isinstance(error, UserError):
             return cls(name, False, str(error))
         logging.getLogger(__name__).error("the check of %s has failed", name, exc_info=error)
@@ -127,15 +127,17 @@ def settings_needs(group: Any) -> Needs:
 
 
 def code_needs(kind: ExtensionKind, name: str, options: Mapping[str, Any], **offered: Any) -> Needs:
-    """Returns the needs of code that a setting names: its ``needs``, and the server in its options.
+    """Returns what the code of an extension requires before a run can start.
+
+    That is the result of its function ``needs``, and the server in its options.
 
     Args:
         kind: kind of the code.
         name: name of the code; "" for no code.
         options: options of the code. ``url`` names a server, and ``key_env`` the variable with its
             key.
-        offered: arguments for ``needs``, in addition to the options. ``needs`` receives those for
-            which it has parameters.
+        offered: arguments for the function ``needs``, in addition to the options. The function
+            receives those for which it has parameters.
     """
     url, key_env = (str(options.get(option) or "") for option in ("url", "key_env"))
     server = Needs.of_server("options.url", url, key_env)
@@ -152,7 +154,7 @@ def code_needs(kind: ExtensionKind, name: str, options: Mapping[str, Any], **off
 def code_probes(
     kind: ExtensionKind, name: str, options: Mapping[str, Any], where: str, **offered: Any
 ) -> dict[str, Probe]:
-    """Returns the probe of code that a setting names, by the setting; {} if it has no ``probe``.
+    """Returns {setting: probe} for the code that a setting names; {} if the code has no probe.
 
     Args:
         kind, name, options, offered: as in `code_needs`, with ``probe`` in place of ``needs``.
@@ -173,7 +175,7 @@ def _call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
 
 
 def preflight(probes: Mapping[str, Probe], seconds: float) -> list[Check]:
-    """Asks parts of a run at the same time whether they can start.
+    """Checks at the same time whether several parts of a run can start.
 
     Args:
         probes: name of a part -> its probe.
@@ -200,7 +202,7 @@ def preflight(probes: Mapping[str, Probe], seconds: float) -> list[Check]:
 
 
 def require(checks: Iterable[Check]) -> None:
-    """Refuses to start a run if a check failed.
+    """Raises an error if a check failed, so that the run does not start.
 
     Raises:
         UserError: at least one check failed. The message lists all failed checks in one line.

@@ -1,4 +1,4 @@
-"""Names the former keys of settings: the key that took a key's place, or what holds without it."""
+"""Maps former keys of settings to their present keys, or to advice if there is none."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _prefix_of(key: str, old: str) -> str:
 
 
 def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run with the present keys, if an earlier version wrote them."""
+    """Returns the settings of a run, with present keys in place of those of earlier versions."""
     result: dict[str, Any] = {}
     for key, value in _moved(config, ""):
         *groups, name = key.split(".")

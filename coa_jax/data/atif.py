@@ -57,7 +57,7 @@ def is_atif(value: Any) -> bool:
 
 
 def is_own(document: Mapping[str, Any]) -> bool:
-    """Returns whether `to_atif` wrote a document."""
+    """Returns whether this project (`to_atif`) wrote an ATIF document."""
     extra = document.get("extra")
     return isinstance(extra, dict) and _OWN in extra
 
@@ -143,15 +143,15 @@ def _turns(trajectory: Trajectory) -> list[_Turn]:
     own = trajectory.author == Author.POLICY
     edges = np.flatnonzero(np.diff(own.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     turns = [_Turn(start, end, [], [], []) for start, end in edges.tolist()]
-    end, place = len(own), 0
+    end, number = len(own), 0
     for span in trajectory.segments:
         by_policy = span.author == Author.POLICY
         if len(edges):
-            place = max(place, int(np.searchsorted(edges[:, 0], span.start, "right")) - 1)
+            number = max(number, int(np.searchsorted(edges[:, 0], span.start, "right")) - 1)
         elif not turns or (by_policy and turns[-1].seen):
             turns.append(_Turn(end, end, [], [], []))
-            place = len(turns) - 1
-        (turns[place].said if by_policy else turns[place].seen).append(span)
+            number = len(turns) - 1
+        (turns[number].said if by_policy else turns[number].seen).append(span)
     calls = iter(trajectory.tool_calls)
     for turn in turns:  # each call that the policy could read has a span
         turn.calls.extend(itertools.islice(calls, len(turn.seen)))
@@ -170,7 +170,7 @@ def _step(trajectory: Trajectory) -> Any:
     def step(number: int, turn: _Turn) -> dict[str, Any]:
         tools = {BAD_CALL, *(call.tool for call in turn.calls)}
         thoughts = [span for span in turn.said if span.role == THINK]
-        said = [span.text for span in turn.said if span.role not in (THINK, *tools)]
+        texts = [span.text for span in turn.said if span.role not in (THINK, *tools)]
         calls, results = list[dict[str, Any]](), list[dict[str, Any]]()
         for call in turn.calls:
             result: dict[str, Any] = {"content": call.observation, "extra": _outcome(call)}
@@ -182,7 +182,7 @@ def _step(trajectory: Trajectory) -> Any:
         spoken = turn.seen[len(turn.calls) :]
         results += [{"content": span.text if span.body is None else span.body} for span in spoken]
         row: dict[str, Any] = {"step_id": number, "source": "agent", "llm_call_count": 1}
-        row["message"] = "".join(said).strip()
+        row["message"] = "".join(texts).strip()
         if thoughts:
             row["reasoning_content"] = "\n\n".join(span.body or span.text for span in thoughts)
         if calls:
@@ -201,8 +201,8 @@ def _call(protocol: str, call: ToolCall, identity: str) -> dict[str, Any]:
         arguments = from_text(get_protocol(protocol), call.tool, call.arguments)
     except UserError:
         arguments = {"input": call.arguments}
-    named = {"function_name": call.tool, "arguments": arguments}
-    return {"tool_call_id": identity, **named, "extra": {"text": call.arguments}}
+    call_fields = {"function_name": call.tool, "arguments": arguments}
+    return {"tool_call_id": identity, **call_fields, "extra": {"text": call.arguments}}
 
 
 def _outcome(call: ToolCall) -> dict[str, Any]:
@@ -291,11 +291,11 @@ def _restored(document: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
         reward = {name: graded[key] for name, key in names}
     calls = []
     for step in steps:
-        seen = {result.get("source_call_id"): result for result in _results(step)}
+        result_of = {result.get("source_call_id"): result for result in _results(step)}
         for call in step.get("tool_calls") or ():
-            result = seen[call["tool_call_id"]]
-            told = {"tool": call["function_name"], "arguments": call["extra"]["text"]}
-            calls.append({**told, "observation": result["content"], **result["extra"]})
+            result = result_of[call["tool_call_id"]]
+            sent = {"tool": call["function_name"], "arguments": call["extra"]["text"]}
+            calls.append({**sent, "observation": result["content"], **result["extra"]})
     tokens, author, logp = _sequence(steps, own.get("tail", ()))
     return {
         "question": steps[0]["message"],
@@ -427,12 +427,12 @@ class _Talk:
             role = "answer" if number == self._last and not calls else None
             self._span(role, Author.POLICY, message, message, tokens)
             tokens = 0
-        seen = {result.get("source_call_id"): result for result in _results(step)}
+        result_of = {result.get("source_call_id"): result for result in _results(step)}
         for call in calls:
             name, arguments = call["function_name"], call["arguments"]
             body = json.dumps(arguments, ensure_ascii=False)
             self._span(name, Author.POLICY, hermes.call_text(name, arguments), body, tokens)
-            tokens, result = 0, seen.get(call["tool_call_id"])
+            tokens, result = 0, result_of.get(call["tool_call_id"])
             failed = (result is None) or bool((result.get("extra") or {}).get("is_error"))
             content = "" if result is None else _text(result.get("content") or "")
             outcome, times = "error" if failed else "ok", (self._starts[number], self._ends[number])
@@ -455,10 +455,10 @@ def _clock(step: Mapping[str, Any]) -> float | None:
 
 
 def chat_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts an ATIF document to a row of chat messages, in the form of OpenAI's API.
+    """Converts an ATIF trajectory to a row of chat messages, in the form of OpenAI's API.
 
-    Steps of the agent that are copies of an earlier context are left out. A step that no model
-    wrote (``llm_call_count`` 0) is marked as excluded from training.
+    Steps of the agent that only repeat steps of an earlier context are left out. A step that no
+    model wrote (``llm_call_count`` 0) is marked as excluded from training.
 
     Raises:
         KeyError, TypeError, ValueError: the document is malformed.
@@ -478,9 +478,9 @@ def chat_of(document: Mapping[str, Any]) -> dict[str, Any]:
             message["weight"] = 0
         messages.append(message)
         for result in _results(step):
-            seen = {"role": "tool", "content": result.get("content") or ""}
+            answer = {"role": "tool", "content": result.get("content") or ""}
             identity = result.get("source_call_id")
-            messages.append(seen if identity is None else {**seen, "tool_call_id": identity})
+            messages.append(answer if identity is None else {**answer, "tool_call_id": identity})
     extra = document.get("extra") or {}
     row = {name: extra[name] for name in ("gold", "answer") if name in extra}
     for name in ("session_id", "trajectory_id"):

@@ -11,9 +11,10 @@ from coa_jax.files import durable
 
 
 def columns_of(path: Path) -> dict[str, Any]:
-    """Returns what LLaMA-Factory's ``dataset_info.json`` says about a data file in the same folder.
+    """Returns the entry of a data file in LLaMA-Factory's ``dataset_info.json``.
 
-    The result is {} if the folder has no such file, or the file has no such entry.
+    That file must be in the folder of the data file. The result is {} if the folder has no
+    ``dataset_info.json``, or if it has no entry for the data file.
 
     Raises:
         UserError: the ``dataset_info.json`` cannot be read.
@@ -40,8 +41,8 @@ def renamed(row: Any, info: Mapping[str, Any]) -> Any:
     """
     if not isinstance(row, dict) or not info:
         return row
-    named = _texts(info, "columns").items()
-    columns = {old: _COLUMNS[key] for key, old in named if key in _COLUMNS}
+    renamed = _texts(info, "columns").items()
+    columns = {old: _COLUMNS[key] for key, old in renamed if key in _COLUMNS}
     ignored = STANDARD_NAMES if columns else ()
     row = {
         columns.get(key, key): value

@@ -26,7 +26,11 @@ from coa_jax.storage import is_url, local
 
 
 def is_data_set(path: Path) -> bool:
-    """Returns whether a path is the name of a data set, or of a split in a folder of TFDS."""
+    """Returns whether a path names a data set, and not a file.
+
+    Such a path begins with ``hf:`` or ``tfds:``, or is ``FOLDER/SPLIT``, where TFDS has prepared
+    the folder.
+    """
     return str(path).startswith(("hf:", "tfds:")) or (is_tfds(path.parent) and not path.exists())
 
 

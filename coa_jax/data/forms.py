@@ -51,7 +51,7 @@ class Made(NamedTuple):
     """A record that was converted from a row.
 
     Attributes:
-        record: the record.
+        record: the row as a record of this project.
         tags: tags from which the protocol was inferred; () if the row itself or the
             caller names the protocol.
     """
@@ -229,8 +229,8 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         turns.append(Turn(role, text, turn.get("tool_calls"), marked))
     if value.get("system") and (not turns or turns[0].role != "system"):
         turns.insert(0, Turn("system", _text(value, "system")))
-    named = _text(value, "protocol") or protocol
-    if named == PROTOCOL or (not named and _has_functions(value, turns)):
+    protocol_name = _text(value, "protocol") or protocol
+    if protocol_name == PROTOCOL or (not protocol_name and _has_functions(value, turns)):
         return Made(_of_function_calls(value, turns, name))
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [turn.role == "user" and not _is_observation(turn.text) for turn in turns]
@@ -249,7 +249,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         )
     if any(turn.role == "system" for turn in after):
         raise Unusable("a system message is in the middle of the trajectory")
-    rules = get_protocol(named) if named else any_protocol()
+    rules = get_protocol(protocol_name) if protocol_name else any_protocol()
     context = tuple((turn.role, turn.text) for turn in before if turn.text or turn.role != "system")
     prompt = "\n".join(turn.text for turn in question_turns)
     reply = tuple(
@@ -401,17 +401,17 @@ def _assemble(
     text = "".join(text for _, text in exact or turns)
     if not text.strip():
         raise Unusable("the assistant says nothing")
-    named, tags = _text(value, "protocol") or protocol, tuple[str, ...]()
-    if not named:
+    protocol_name, tags = _text(value, "protocol") or protocol, tuple[str, ...]()
+    if not protocol_name:
         instructions = "\n".join([*(text for _, text in context), prompt[:begin]])
         policy_text = "\n".join(text for author, text in exact or turns if author == POLICY)
-        named, tags = infer_protocol(policy_text, instructions)
-    rules = get_protocol(named)
+        protocol_name, tags = infer_protocol(policy_text, instructions)
+    rules = get_protocol(protocol_name)
     parts = parts_of_turns(rules, turns) if exact is None else exact
     record = DistilledRecord(
         id=_identity(value, name),
         question=question,
-        protocol=named,
+        protocol=protocol_name,
         gold=_gold(value),
         parts=parts,
         answer=_answer(rules, parts),

@@ -6,8 +6,9 @@
                   {"role": "tool", "content": "408"},
                   {"role": "assistant", "content": "It is 408."}]}
 
-The functions may have any name, a turn may have several calls, and the user may speak again. Such a
-record has no tags of agents: its policy learns the conversation in the chat template of the model.
+The functions may have any name, a turn may have several calls, and the user may speak again. The
+records have no tags of agents: the policy learns the conversation in the chat template of its
+model.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Turn(NamedTuple):
         role: ``system``, ``user``, ``assistant``, ``tool``, or ``call`` for a function call.
         text: text of the turn.
         calls: tool calls in the form of OpenAI; None if there are none.
-        unlearned: whether a mark excludes the turn from training.
+        unlearned: whether the row excludes the turn from training.
     """
 
     role: str

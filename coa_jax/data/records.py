@@ -48,7 +48,7 @@ class LeftOut(NamedTuple):
     """A row that is left out because it is not safe to train on.
 
     Attributes:
-        row: the row.
+        row: where the row is, and its fields.
         reason: why the row is left out.
     """
 
@@ -60,8 +60,8 @@ class Read(NamedTuple):
     """A record (a trajectory to train on, as text), with the row from which it was read.
 
     Attributes:
-        record: the record.
-        row: the row.
+        record: what the row contains.
+        row: where the record was read.
         tags: tags from which the protocol was inferred; () if the row itself or the
             caller names the protocol.
         dropped: name of the filter that dropped the record, if the row comes from a ``dropped/``
@@ -126,9 +126,8 @@ def _read_row(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOu
 class Records:
     """The rows of data files as a sequence of `Read` and `LeftOut`; a row is read when accessed.
 
-    Only the positions of the rows in the files are kept in memory, which takes at most 24 bytes
-    per row.
-    Objects of this class can be pickled.
+    Only the positions of the rows in the files are kept in memory, which takes at most 24 bytes per
+    row. Objects of this class can be pickled.
     """
 
     def __init__(self, source: str | os.PathLike[str], protocol: str = "") -> None:
@@ -165,7 +164,7 @@ class Records:
         return _read_row(rows[position], self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
-        """Returns a text for each file, which changes when the file is rewritten.
+        """Returns for each file a text that changes when the file is rewritten.
 
         A cache of results about the rows can use these texts as part of its key.
         """
@@ -222,27 +221,27 @@ class Counts:
 
     Attributes:
         left_out: reason -> (number of rows left out, file and row of the first two of these rows).
-        told: inferred protocol -> number of records for which this protocol was inferred.
+        inferred: inferred protocol -> number of records for which this protocol was inferred.
         tags: inferred protocol -> tags from which the protocol was inferred.
     """
 
     left_out: dict[str, tuple[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
-    told: Counter[str] = dataclasses.field(default_factory=Counter)
+    inferred: Counter[str] = dataclasses.field(default_factory=Counter)
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
-    def add(self, found: Read | LeftOut) -> None:
+    def add(self, entry: Read | LeftOut) -> None:
         """Counts a row, which was either converted to a record (`Read`) or left out (`LeftOut`)."""
-        if isinstance(found, LeftOut):
-            self._leave_out(found.reason, 1, (found.row.where,))
-        elif found.tags:
-            self.told[found.record.protocol] += 1
-            self.tags[found.record.protocol].update(found.tags)
+        if isinstance(entry, LeftOut):
+            self._leave_out(entry.reason, 1, (entry.row.where,))
+        elif entry.tags:
+            self.inferred[entry.record.protocol] += 1
+            self.tags[entry.record.protocol].update(entry.tags)
 
     def merge(self, later: Counts) -> None:
-        """Adds the counts of rows that follow the rows counted here."""
+        """Adds the counts of other rows, which must come after the rows counted so far."""
         for reason, (number, locations) in later.left_out.items():
             self._leave_out(reason, number, locations)
-        self.told.update(later.told)
+        self.inferred.update(later.inferred)
         for name, tags in later.tags.items():
             self.tags[name].update(tags)
 
@@ -251,7 +250,7 @@ class Counts:
         self.left_out[reason] = before + number, (*first, *locations)[:2]
 
     def check_some(self) -> None:
-        """Reports why there is no record. Must be called only if no row has become a record.
+        """Raises an error if rows were left out. Call it only if no row has become a record.
 
         Raises:
             UserError: rows were left out. The message contains the first reason.
@@ -265,7 +264,7 @@ class Counts:
         return [
             f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"
-            for name, number in self.told.items()
+            for name, number in self.inferred.items()
         ] + [
             f"rows left out: {number}, because {reason} "
             f"({', '.join(locations)}{', ...' if number > 2 else ''})"

@@ -1,4 +1,4 @@
-"""Opens files, folders, URLs and data sets as sequences of rows, each with its place for messages.
+"""Opens files, folders, URLs and data sets as sequences of rows, each with its file and number.
 
 The first bytes of a file determine its format (parquet, a JSON list, or one JSON object per line);
 only CSV, TSV and ArrayRecord files are known by their names. Rows are read when they are accessed:
@@ -184,8 +184,8 @@ def _in_folder(folder: Path) -> list[Path]:
     files = [p for p in sorted(folder.iterdir()) if p.suffix in SUFFIXES and p.name[0] not in "._"]
     kinds = sorted({path.suffix for path in files})
     if len(kinds) != 1:
-        held = " and ".join(kinds) or f"no {', '.join(SUFFIXES)}"
-        raise UserError(f"{folder}: holds {held} files; give a pattern such as {folder}/*.jsonl")
+        listed = " and ".join(kinds) or f"no {', '.join(SUFFIXES)}"
+        raise UserError(f"{folder}: holds {listed} files; give a pattern such as {folder}/*.jsonl")
     return files
 
 
@@ -241,9 +241,9 @@ def _data_set(
         # A pickled data set consists of the paths of its files, so that workers download nothing.
         read, stream = functools.partial(_plain_row, chosen), functools.partial(map, plain, chosen)
         return Rows(path, len(chosen), read, str(rows._fingerprint), stream=stream)
-    named = source.startswith("tfds:")  # such a name includes the version of the data set
-    stamp = "" if named else _stamp(path.parent / "dataset_info.json")
-    source = source if named else f"tfds:{path.parent}:{path.name}"
+    from_tfds = source.startswith("tfds:")  # such a name includes the version of the data set
+    stamp = "" if from_tfds else _stamp(path.parent / "dataset_info.json")
+    source = source if from_tfds else f"tfds:{path.parent}:{path.name}"
     rows = open_tfds(source, split, data_dir, setting)
     return Rows(path, len(rows), functools.partial(_plain_row, rows), stamp)
 
@@ -568,32 +568,32 @@ def _parquet(path: Path, columns: Columns) -> Rows:
     except (pyarrow.ArrowException, ValueError, OSError) as error:
         why = untrusted.reason(error)
         raise UserError(f"{path}: damaged parquet ({why}); fetch it again") from error
-    held = min(len(groups), _HELD * len(groups) // max(size, 1)) or 1
+    keep = min(len(groups), _HELD * len(groups) // max(size, 1)) or 1
     chosen = None if columns is None else tuple(columns(names))
-    read = functools.partial(_parquet_row, path, _stamp(path), chosen, ends, held)
+    read = functools.partial(_parquet_row, path, _stamp(path), chosen, ends, keep)
     stream = functools.partial(_parquet_rows, path, chosen)
     return Rows(path, int(ends[-1]), read, _stamp(path), stream=stream)
 
 
 def _parquet_row(
-    path: Path, seen: str, columns: tuple[str, ...] | None, ends: np.ndarray, held: int, index: int
+    path: Path, stamp: str, columns: tuple[str, ...] | None, ends: np.ndarray, keep: int, index: int
 ) -> Any:
     group = int(np.searchsorted(ends, index, side="right")) - 1
-    table = _row_groups(path, seen, columns, held)(group)
+    table = _row_groups(path, stamp, columns, keep)(group)
     return plain(table.slice(index - int(ends[group]), 1).to_pylist()[0])
 
 
 @functools.lru_cache(maxsize=64)
 def _row_groups(
-    path: Path, seen: str, columns: tuple[str, ...] | None, held: int
+    path: Path, stamp: str, columns: tuple[str, ...] | None, keep: int
 ) -> Callable[[int], Any]:
     """Returns a function that reads a row group as an Arrow table.
 
-    The function keeps the last ``held`` row groups in memory.
+    The function keeps the last ``keep`` row groups in memory.
     """
     import pyarrow.parquet
 
-    @functools.lru_cache(maxsize=held)
+    @functools.lru_cache(maxsize=keep)
     def table(group: int) -> Any:
         with pyarrow.parquet.ParquetFile(path) as file:
             return file.read_row_group(group, columns)

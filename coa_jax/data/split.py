@@ -1,4 +1,4 @@
-"""Determines the author of each part of a trajectory, which is given as one text or as turns.
+"""Determines the author of each part of a trajectory that is given as one text or as turns.
 
 The parser of the protocol finds the observations. The environment is the author of the observations
 and of the white space around them. This white space is replaced by the white space that the rollout
@@ -39,7 +39,7 @@ class Unusable(ValueError):
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Puts observation tags around a text, with the line breaks that rollouts have there."""
+    """Returns a text between observation tags, with the line breaks that rollouts write there."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
@@ -202,9 +202,9 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
             smallest number of tags.
     """
     protocols = {name: get_protocol(name) for name in protocol_names()}
-    named = _BRIEF.search(instructions)
-    if named and named[1] in {protocol.name for protocol in known_protocols()}:
-        return named[1], (named[0],)
+    match = _BRIEF.search(instructions)
+    if match and match[1] in {protocol.name for protocol in known_protocols()}:
+        return match[1], (match[0],)
     every = any_protocol()
     used = {segment.role for segment in parse(every, text).segments if segment.role is not None}
     shown = used | ({match[1] for match in _ROLE.finditer(instructions)} & set(every.roles))

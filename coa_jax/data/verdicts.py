@@ -37,8 +37,8 @@ def failure_of(trajectory: Trajectory) -> str:
         return ""
     if not trajectory.tool_calls:
         return "answered without a tool"
-    seen = "\n".join(s.text for s in trajectory.segments if s.author == Author.ENVIRONMENT).lower()
-    if any(gold.lower() in seen for gold in trajectory.gold):
+    tool_text = "\n".join(s.text for s in trajectory.segments if s.author == Author.ENVIRONMENT)
+    if any(gold.lower() in tool_text.lower() for gold in trajectory.gold):
         return "read the answer, wrote another"
     if not all(call.ok for call in trajectory.tool_calls):
         return "a tool call failed"

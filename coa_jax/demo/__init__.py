@@ -1,5 +1,6 @@
 """The demonstration: tasks, pages and a scripted team around the World Factbook, and tiny policies.
 
-A wing: the core finds its task sources, corpus, teacher and author by entry points, as it finds
-those of any package, and never imports it. The quickstart and the tests live on it.
+The core never imports this package. It finds the task sources, the corpus, the teacher and the
+author of the package through entry points, as for any other installed package. The quickstart and
+the tests use the demonstration.
 """

@@ -1,8 +1,8 @@
-"""Implements an author without a language model, which reads the plain sentences of the Factbook.
+"""Implements an author for the Factbook that needs no language model.
 
-The author parses passages with the wordings of `relations`, and writes questions with the
-grammar of the Factbook tasks. All facts come from the corpus, so any corpus with such sentences
-works.
+An author writes the questions of ``coa-jax synthesize``. This author parses passages with the
+wordings of `relations`, and writes questions with the grammar of the Factbook tasks. All facts come
+from the corpus, so any corpus with such sentences works.
 """
 
 from __future__ import annotations

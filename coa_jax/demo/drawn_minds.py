@@ -1,8 +1,9 @@
 """Scripted minds for questions about tools that only the prompt describes.
 
-The minds know the kinds of tools (`coa_jax.demo.drawn_tools`), but not the tools of a task. They
-choose a tool by its description, and write the call in the form that the description demands. The
-plan and the thoughts name the tool and its form, so that a small policy can copy both.
+A mind is the function that decides the messages of an agent. These minds know the kinds of tools
+(`coa_jax.demo.drawn_tools`), but not the tools of a task. They choose a tool by its description,
+and write the call in the form that the description demands. The plan and the thoughts name the tool
+and its form, so that a small policy can copy both.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def act(view: AgentView, use: Use) -> Action:
         view: what the agent knows about the run.
         use: what the question asks of a tool.
     """
-    tag, seen = _tool_for(view, use), view.of_kind(Kind.OBSERVATION)
-    answer = _read(use, seen[-1].content) if seen else UNKNOWN
+    tag, observations = _tool_for(view, use), view.of_kind(Kind.OBSERVATION)
+    answer = _read(use, observations[-1].content) if observations else UNKNOWN
     match view.role, view.last.kind:
         case "manager", Kind.QUESTION:
             text = f"The tool {tag} can tell it." if tag else "No tool can tell it."

@@ -1,10 +1,10 @@
 """Generates questions about tools that are new in each question and that only the prompt describes.
 
-Each task has a protocol of its own with two to four tools. The name of a tool, its description and
-the form of its arguments and results are drawn from ``drawn_tools.toml``. One tool answers the
-question and the others are distractors. In a small share of the tasks, the tool that could answer
-is left out, and the accepted answer is `UNKNOWN`. The splits ``validation`` and ``test`` have kinds
-of tools that the split ``train`` lacks.
+Each task has a protocol of its own with two or three tools. The name of a tool, its description and
+the form of its arguments and results are drawn at random from ``drawn_tools.toml``. One tool
+answers the question and the others are distractors. In a small share of the tasks, the tool that
+could answer is left out, and the accepted answer is `UNKNOWN`. The splits ``validation`` and
+``test`` have kinds of tools that the split ``train`` lacks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Use:
     Attributes:
         kind: kind of the tool, a key of `KINDS`.
         field: index of the asked field of the tool's result.
-        values: value of each slot.
+        values: values of the slots, the arguments of the call, as the question states them.
     """
 
     kind: str
@@ -109,11 +109,11 @@ def kind_of(description: str) -> str:
 
 
 def shape_of(description: str) -> tuple[str, tuple[int, ...]]:
-    """Finds the form of the arguments in a description.
+    """Parses the description of a tool; returns the form of the arguments of a call.
 
     Returns:
-        The form, such as ``AMOUNT COIN COIN``, and the slot of each placeholder in it. If several
-        slots have the same placeholder, they follow each other in the order of the slots.
+        The form, such as ``AMOUNT COIN COIN``, and the slot (argument) of each placeholder. If
+        several slots have the same placeholder, they follow each other in the order of the slots.
     """
     slots = KINDS[kind_of(description)]["slots"]
     shape = next(m[0] for m in _SHAPE.finditer(description))
@@ -152,7 +152,7 @@ class DrawnTool:
         self.form = random.Random(f"{name}: {description}").choice(FORMS)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Looks up or computes the values of the fields."""
+        """Returns the fields of the result for the arguments, in the drawn form of results."""
         shape, order = shape_of(self.description)
         sign = re.sub(r"[A-Z ]", "", shape)[:1]
         parts = [part.strip() for part in arguments.split(sign or None)]
@@ -260,6 +260,7 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     protocol = protocol_with_tools(f"_{identity}", tuple(described), described)
     add_protocol(protocol)
     metadata = {"kind": kind, "hops": 0, "relation": "", "entities": []}
+    metadata["task_tools"] = "drawn_tools"
     return Task(identity, question, protocol.name, (gold,), "drawn_tools", metadata)
 
 

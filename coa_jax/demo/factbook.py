@@ -236,7 +236,7 @@ def items_of(split: str) -> tuple[Item, ...]:
     if a training question contains its answer.
     """
     items: dict[Program, Item] = {}
-    seen = frozenset() if split == "train" else _training_phrases()
+    known_phrases = frozenset() if split == "train" else _training_phrases()
     for program in _all_programs(split):
         solution = solve(program)
         if solution is None or program in items or program.hops not in HOPS:
@@ -245,7 +245,7 @@ def items_of(split: str) -> tuple[Item, ...]:
         again = len(solution.entities) < _distinct(program)
         if not inside or again or _has_answer(solution.gold, render(program)):
             continue
-        if any(_normal(part) in seen for part in _parts(solution.gold)):
+        if any(_normal(part) in known_phrases for part in _parts(solution.gold)):
             continue
         items[program] = Item(program, solution.gold, solution.entities)
     return tuple(items.values())
@@ -301,7 +301,7 @@ def _task(item: Item, template: int, split: str, protocol: str, source: str) -> 
 
 
 def take_turns(pool: Iterable[Item], *salt: object) -> list[Item]:
-    """Orders items at random, but so that the relations for which they ask take turns.
+    """Shuffles items, so that the relations for which they ask take turns.
 
     Args:
         pool: the items.

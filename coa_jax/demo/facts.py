@@ -173,7 +173,7 @@ def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
     """Returns the accepted answers (`Task.gold`) of a question program.
 
     Args:
-        program: the program.
+        program: the steps that answer the question.
         value: result of the program's last step, as written in the Factbook.
     """
     last = program.steps[-1]

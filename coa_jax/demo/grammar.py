@@ -115,8 +115,9 @@ Step = Lookup | Inverse | Neighbour | Computed
 class Program:
     """The meaning of a question: steps in the order of execution.
 
-    The answer of the last step is the answer to the question. The names of this class and of the
-    steps determine which questions are drawn, because `tasks.base.fraction` hashes them.
+    The answer of the last step is the answer to the question. Do not rename this class, the classes
+    of steps or their fields: `tasks.base.fraction` hashes the text of a program, names included, so
+    a new name changes which questions are drawn.
     """
 
     steps: tuple[Step, ...]
@@ -134,7 +135,7 @@ def resolve_references(step: Step, answers: Sequence[str]) -> Step:
     counts) stay, because `source_for` resolves them.
 
     Args:
-        step: the step.
+        step: a step that may refer to answers of earlier steps.
         answers: answers of all earlier steps.
     """
 
@@ -297,7 +298,7 @@ def density(subject: Subject, index: int) -> tuple[Step, ...]:
     """Returns the steps that divide the population of a subject by its area.
 
     Args:
-        subject: the subject.
+        subject: name of the entity, or a reference to an earlier step whose answer is the entity.
         index: index of the first of these steps in the program.
     """
     lookups = Lookup("population", subject), Lookup("area", subject)

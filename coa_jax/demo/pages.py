@@ -133,7 +133,7 @@ class Factbook:
 
     @property
     def version(self) -> str:
-        """Hash of the installed package and of the code that makes passages of its pages."""
+        """Hash of the Factbook's installed package and of the code that splits it into passages."""
         digest = hashlib.sha256(f"{PACKAGE} {package_version()}".encode())
         for source in (__file__, relations.__file__):
             digest.update(Path(source).read_bytes())
@@ -157,19 +157,19 @@ def passages(limit: int = 300) -> Iterator[Passage]:
         text for entity in entities for _, text in entity.fields if text.startswith("note")
     )
     for entity in entities:
-        seen: set[Passage] = set()
+        stated: set[Passage] = set()
         for key, value in entity.facts.items():
             relation = RELATIONS[key]
             fact = Passage(f"{entity.name}: {relation.title}", state(relation, entity.name, value))
-            seen.add(fact)
+            stated.add(fact)
             yield fact
         for field, text in entity.fields:
             if notes[text] >= _BOILERPLATE:
                 continue
             for part in split_text(text, limit):
                 passage = Passage(f"{entity.name}: {field}", part)
-                if passage not in seen:
-                    seen.add(passage)
+                if passage not in stated:
+                    stated.add(passage)
                     yield passage
 
 

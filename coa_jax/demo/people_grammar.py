@@ -108,7 +108,7 @@ def render_people(program: Program, choose: Choose, via: bool = False) -> str:
 
 
 def via_templates(program: Program) -> wording.Templates:
-    """Returns the templates of `ASK_VIA` with which a program can be written; () if none."""
+    """Returns the templates for a program that do not name the country; () if there are none."""
     first, last = program.steps[0], program.steps[-1]
     if len(program.steps) != 2 or not isinstance(first, Inverse) or not isinstance(last, Lookup):
         return ()
@@ -263,12 +263,12 @@ def _regexes(template: str) -> tuple[re.Pattern[str], ...]:
     parts = re.split(r"\{(\w+)\}", template.rstrip("?."))
 
     def pattern(lazy: str) -> str:
-        text, seen = "", set[str]()
+        text, slots = "", set[str]()
         for literal, slot in itertools.zip_longest(parts[::2], parts[1::2]):
             text += re.escape(literal)
             if slot:
-                text += f"(?P={slot})" if slot in seen else f"(?P<{slot}>.+{lazy})"
-                seen.add(slot)
+                text += f"(?P={slot})" if slot in slots else f"(?P<{slot}>.+{lazy})"
+                slots.add(slot)
         return text
 
     return tuple(re.compile(pattern(lazy), re.IGNORECASE) for lazy in ("", "?"))

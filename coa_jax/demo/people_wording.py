@@ -35,7 +35,7 @@ ARITHMETIC: Mapping[str, Mapping[str, Templates]] = _FILE["arithmetic"]
 
 
 def known(templates: Templates) -> Templates:
-    """Returns the templates for training questions: all but the last quarter."""
+    """Returns the templates for training questions; the last quarter is held out for tests."""
     return templates[: len(templates) - max(1, len(templates) // 4)]
 
 

@@ -1,9 +1,10 @@
 """Implements scripted minds, which solve the generated tasks by rules, without a language model.
 
-A scripted mind parses the question and the tool results with the grammar of the tasks, and uses
-nothing else. If the question is of another kind, the answer is "unknown". The sentences of scripted
-minds are short and regular, and every name and number is copied from the question or from a tool
-result. So a small policy can learn to write such runs from left to right.
+The mind of an agent is the function that decides the agent's next message. A scripted mind parses
+the question and the tool results with the grammar of the tasks, and uses nothing else. If the
+question is of another kind, the answer is "unknown". The sentences of scripted minds are short and
+regular, and every name and number is copied from the question or from a tool result. So a small
+policy can learn to write such runs from left to right.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
 def manage(slips: Slips, view: AgentView) -> Action:
     """Decides the next message of the manager, the agent that directs the others.
 
-    The manager first asks for a plan, then for each step in order. It then suggests an answer, has
-    the answer verified, and finally gives it. If the result of a step is not as expected, the
-    manager asks for a reflection.
+    The manager first asks for a plan, and then for each step in order. Then the manager suggests an
+    answer, has the answer verified, and finally gives it. If the result of a step is not as
+    expected, the manager asks for a reflection.
 
     Args:
         slips: decides which decisions become deliberate mistakes.

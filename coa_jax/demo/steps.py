@@ -209,7 +209,7 @@ def run_progress(question: str, messages: Sequence[Message]) -> Progress | None:
         messages: messages of the run so far.
 
     Returns:
-        The progress of the run; None if the wording of the question is not known.
+        The progress of the run; None if the question fits no known template.
     """
     steps = steps_of(question)
     if steps is None:

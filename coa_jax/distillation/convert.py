@@ -55,7 +55,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 class Unconvertible(ValueError):
-    """Raised if a run cannot be converted to a trajectory that its protocol allows; says why."""
+    """Raised if a run cannot be converted to a trajectory of its protocol; the message says why."""
 
 
 class _Writer:
@@ -278,7 +278,7 @@ def convert(
 
 
 def invented_segments(record: DistilledRecord) -> frozenset[int]:
-    """Returns the numbers of the segments of the policy that are invented, see `convert`."""
+    """Returns the numbers of the policy's segments that the run does not contain, see `convert`."""
     numbers = record.metadata.get("invented")
     if not isinstance(numbers, list | tuple):
         return frozenset()

@@ -1,9 +1,10 @@
 """Writes the distilled data set to disk, and computes its statistics.
 
-A work directory holds the journals of the teacher's runs (``journal/<split>.jsonl``), the records
-made from these runs (``<split>.jsonl``), and a few runs that each filter dropped
-(``dropped/<split>.jsonl``). Records and dropped runs depend only on the journal and are always
-written as a whole. So a killed and restarted command writes the same bytes as an uninterrupted one.
+A work directory holds the journals (``journal/<split>.jsonl``), which are files with the finished
+runs of the teacher. It also holds the records made from these runs (``<split>.jsonl``), and a few
+runs that each filter dropped (``dropped/<split>.jsonl``). Records and dropped runs depend only on
+the journal and are always written as a whole. So a killed and restarted command writes the same
+bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def distill_split(
 
     Args:
         name: name of the split, and of its files.
-        tasks: the tasks.
+        tasks: questions for the teacher, with accepted answers.
         tools: maps the name of each tool to the tool.
         config: settings of the teacher and the filters.
         workdir: work directory to which all files are written.
@@ -82,6 +83,7 @@ def distill_split(
         "max_messages": config.max_messages,
         "tools": dict(tool_settings or {}),
         **({"teacher": endpoint.config.label} if endpoint else {}),
+        **({"team": config.team} if config.team != "scripted" else {}),
     }
     journal = open_journal(workdir / "journal" / f"{name}.jsonl", fingerprint)
     fresh = 0

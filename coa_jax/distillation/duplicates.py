@@ -21,7 +21,7 @@ def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
 def policy_shingles(run: TeacherRun) -> frozenset[tuple[str, ...]]:
     """Returns the word trigrams of a run, by which similar runs are found.
 
-    They come from the question, and from the text that the policy will learn to write.
+    The trigrams come from the question, and from the text that the policy will learn to write.
     """
     policy_text = " ".join(text for author, text in run.record.parts if author == "policy")
     return ngrams(f"{run.task.question} {policy_text}", _SHINGLE)
@@ -38,7 +38,7 @@ def repeats_another(runs: Sequence[TeacherRun], threshold: float, seed: int) -> 
     is dropped.
 
     Args:
-        runs: the runs.
+        runs: runs of the teacher; the first of similar runs is kept.
         threshold: Jaccard similarity of the word trigrams.
         seed: seed of the hash functions.
 

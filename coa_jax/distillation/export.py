@@ -68,7 +68,7 @@ def _rebuild_fields(record: DistilledRecord, with_parts: bool) -> dict[str, Any]
     """Returns the fields from which `coa_jax.data.records` can rebuild the record.
 
     Args:
-        record: the record.
+        record: the record to export.
         with_parts: whether to repeat the parts of the record. This is necessary if a reader could
             not recover them from the exported form.
     """

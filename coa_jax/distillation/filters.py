@@ -142,7 +142,7 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
     answers, or if the reward contains no grade of the answer.
 
     Args:
-        task: the task.
+        task: the task that the run should solve.
         reward: reward of the run, which the grader computed.
     """
     if not has_gold(task):
@@ -284,15 +284,15 @@ def dropped_examples(
     """Returns the first runs that each filter dropped, as JSON objects for inspection.
 
     Args:
-        runs: the runs.
+        runs: all runs of the teacher, before the filters.
         failures: result of `failures_of` for these runs.
         number: maximum number of runs for each filter.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     examples = []
     for run, failure in zip(runs, failures, strict=True):
-        if failure is not None and seen[failure] < number:
-            seen[failure] += 1
+        if failure is not None and counts[failure] < number:
+            counts[failure] += 1
             examples.append({"filter": failure, "record": run.record.to_json()})
     return examples
 
@@ -305,7 +305,7 @@ def report_of(
     """Counts how many runs each filter dropped, and describes the first of them.
 
     Args:
-        runs: the runs.
+        runs: all runs of the teacher, before the filters.
         failures: result of `failures_of` for these runs.
         filters: the filters, in the order of application.
     """

@@ -44,7 +44,7 @@ async def solve_all(
 
     Args:
         team: the team. A synchronous function runs in threads.
-        tasks: the tasks.
+        tasks: all tasks, also those that were solved before.
         path: file of runs. A row has ``id``, ``question``, and ``messages`` or ``error``; runs with
             an error are tried again by the next call.
         concurrency: number of tasks that are solved at the same time.
@@ -102,7 +102,7 @@ def select(
     message. The grader of the task grades it.
 
     Args:
-        tasks: the tasks.
+        tasks: the tasks that the runs should solve.
         runs: the run of each task, from `solve_all`.
         tools: JSON schemas of the functions that the team calls; [] if the prompt need not describe
             them.

@@ -91,7 +91,7 @@ async def judge_instructions(
     """Asks a judge whether runs followed instructions; returns all runs, with the verdicts.
 
     Args:
-        runs: the runs.
+        runs: runs of the teacher.
         filters: filters of single runs; only runs that pass all of them are judged.
         config: settings of the judge.
 

@@ -3,8 +3,8 @@
 A mind is a function that decides the next message of its agent. A reply of the model is a JSON
 object that names this message. The reply is validated before use: it must have the required form,
 the agent must be allowed to send this message, and grades and scores must be parseable. After an
-invalid reply, the model receives the error and tries again. If its replies stay invalid, this run
-ends; other runs continue.
+invalid reply, the model receives the error and tries again. After three invalid replies, the run
+ends without an answer; other runs continue.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def read_action(reply: str, view: AgentView) -> Action:
     allowed = moves_of(view)
     move = next(((t, k) for t, k in allowed if (t, str(k)) == (value["to"], value["kind"])), None)
     if move is None:
-        named = "; ".join(f"({to}, {kind})" for to, kind in allowed)
-        raise ValueError(f"({value['to']}, {value['kind']}) is not allowed; allowed are {named}")
+        moves = "; ".join(f"({to}, {kind})" for to, kind in allowed)
+        raise ValueError(f"({value['to']}, {value['kind']}) is not allowed; allowed are {moves}")
     content = value["content"].strip()
     if not content and move[1] is not Kind.REQUEST:
         raise ValueError("'content' is empty")
@@ -188,22 +188,23 @@ async def ask(
     raise UnusableReplyError(f"no usable reply in {attempts} attempts: {problem}")
 
 
-def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
+def language_minds(endpoint: Endpoint) -> Minds:
     """Returns the minds of a team whose agents all ask the same language model.
 
     The mind of an agent is the function that decides the agent's next message.
 
-    A mind raises `UnusableReplyError` if no reply names a valid message, or if the endpoint refuses
-    the request. It raises UserError if the budget is spent, or if the endpoint does not answer.
+    A mind asks the model up to three times for a message that its agent may send. It raises
+    `UnusableReplyError`, which ends the run, if all three replies are invalid, or if the endpoint
+    refuses the request. It raises UserError if the budget is spent, or if the endpoint does not
+    answer.
 
     Args:
         endpoint: the model.
-        attempts: maximum number of replies. After this many invalid replies the run is abandoned.
     """
 
     async def mind(view: AgentView) -> Action:
         turn = f"{len(view.messages)}/{view.role}"
         read = functools.partial(read_action, view=view)
-        return await ask(endpoint, chat_of(view), view.episode, turn, read, attempts)
+        return await ask(endpoint, chat_of(view), view.episode, turn, read)
 
     return dict.fromkeys(AGENTS, mind)

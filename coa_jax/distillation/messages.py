@@ -90,7 +90,7 @@ class MessageLog:
 
     Attributes:
         episode: id of the run, which is the id of its task.
-        question: the question.
+        question: the question that the user asked.
         protocol: name of the protocol that the manager, the agent which leads the team, follows.
         messages: all messages in order.
         ending: why the run stopped.
@@ -121,7 +121,7 @@ class MessageLog:
         return tuple(m.slip for m in self.messages if m.slip)
 
     def count(self, kind: Kind) -> int:
-        """Returns how many messages of a kind the run has, without messages that are invented."""
+        """Returns how many messages of a kind the run has, not counting invented messages."""
         return sum(m.kind is kind and not m.invented for m in self.messages)
 
 

@@ -83,7 +83,7 @@ class Action:
 
 
 Mind = Callable[[AgentView], Awaitable[Action]]
-"""Returns the next message of the agent ``view.role``.
+"""A function that returns the next message of the agent ``view.role``.
 
 A mind has no state, so many runs can share a mind.
 """
@@ -102,14 +102,21 @@ probability that a wrong answer passes the double check, and ``seed`` decides wh
 """
 
 
-def scripted_minds(
-    mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
+def team_minds(
+    team: str = "scripted",
+    mistake_rate: float = 0.0,
+    unrecovered_rate: float = 0.0,
+    seed: int = 0,
 ) -> Minds:
-    """Returns the minds of the teacher ``scripted``, which follow rules, see `TEACHERS`.
+    """Returns the minds of a team that needs no language model.
+
+    Args:
+        team: name of a teacher, or the path ``package.module:name`` of its function.
+        mistake_rate, unrecovered_rate, seed: which mistakes the team makes, see `TEACHERS`.
 
     Raises:
-        UserError: no installed package has this teacher.
+        UserError: there is no teacher of this name.
     """
-    teacher = bind(TEACHERS, "scripted", {}, "the teacher")
+    teacher = bind(TEACHERS, team, {}, "config.teacher.team")
     minds: Minds = teacher(mistake_rate=mistake_rate, unrecovered_rate=unrecovered_rate, seed=seed)
     return minds

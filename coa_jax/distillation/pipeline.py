@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from coa_jax.config.extensions import Named
 from coa_jax.config.fields import Bounded, Count, Natural, Seed, Share, Times
 from coa_jax.data.intervals import wilson_interval
 from coa_jax.data.trajectory import DistilledRecord
@@ -18,7 +19,7 @@ from coa_jax.distillation.filters import Filter, FilterReport, TeacherRun
 from coa_jax.distillation.journal import TeacherJournal
 from coa_jax.distillation.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distillation.messages import AGENTS, MessageLog
-from coa_jax.distillation.minds import Minds, scripted_minds
+from coa_jax.distillation.minds import TEACHERS, Minds, team_minds
 from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distillation.team import solve
 from coa_jax.distillation.together import gather
@@ -34,6 +35,8 @@ class DistillConfig(Bounded):
     """Settings of the teacher and of the filters.
 
     Attributes:
+        team: the team, if no language model decides for its agents: the name of a teacher, or the
+            path ``package.module:name`` of a function that returns the minds of a team.
         mistake_rate: probability that a decision of a scripted mind is a deliberate mistake.
         unrecovered_rate: probability that the scripted double check overlooks a wrong suggested
             answer. The correctness filter drops the runs that end with this answer.
@@ -53,6 +56,7 @@ class DistillConfig(Bounded):
             their instructions.
     """
 
+    team: Annotated[str, Named(TEACHERS)] = "scripted"
     mistake_rate: Share = 0.1
     unrecovered_rate: Share = 0.02
     seed: Seed = 0
@@ -67,8 +71,8 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """Returns the scripted minds, which decide the agents' messages by rules."""
-        return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
+        """Returns the minds of ``team``, which decide the agents' messages by rules."""
+        return team_minds(self.team, self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
         """Returns the filters of single runs with these settings.
@@ -129,8 +133,8 @@ async def run_teacher(
     async def work() -> None:
         for task in waiting:
             request = task.question, task.protocol, task.id
-            held = {**tools, **tools_of(task)}
-            log = await solve(*request, minds, held, config.max_messages)
+            callable_tools = {**tools, **tools_of(task)}
+            log = await solve(*request, minds, callable_tools, config.max_messages)
             logs[task.id] = log
             if journal is not None:
                 journal.append(log)
@@ -147,10 +151,10 @@ _KEPT = ("hops", "kind", "relation", "entities", "trace")
 
 
 def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> TeacherRun:
-    """Converts a run of the teacher to a trajectory of its task's protocol, and grades it.
+    """Makes a `TeacherRun`: converts the messages of a run to a trajectory, and grades it.
 
     Args:
-        task: the task. If the task has no accepted answer, the run gets no grade.
+        task: the task, which names the protocol. Without a reference answer there is no grade.
         log: messages of the run.
         record: trajectory of the run; None to convert ``log``.
     """

@@ -46,10 +46,10 @@ def log_of(record: DistilledRecord) -> MessageLog:
         if author == "environment":
             body = text.strip().removeprefix(f"<{rules.observation}>")
             body = body.removesuffix(f"</{rules.observation}>").strip("\n")
-            seen = Message(
+            observation = Message(
                 len(messages), tool, agent_of(tool), Kind.OBSERVATION, body, outcome="ok"
             )
-            messages.append(seen)
+            messages.append(observation)
             continue
         for segment in parse(rules, text).segments:
             body = segment.body.strip()

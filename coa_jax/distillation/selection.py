@@ -22,7 +22,7 @@ from coa_jax.protocol import TOOL_FORMS
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.web_search import MIRRORS
-from coa_jax.tools.words import WORD, words
+from coa_jax.tools.words import compiled
 
 _EVASIVE = re.compile(
     r"\W*(?:(?:(?:i am |i'm )?sorry|unfortunately|apologies)\W+(?:but )?)?"
@@ -40,9 +40,10 @@ _EVASIVE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # Signs before or after a word are part of the word: -5, -site, C++, C#.
-_TERM = re.compile(rf"(?:(?<![^\s\"'(\[])[-+])?(?:{WORD})(?:\+\+|#)?")
+_TERM = r"(?:(?<![^\s\"'(\[])[-+])?(?:WORD)(?:\+\+|#)?"
 _DIRECTION = frozenset(
-    words("from to into than by before after since until versus vs over under with without not")
+    {"from", "to", "into", "than", "by", "before", "after", "since", "until", "versus", "vs"}
+    | {"over", "under", "with", "without", "not"}
 )
 """English words that give a direction or a role to the words after them."""
 
@@ -133,8 +134,8 @@ def further_filters(
         if (count := count_tokens) is None:
             raise UserError("selection.max_tokens needs a tokenizer; give config.tokenizer")
         add("too_many_tokens", lambda run: count(run.record.text) <= most)
-    named = filter(None, config.blocked)
-    if blocked := [page for n in named for page in (MIRRORS if n == "mirrors" else (n,))]:
+    blocked_names = filter(None, config.blocked)
+    if blocked := [page for n in blocked_names for page in (MIRRORS if n == "mirrors" else (n,))]:
         add("blocked_page", lambda run: not opens_blocked(run, blocked))
     if sources := [source for source in config.evaluation if source]:
         sets = (load_tasks(source, "test", config.evaluation_size) for source in sources)
@@ -192,8 +193,8 @@ def _custom_filters(config: SelectionConfig) -> list[Filter | SetFilter]:
     filters: list[Filter | SetFilter] = []
     for name, settings in config.own.items():
         where = f"selection.own.{name}"
-        named = build_config(Extension, settings, where)
-        custom = _Own(name, bind(FILTERS, named.path or name, named.options, where))
+        extension = build_config(Extension, settings, where)
+        custom = _Own(name, bind(FILTERS, extension.path or name, extension.options, where))
         single = "run" in custom.call.asks
         filters.append(Filter(name, custom.keeps) if single else SetFilter(name, custom.drops))
     return filters
@@ -210,7 +211,7 @@ def query_terms(query: str) -> frozenset[tuple[str, str]]:
     """
     text = unicodedata.normalize("NFKC", query).casefold().replace("\u2212", "-")
     terms, direction = set(), ""
-    for term in _TERM.findall(unicodedata.normalize("NFKC", text)):
+    for term in compiled(_TERM).findall(unicodedata.normalize("NFKC", text)):
         if term in _DIRECTION:
             direction = term
         terms.add((direction, term))

@@ -2,9 +2,9 @@
 
 The agents run in this process. A manager (CodeAgent) writes programs and asks a managed
 ``search_agent`` (ToolCallingAgent), which has the tools of the run. The result of a run is the
-memory of the agents, in the form that `readers.smolagents` reads. The programs of
-the manager run in the interpreter of smolagents, not in the sandbox of this project. With the tool
-``code``, the search agent can run programs in the sandbox.
+memory of the agents, in the form that `readers.smolagents` reads. The programs of the manager run
+in the interpreter of smolagents, not in the sandbox of this project. With the tool ``code``, the
+search agent can run programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
     """Wraps a tool as a smolagents tool with the same name, argument and result.
 
     Args:
-        tool: the tool.
+        tool: a tool of this package.
         episode: id of the run, which the tool receives in the context of each call.
 
     Raises:

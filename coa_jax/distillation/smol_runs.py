@@ -111,7 +111,7 @@ def run_smolagents(
     agents take one step on a plain question. The cost of this step is included in the result.
 
     Args:
-        tasks: the tasks.
+        tasks: all tasks, also those that were solved before.
         tools: tools of the search agent, by name.
         model_of: function that takes a task and the name of an agent, ``"manager"`` or
             ``"search"``, and returns a model object of smolagents for this agent.

@@ -69,16 +69,17 @@ async def solve(
 
     while len(messages) < max_messages:
         role = messages[-1].recipient
-        held = tools_of(role, protocol, tools)
-        view = AgentView(role, question, protocol, episode, tuple(messages), held)
+        own_tools = tools_of(role, protocol, tools)
+        view = AgentView(role, question, protocol, episode, tuple(messages), own_tools)
         try:
             action = await minds[role](view)
         except UserError:  # a spent budget, for example, leaves the run unfinished
             raise
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
-        to = "tool" if action.recipient in held else action.recipient
-        if (to, action.kind) not in MOVES[role]:
+        is_tool = action.recipient in own_tools  # a tool may be called "tool"
+        to = "tool" if is_tool else action.recipient
+        if (to, action.kind) not in MOVES[role] or is_tool != (to == "tool"):
             move = f"{action.kind} to {action.recipient}"
             return finish(Ending.ILLEGAL, f"{role} may not send {move}")
         messages.append(Message(len(messages), role, **vars(action)))

@@ -44,8 +44,9 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
     for message in log.messages:
         if message.sender not in AGENTS:
             continue
-        before, held = log.messages[: message.index], tools_of(message.sender, log.protocol, tools)
-        view = AgentView(message.sender, log.question, log.protocol, log.episode, before, held)
+        before = log.messages[: message.index]
+        own_tools = tools_of(message.sender, log.protocol, tools)
+        view = AgentView(message.sender, log.question, log.protocol, log.episode, before, own_tools)
         header = {"thought": message.thought, "to": message.recipient, "kind": str(message.kind)}
         prompt += sum(count(part["content"]) for part in chat_of(view))
         completion += count(jsonl.dumps({**header, "content": message.content}))

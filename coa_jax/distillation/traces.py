@@ -53,12 +53,11 @@ class TraceFilesConfig(Bounded):
         files: paths of the files. For the format ``records``, folders and glob patterns are
             allowed, too.
         format: name of a log format, see `distillation.readers.READERS`; "" to guess the format of
-            each file from its first records; or ``records`` if the files contain trajectories in
-            any format that `data.records` reads. Such trajectories are filtered, but not converted.
-        protocol: protocol of the trajectories. With "", logs get a protocol with the tools that
-            they call, in which nothing is required that a log may lack (see
-            `protocol.protocol_with_tools`), and records keep the protocol that they name or show by
-            their tags.
+            each file from its beginning. With ``records``, the files contain trajectories in any
+            format that `data.records` reads, which are filtered but not converted.
+        protocol: protocol of the trajectories. With "", logs get a protocol that has the tools that
+            they call and requires nothing else (see `protocol.protocol_with_tools`). Records keep
+            the protocol that they name, or that fits their tags.
         tools: pairs ``name=tag``, which map names of tools in the logs to tags of this project, to
             new tags, or to ``request`` if the tool asks another agent.
         completion: settings that say which tags may be added to a run that lacks them.
@@ -100,7 +99,7 @@ class Converted:
         refusals: file, line and reason of each record that could not be read or converted.
         refused: maps each reason to the number of records that could not be used for this reason.
         examples: maps each reason to the place of the first of these records.
-        unknown: maps the name of each tool for which the protocol has no tag to its calls.
+        unknown: maps the name of each tool without a tag in the protocol to its number of calls.
     """
 
     tasks: list[Task] = dataclasses.field(default_factory=list)
@@ -252,7 +251,7 @@ def _read_records(config: TraceFilesConfig) -> Converted:
             used += 1
         read = {"records": rows, "used": used, "ignored": 0, "traces": used}
         made.reading.append({"path": str(path), **read, "problems": rows - used})
-    for message in counts.lines()[: len(counts.told)]:  # skipped rows are counted in `refused`
+    for message in counts.lines()[: len(counts.inferred)]:  # skipped rows are counted in `refused`
         logging.warning("%s", message)
     return made
 

@@ -1,5 +1,5 @@
 """Decoding: the compiled programs, the KV cache and its pages, sampling, and constraints.
 
-`engine.Engine` is the host side of one group of devices, `programs` what is compiled. The engine
-knows tokens, and neither tools nor tasks.
+`engine.Engine` controls decoding from the host, for one group of devices; `programs` holds the
+compiled programs. The engine works on tokens, and does not know tools or tasks.
 """

@@ -50,7 +50,9 @@ class EngineConfig(Bounded):
     The programs are compiled anew for each distinct configuration.
 
     Attributes:
-        slots: number of sequences that can be in progress at the same time.
+        slots: number of sequences that can be in progress at the same time. 0 takes the number of
+            samples of an RL step or of an evaluation, or fewer if memory is too small
+            (`memory.fitted`).
         max_length: maximum number of tokens of a sequence (the positions of a slot).
         chunk: number of tokens that the device decodes for each sequence before control returns to
             the host.
@@ -81,7 +83,7 @@ class EngineConfig(Bounded):
         UserError: a value is out of bounds.
     """
 
-    slots: Size = 16
+    slots: Annotated[int, Between(0, 2**24)] = 16
     max_length: Size = 1024
     chunk: Size = 8
     extend_buckets: Annotated[tuple[Count, ...], Items(0, 32)] = ()
@@ -96,11 +98,11 @@ class EngineConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engines > self.slots:
+        if self.slots and self.engines > self.slots:
             raise UserError(f"engines is {self.engines}; give at most slots, {self.slots}")
 
     def on_platform(self, platform: str) -> EngineConfig:
-        """Replaces unset buckets and blocks, and the dtype ``auto``, by the platform's defaults.
+        """Returns the settings, with the platform's defaults for unset buckets, blocks and dtype.
 
         The dtype is float32 on CPUs and bfloat16 on accelerators.
 
@@ -150,10 +152,11 @@ class EngineConfig(Bounded):
         return dataclasses.replace(self, slots=slots, pages=pages, engines=1)
 
     def whole(self) -> EngineConfig:
-        """Returns settings for which no sequence ever gives way, for about the same memory.
+        """Returns settings with about the same memory that give every slot its own pages.
 
-        Every slot has its own pages for ``max_length`` positions. There are at least two slots,
-        because an engine with a single slot computes other bits, see `row_sizes`.
+        Every slot has pages for ``max_length`` positions, so no sequence ever has to free its pages
+        for another one (`Engine.give_way`). There are at least two slots, because the results of an
+        engine with one slot differ in the last bits from those of all others, see `row_sizes`.
         """
         if not self.pages:
             return self
@@ -174,9 +177,9 @@ class EngineConfig(Bounded):
     def row_sizes(self) -> tuple[int, ...]:
         """Number of rows of each decoding program, ascending; the last program has a row per slot.
 
-        The numbers are multiples of eight, because fewer rows decode no faster, and attention on
-        CPUs processes eight sequences together. The exception is an engine with a single slot,
-        whose program has one row, because steps with one row read the weights fastest. The results
+        The numbers are multiples of eight, because two to seven rows decode no faster than eight,
+        and attention on CPUs processes eight sequences together. An engine with a single slot has
+        a program with one row, which is faster. The results
         are bit-identical for any number of rows from two on, but differ for one row.
         """
         if self.slots == 1:

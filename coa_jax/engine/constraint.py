@@ -52,7 +52,7 @@ class ConstraintTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
-    """The constraint of a run, which combines the automata of its protocols with a vocabulary.
+    """The constraint of a run: the automata of the run's protocols, applied to a vocabulary.
 
     `watch_for_ends` makes constraints that allow every token, and only end the turns.
 
@@ -173,10 +173,10 @@ def _compose(
     number = {function.tobytes(): index for index, function in enumerate(functions)}
     kind = np.zeros(len(tokens), np.int64)
     columns = np.ascontiguousarray(transitions.T)
-    for place in range(width):
+    for at in range(width):
         # A prefix without transitions has no transitions with further bytes either.
-        left = np.flatnonzero((size > place) & (kind != _NOWHERE))
-        pairs, inverse = np.unique(kind[left] * 256 + text[left, place], return_inverse=True)
+        left = np.flatnonzero((size > at) & (kind != _NOWHERE))
+        pairs, inverse = np.unique(kind[left] * 256 + text[left, at], return_inverse=True)
         composed = np.empty(len(pairs), np.int64)
         for index, pair in enumerate(pairs.tolist()):
             function = columns[pair % 256][functions[pair // 256]]
@@ -246,12 +246,12 @@ def token_states(
     """
     states, tables = np.full(len(tokens), FREE, np.int32), constraint.tables
     state = start
-    for place, (token, by_policy) in enumerate(zip(tokens, written, strict=True)):
+    for index, (token, by_policy) in enumerate(zip(tokens, written, strict=True)):
         if not by_policy:
             state = int(constraint.observed[state]) if tables.ends[state] else state
             continue
-        states[place] = state
+        states[index] = state
         state = int(tables.next_state[state, tables.kind[token]])
         if state == DEAD:
-            raise ValueError(f"token {place} is {token}, which its protocol does not allow there")
+            raise ValueError(f"token {index} is {token}, which its protocol does not allow there")
     return states

@@ -31,8 +31,8 @@ class Engine:
     inactive. `meter` holds times and counts.
 
     A sequence holds cache pages for its present length. If the slots share a pool of pages, the
-    caller makes sure before `extend` and `decode` that `grow` succeeds, and releases other slots
-    where it does not.
+    caller must call `grow` before `extend` and `decode`, and must release other slots if `grow`
+    returns False.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Engine:
             model: the architecture.
             config: shapes of the engine.
             stop_tokens: ids of the tokens that end a sequence.
-            constraint: constraint under which tokens are sampled, or which only ends the turns
-                (`rollout.constrain.constraint_or_ends`); None without a constraint.
+            constraint: limits the tokens that may be sampled, or only detects the ends of turns
+                (`rollout.constrain.constraint_or_ends`); None for neither.
             compute: dtype, operations and sharding of the programs; None for the choice of
                 `layout.engine_compute`.
 
@@ -166,7 +166,7 @@ class Engine:
         return self.pages.reserve(slot, positions, source, length, spare)
 
     def grow(self, slot: int, positions: int) -> bool:
-        """Gives a sequence the pages that it lacks to have ``positions`` tokens in the cache.
+        """Gives the sequence in a slot enough cache pages for ``positions`` tokens.
 
         Returns:
             Whether there are enough free pages; if not, the sequence keeps the pages that it has.
@@ -174,7 +174,7 @@ class Engine:
         return self.pages.grow(slot, min(positions, self.config.max_length))
 
     def reach(self, slot: int) -> int:
-        """Returns the number of tokens that a sequence has at most after the next chunk."""
+        """Returns the maximum number of tokens of a slot's sequence after the next chunk."""
         return int(min(self.length[slot] + self.config.chunk, self._state.limit[slot]))
 
     def release(self, slot: int) -> None:
@@ -182,11 +182,11 @@ class Engine:
         self.pages.release(slot)
 
     def give_way(self, slot: int) -> int:
-        """Frees the pages of a sequence that is continued later.
+        """Interrupts a sequence, and frees its pages for other sequences.
 
         Returns:
-            The state of the constraint, with which `start` continues the sequence after `extend`
-            has put all its tokens into the cache again.
+            The state of the constraint. To continue the sequence later, put all of its tokens into
+            the cache again with `extend`, and pass this state to `start` as ``rule``.
         """
         self.set_active(slot, False)
         self.release(slot)
@@ -207,7 +207,7 @@ class Engine:
         """Starts a sequence in a slot, after `extend` or `fork` has put its prompt into the cache.
 
         Args:
-            slot: the slot.
+            slot: index of the slot.
             prompt_length: number of tokens of the prompt, at least 1.
             last_token: last token of the prompt.
             limit: length at which decoding stops, in tokens, including the prompt; at most
@@ -215,10 +215,10 @@ class Engine:
             key: (seed, prompt id, sample id), three signed 32-bit integers from which the random
                 key is derived.
             sampling: temperature and truncation.
-            protocol: name of the protocol whose constraint the sequence is under; the engine's
-                constraint must include this protocol. None for no constraint.
-            rule: state of the constraint, for a sequence that gave way (`give_way`) and that goes
-                on; None for the first state of the protocol.
+            protocol: name of the protocol that constrains the sequence; the engine's constraint
+                must include this protocol. None for no constraint.
+            rule: state of the constraint that `give_way` returned, to continue an interrupted
+                sequence; None for the first state of the protocol.
         """
         state, limit = self._state, min(limit, self.config.max_length)
         if rule is None:
@@ -247,13 +247,17 @@ class Engine:
     def truncate(self, slot: int, length: int, last_token: int) -> None:
         """Discards the tokens of a sequence beyond ``length``.
 
-        A sequence with a protocol cannot be truncated, and need not be, because it never has tokens
-        beyond the end of a turn.
+        Call this method only for sequences without a constraint, because the state of a constraint
+        cannot go back to an earlier token. A constrained sequence never needs it: decoding stops
+        such a sequence exactly at the end of a turn.
 
         Args:
-            slot: the slot.
+            slot: index of the slot that holds the sequence.
             length: new length of the sequence, including the prompt.
             last_token: the token at position ``length - 1``.
+
+        Raises:
+            ValueError: the sequence has a constraint, and ``length`` is not its present length.
         """
         if self._state.rule[slot] != FREE and length != self.length[slot]:
             raise ValueError(f"slot {slot} is constrained: its tokens cannot be forgotten")
@@ -272,7 +276,7 @@ class Engine:
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Prefills tokens into the cache, and waits until the device has finished.
 
-        The length of each slot grows to include its tokens.
+        The length of each slot's sequence grows to include the new tokens.
 
         Args:
             feeds: tuples (slot, start, tokens). ``start`` is the position of the first of these
@@ -332,9 +336,9 @@ class Engine:
         self.meter.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Gives slots the first ``length`` tokens of another sequence.
+        """Puts the first ``length`` tokens of a sequence into other slots, without a new prefill.
 
-        The tokens that the sequences have in common are thus prefilled only once.
+        Use it for the samples of a prompt, which are then prefilled only once.
 
         Args:
             source: slot of the other sequence.
@@ -451,6 +455,8 @@ def check_shapes(config: EngineConfig) -> None:
     Raises:
         UserError: two settings contradict each other; the message names them.
     """
+    if not config.slots:
+        raise UserError("slots is 0, which only RL and evaluations can choose: give a number")
     block, buckets = config.extend_block, config.extend_buckets
     ascending = list(buckets) == sorted(set(buckets))
     if not ascending or buckets[0] < block or any(b % block for b in buckets):

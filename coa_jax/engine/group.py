@@ -103,9 +103,9 @@ def sharing(
     each = -(-slots // len(engines)) if slots else 0
     count = len(engines) // len(parts)
 
-    def config(given: EngineConfig) -> EngineConfig:
-        pages = 0 if whole else given.pages
-        return dataclasses.replace(given, slots=each or given.slots, pages=pages)
+    def config(base: EngineConfig) -> EngineConfig:
+        pages = 0 if whole else base.pages
+        return dataclasses.replace(base, slots=each or base.slots, pages=pages)
 
     return [
         Engine(
@@ -115,6 +115,36 @@ def sharing(
             engine.stop_tokens,
             engine.constraint,
         )
+        for index, engine in enumerate(engines)
+    ]
+
+
+def adapted(
+    engines: Sequence[Engine],
+    adapters: Params,
+    model: ModelConfig,
+    stop_tokens: Sequence[int] = (),
+    constraint: Constraint | None = None,
+) -> list[Engine]:
+    """Creates further engines whose policy is an adapter over the base of given engines.
+
+    The new engines share the arrays of the base, and have the same shapes and a cache of their own.
+
+    Args:
+        engines: engines from `make_engines`, of a model without adapters; they may be decoding.
+        adapters: training parameters of the adapters, on one device or on the mesh of the base.
+        model: the architecture, with the adapters.
+        stop_tokens, constraint: arguments of `Engine`.
+
+    Raises:
+        UserError: there is no memory for another cache.
+    """
+    first, bases = engines[0], copies(engines)
+    parts = layout.publish(adapters, model, first.config, _group_size(first))
+    parts = [base.with_adapters(part) for base, part in zip(bases, parts, strict=True)]
+    count = len(engines) // len(parts)
+    return [
+        Engine(parts[index // count], model, engine.config, stop_tokens, constraint)
         for index, engine in enumerate(engines)
     ]
 
@@ -163,9 +193,9 @@ def apart(engines: Sequence[Engine], params: Params) -> bool:
 def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
     """Copies new training parameters to the devices of the engines, for `take_copies`.
 
-    The engines keep their old parameters, and may be decoding at the same time; until
-    `take_copies`, their devices hold the old and the new copy, or the new adapters if only adapters
-    are trained. If the engines run on devices of their own, the function waits until the new copies
+    The engines keep their old parameters, and may be decoding at the same time. Until `take_copies`
+    is called, their devices hold both copies. If only adapters are trained, only the adapters are
+    held twice. If the engines run on devices of their own, the function waits until the new copies
     are complete.
     """
     first, old, adapted = engines[0], copies(engines), _keeps_base(engines)
@@ -182,8 +212,8 @@ def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
 
 def _keeps_base(engines: Sequence[Engine]) -> bool:
     """Returns whether the engines hold parameters that no update changes."""
-    held = all(isinstance(x, jax.Array) for x in jax.tree.leaves(copies(engines)))
-    return held and engines[0].model.lora.rank > 0
+    arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves(copies(engines)))
+    return arrays and engines[0].model.lora.rank > 0
 
 
 def _group_size(engine: Engine) -> int:

@@ -77,7 +77,7 @@ def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: 
         devices: reserved devices of all processes, sorted by process.
         tensor: number of devices of a group.
         train: number of training devices of a process. These devices form groups of the same size,
-            in which the copies for the engines are made.
+            which make the copies for the engines.
         count: number of reserved devices of a process.
 
     Raises:
@@ -153,7 +153,7 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
     with stride 8. For an irregular set, the product of the sizes is less than the number of
     indices.
     """
-    found, known = [], 1
+    factors, known = [], 1
     while known < len(places):
         distance, size = places[known] - places[0], 1
         block = np.asarray(places[:known])
@@ -161,9 +161,9 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
             size += 1
         if size == 1:
             break
-        found.append((distance, size))
+        factors.append((distance, size))
         known *= size
-    return found or [(1, 1)]
+    return factors or [(1, 1)]
 
 
 def publish(
@@ -177,8 +177,8 @@ def publish(
     weight matrices, see `KernelLayout`.
 
     Args:
-        params: training parameters, on one device or on a mesh; or the adapters alone, of which
-            `DecodeParams.with_adapters` makes complete parameters.
+        params: training parameters, on one device or on a mesh; or the adapters alone, from whose
+            copies `DecodeParams.with_adapters` makes complete parameters.
         model: the architecture.
         config: settings of the engines that will use the copies.
         tensor: number of devices of a device group, see `decode_mesh`.
@@ -223,8 +223,8 @@ def move(
 
     Args:
         parts: copies that `publish` returned.
-        places: sharding of each result. If there are more places than copies, the function starts
-            again with the first copy.
+        places: sharding of each result, on the devices to which the parameters are copied. If there
+            are more results than copies, the function starts again with the first copy.
     """
     sources = [parts[number % len(parts)] for number in range(len(places))]
     return jax.device_put(sources, list(places))
@@ -287,8 +287,8 @@ def _places(model: ModelConfig, mesh: Mesh, kernels: KernelLayout) -> DecodePara
     """Returns the shardings of the copies of all groups of a `decode_mesh`."""
     names, size = _split_axes(mesh), tensor_size(mesh)
 
-    def everywhere(place: NamedSharding) -> NamedSharding:
-        spec = PartitionSpec(*(names if part == "tensor" else part for part in place.spec))
+    def everywhere(sharding: NamedSharding) -> NamedSharding:
+        spec = PartitionSpec(*(names if part == "tensor" else part for part in sharding.spec))
         return NamedSharding(mesh, spec)
 
     group = AbstractMesh((1, 1, size), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -309,14 +309,14 @@ def _group_mesh(devices: np.ndarray) -> Mesh:
     return Mesh(devices.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
+def _part(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Returns the part of an array that lies on one group, without copying the data."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
-    devices = place.mesh.devices.reshape(-1)
+    devices = sharding.mesh.devices.reshape(-1)
     if devices.size == 1:
         return shards[devices[0]]
     return jax.make_array_from_single_device_arrays(
-        array.shape, place, [shards[d] for d in devices]
+        array.shape, sharding, [shards[d] for d in devices]
     )
 
 
@@ -411,8 +411,8 @@ def abstract_pages(
         axes.pop()  # programs name the sharding of their results in this form
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        place = sharding_for(mesh, axes[: x.ndim], DECODE_RULES, x.shape)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        sharding = sharding_for(mesh, axes[: x.ndim], DECODE_RULES, x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(placed, shapes)
 

@@ -29,7 +29,7 @@ class Memory:
             head.
         page: bytes of one cache page, counting only the keys and values that lie on one device.
         pages: number of pages.
-        scratch: bytes of temporary memory of the compiled program that needs most of it.
+        scratch: bytes of temporary memory of the compiled program that needs the most.
     """
 
     parameters: int
@@ -101,14 +101,16 @@ def fitted(
     """Returns the settings of an engine, fitted to given samples and to this machine.
 
     No shape is larger than in ``config``. The cache fits in memory, no slot stays empty for the
-    whole run, and no slot is longer than the longest sample. If the memory does not hold the
-    longest sequence in every slot, the slots share the pages that it holds, because most sequences
-    are shorter. On CPUs, extend buckets and chunks are
-    the defaults of the platform, because larger programs are no faster there, and returning to the
-    host is cheap. The choice does not change any trajectory.
+    whole run, and no slot is longer than the longest sample. If memory is too small for the longest
+    sequence in every slot, the slots share as many pages as fit, because most sequences are
+    shorter. On CPUs, ``extend_buckets`` (the sizes of prefill) and ``chunk`` (the decoding steps of
+    a call) are the defaults of the platform, because larger programs are no faster there. The
+    choice does not change any
+    trajectory.
 
     Args:
-        config: settings of the engine, with the largest allowed shapes.
+        config: settings of the engine, with the largest allowed shapes; if ``slots`` is 0, at most
+            64 slots are allowed on CPUs and 256 on accelerators.
         model: the architecture.
         platform: JAX platform, such as ``cpu``.
         samples: number of samples to decode.
@@ -116,7 +118,8 @@ def fitted(
         free: number of free bytes on each device of the engine; None if unknown.
     """
     # An engine with a single slot has other programs, whose sums differ in their last bits.
-    slots = min(config.slots, max(samples, 2))
+    most = config.slots or (64 if platform == "cpu" else 256)
+    slots = min(most, max(samples, 2))
     fit = dataclasses.replace(config, slots=slots, max_length=min(config.max_length, longest))
     if config.pages:
         pages = min(config.pages, slots * fit.pages_per_slot)
@@ -137,10 +140,10 @@ def fitted(
             counts, free, key=lambda n: _total(model, fit, 1, slots=n, pages=least)
         )
         fit = dataclasses.replace(fit, slots=max(min(slots, 2), taken))
-        held = bisect.bisect_right(
+        fitting = bisect.bisect_right(
             range(least, most), free, key=lambda n: _total(model, fit, 1, pages=n)
         )
-        fit = dataclasses.replace(fit, pages=least + max(held - 1, 0))
+        fit = dataclasses.replace(fit, pages=least + max(fitting - 1, 0))
     return dataclasses.replace(fit, engines=min(fit.engines, fit.slots))
 
 
@@ -155,7 +158,7 @@ def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
     parts = []
     for name, what in names.items():
         most, count = getattr(asked, name), getattr(fit, name)
-        parts.append(f"{count:,} {what}" if count == most else f"{count:,} of {most:,} {what}")
+        parts.append(f"{count:,} {what}" if most in (0, count) else f"{count:,} of {most:,} {what}")
     if fit.pages != asked.pages:
         parts.append(f"{fit.pages:,} pages of {fit.page_size} positions that the slots share")
     if fit.extend_buckets != asked.extend_buckets:
@@ -219,13 +222,13 @@ def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
         group = top / path.lstrip("/")
         # Inside a container, the listing may show the path on the host, while the mount is that of
         # the container.
-        for place in (group, *group.parents):
-            if not place.is_relative_to(top):
+        for directory in (group, *group.parents):
+            if not directory.is_relative_to(top):
                 break
             with contextlib.suppress(OSError, ValueError):  # "max", or not in this namespace
-                limit = int((place / maximum).read_text())
-                used = int((place / usage).read_text())
-                kept = dict(map(str.split, (place / "memory.stat").read_text().splitlines()))
+                limit = int((directory / maximum).read_text())
+                used = int((directory / usage).read_text())
+                kept = dict(map(str.split, (directory / "memory.stat").read_text().splitlines()))
                 yield max(0, limit - used + int(kept.get(cache, 0)))
 
 
@@ -252,7 +255,7 @@ def check_room(
     jax.block_until_ready(params)  # otherwise they may not be allocated yet
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
     if places:
-        devices = {d for place in jax.tree.leaves(places) for d in place.addressable_devices}
+        devices = {d for sharding in jax.tree.leaves(places) for d in sharding.addressable_devices}
     free = [count for count in map(free_memory, devices) if count is not None]
     # All CPU devices have the same memory.
     shared = len(devices) if any(device.platform == "cpu" for device in devices) else 1

@@ -33,7 +33,7 @@ class Meter:
     _idle_since: float | None = None
 
     def rest(self) -> None:
-        """Marks the beginning of idle time, because no slot is active.
+        """Begins to measure idle time; call this method when no slot is active.
 
         The idle time ends at the next call of `clock`, and is then added to ``idle_s``.
         """

@@ -29,18 +29,18 @@ class PageTable:
         self.contiguous = not pool
         self.pages = pool or slots * pages_per_slot
         self.table = np.zeros((slots, pages_per_slot), np.int32)
-        self._held = np.zeros(slots, np.int32)  # number of pages of each slot
+        self._counts = np.zeros(slots, np.int32)  # number of pages of each slot
         self._users = np.zeros(self.pages, np.int32)  # number of slots that use each page
         self._free = list(range(self.pages))
         if self.contiguous:
             self.table[:] = np.arange(self.pages, dtype=np.int32).reshape(self.table.shape)
-            self._held[:] = pages_per_slot
+            self._counts[:] = pages_per_slot
             self._users[:] = 1
             self._free = []
 
     def covers(self, slot: int, positions: int) -> bool:
         """Returns whether the pages of a slot have room for ``positions`` tokens."""
-        return int(self._held[slot]) * self.page_size >= positions
+        return int(self._counts[slot]) * self.page_size >= positions
 
     @property
     def free(self) -> int:
@@ -54,13 +54,13 @@ class PageTable:
             True if the pages of the slot now have room. False if too few pages are free; the slot
             then keeps the pages that it has.
         """
-        held, wanted = int(self._held[slot]), -(-positions // self.page_size)
-        if wanted - held > len(self._free):
+        count, needed = int(self._counts[slot]), -(-positions // self.page_size)
+        if needed - count > len(self._free):
             return False
-        new = [heapq.heappop(self._free) for _ in range(wanted - held)]
+        new = [heapq.heappop(self._free) for _ in range(needed - count)]
         self._users[new] += 1
-        self.table[slot, held : held + len(new)] = new
-        self._held[slot] += len(new)
+        self.table[slot, count : count + len(new)] = new
+        self._counts[slot] += len(new)
         return True
 
     def reserve(
@@ -74,7 +74,7 @@ class PageTable:
         """Gives a slot pages for a sequence, after freeing the slot's previous pages.
 
         Args:
-            slot: the slot.
+            slot: index of the slot.
             positions: present length of the sequence, including the prompt, in tokens; `grow` gives
                 more pages later.
             source: a slot whose first ``length`` tokens are also those of the new sequence; this
@@ -90,23 +90,23 @@ class PageTable:
         """
         if self.contiguous:
             return True
-        wanted = -(-positions // self.page_size)
+        needed = -(-positions // self.page_size)
         common = 0 if source is None else max(length - 1, 0)
         whole, rest = divmod(common, self.page_size)
         # A page whose content will differ must belong to the slot alone. A slot that restarts
         # already has this page.
-        shared = min(whole + (source == slot and rest > 0), wanted)
+        shared = min(whole + (source == slot and rest > 0), needed)
         keep = self.table[source, :shared].copy() if source is not None else self.table[0, :0]
         self._users[keep] += 1  # before the release, which may free the same pages
         self.release(slot)
-        if wanted - shared + spare > len(self._free):
+        if needed - shared + spare > len(self._free):
             self._drop(keep)
             return False
-        new = [heapq.heappop(self._free) for _ in range(wanted - shared)]
+        new = [heapq.heappop(self._free) for _ in range(needed - shared)]
         self._users[new] += 1
         self.table[slot, :shared] = keep
-        self.table[slot, shared:wanted] = new
-        self._held[slot] = wanted
+        self.table[slot, shared:needed] = new
+        self._counts[slot] = needed
         return True
 
     def release(self, slot: int) -> None:
@@ -115,8 +115,8 @@ class PageTable:
         In a contiguous table, the pages stay with the slot.
         """
         if not self.contiguous:
-            self._drop(self.table[slot, : self._held[slot]])
-            self._held[slot] = 0
+            self._drop(self.table[slot, : self._counts[slot]])
+            self._counts[slot] = 0
             self.table[slot] = 0
 
     def copies(self, source: int, target: int, length: int) -> list[tuple[int, int]]:

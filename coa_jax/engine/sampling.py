@@ -15,8 +15,8 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
         logits: float32 ``[B, V]``, already divided by the temperature.
         top_p: probability mass of the nucleus, float32 ``[B]``, in [0, 1]. The nucleus is the
             smallest set of most likely tokens whose probability reaches ``top_p``; it has at least
-            one token. The probability is that among the tokens that ``top_k`` keeps, as in vLLM
-            and transformers. 1 keeps all tokens.
+            one token. The probabilities are normalised over the tokens that ``top_k`` keeps, as in
+            vLLM and transformers. 1 keeps all tokens.
         top_k: number k of most likely tokens to keep, int32 ``[B]``; 0 keeps all tokens.
 
     Returns:

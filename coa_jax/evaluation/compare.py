@@ -180,22 +180,22 @@ def load(path: str) -> dict[str, Any]:
     return outcome
 
 
-def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
+def text(a: Mapping[str, Any], b: Mapping[str, Any], result: Comparison) -> str:
     """Formats a comparison for a terminal.
 
     Args:
         a, b: contents of the two result files.
-        found: comparison of the two files.
+        result: comparison of the two files.
     """
-    span = f"95 % {found.ci95[0]:+.3f} to {found.ci95[1]:+.3f}" if found.ci95 else "no interval"
+    span = f"95 % {result.ci95[0]:+.3f} to {result.ci95[1]:+.3f}" if result.ci95 else "no interval"
     lines = [
-        f"A {a['stage']}: pass@1 {found.rate_a:.3f}",
-        f"B {b['stage']}: pass@1 {found.rate_b:.3f}",
-        f"B - A: {found.difference:+.3f} ({span}, n {found.tasks})",
-        f"{found.test}: p = {found.p:.4g}",
-        f"B is better at {found.better} tasks, worse at {found.worse}, the same at {found.same}",
+        f"A {a['stage']}: pass@1 {result.rate_a:.3f}",
+        f"B {b['stage']}: pass@1 {result.rate_b:.3f}",
+        f"B - A: {result.difference:+.3f} ({span}, n {result.tasks})",
+        f"{result.test}: p = {result.p:.4g}",
+        f"B is better at {result.better} tasks, worse at {result.worse}, the same at {result.same}",
     ]
-    for name, count in (("A", found.only_a), ("B", found.only_b)):
+    for name, count in (("A", result.only_a), ("B", result.only_b)):
         if count:
             lines.append(f"left out: {count} tasks with graded samples in {name} only")
     lines += [f"note: the two differ in {key} too" for key in differing(a, b)]

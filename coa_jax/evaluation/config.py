@@ -76,7 +76,8 @@ class SamplesConfig(Bounded):
         Args:
             environment: environment in which the policy acts, which may grade the tasks.
             protocol: default protocol, see `tasks.load_tasks`.
-            sources: task sources that take the place of those of this object; None for none.
+            sources: task sources to use in place of the configured ones; None to use the configured
+                ones.
 
         Raises:
             UserError: the tasks cannot be loaded, or the environment does not fit them.
@@ -128,9 +129,9 @@ class EvaluateConfig(SamplesConfig):
             addresses are counted, but not prevented. To prevent them, block the addresses in the
             settings of the tools.
         last_suggestion: whether the last ``suggested_answer`` of a sample takes the place of a
-            missing answer, as the AFM release intends. With this setting, with ``attempts`` above
-            1, or with ``rollout.cut_context``, the output says that the result is not a plain
-            pass@1.
+            missing answer, as the code released with the paper (AFM) intends. With this setting,
+            with ``attempts`` above 1, or with ``rollout.cut_context``, the output says that the
+            result is not a plain pass@1.
         attempts: maximum number of times that a sample is run. A sample without an answer is run
             again until it has an answer. The AFM release uses 3.
         retry_faults: whether to repeat samples that were ended by a fault of a tool or of the
@@ -167,7 +168,7 @@ class EvaluateConfig(SamplesConfig):
 
     @property
     def sampling_seed(self) -> int:
-        """The setting ``seed``."""
+        """Seed of the random choice of tasks, and of the samples: the setting ``seed``."""
         return self.seed
 
     def __post_init__(self) -> None:

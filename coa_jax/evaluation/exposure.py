@@ -65,7 +65,7 @@ class Exposure:
 
 
 def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
-    """Creates the check for the questions of some tasks, and for some addresses.
+    """Returns an `Exposure` for the questions of some tasks, and for blocked addresses.
 
     Args:
         tasks: tasks whose questions no observation should contain.

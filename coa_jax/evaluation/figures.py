@@ -29,7 +29,7 @@ _MOST_GROUPS = 6
 
 
 def check_written(stage: str, groups: Sequence[Measured]) -> None:
-    """Raises UserError if samples were graded, and the policy wrote nothing in any of them.
+    """Raises UserError if there are graded samples, and the policy wrote nothing in all of them.
 
     A sample that the policy ended at once (stop reason ``eos``) counts as written.
     """

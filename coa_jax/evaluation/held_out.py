@@ -50,7 +50,8 @@ def held_out_tasks(
 
     Args:
         config: settings of the evaluations.
-        rollout: settings of the run's rollouts, whose ``level`` and ``format`` the tasks get.
+        rollout: settings of the run's rollouts. Their ``level`` (how strict a protocol is) and
+            ``format`` override those of the tasks' protocols, unless they are "".
         environment: environment in which the policy acts, which may grade the tasks.
         otherwise: sources on which the policy is evaluated if ``config`` names none.
         trained: tasks that the run trains on. If some of them are held-out tasks too, a warning
@@ -76,7 +77,7 @@ class HeldOut:
 
     Attributes:
         config: settings of the evaluations.
-        tasks: the tasks.
+        tasks: the held-out tasks.
         folder: folder to which the trajectories are written.
         phase: name of the training stage, which becomes the prefix of file names.
         rollout: budgets of the run's rollouts.

@@ -42,18 +42,18 @@ class Journal:
         grading: Mapping[str, Any],
         last_suggestion: bool = False,
     ):
-        """Opens the files of the stage.
+        """Opens the files of an evaluation.
 
         Args:
             run: the run directory.
-            stage: name of the stage.
+            stage: name of the evaluation.
             settings: settings on which the samples depend, as JSON values.
             grading: settings on which the verdicts depend, as JSON values.
             last_suggestion: whether the last suggested answer of a sample takes the place of a
                 missing answer.
 
         Raises:
-            UserError: the name of the stage is not a valid folder name.
+            UserError: ``stage`` is not a valid folder name.
         """
         if Path(stage).name != stage or stage.startswith("."):
             raise UserError(f"config.stage: {stage!r} cannot name a folder; use letters and digits")
@@ -179,7 +179,7 @@ class Journal:
     # --- new samples
 
     def about(self) -> dict[str, Any]:
-        """Returns metadata to store in trajectories, by which a resumed evaluation finds them."""
+        """Returns metadata for trajectories, by which a resumed evaluation recognises its own."""
         return {"stage": self.folder.name, "settings": self._settings}
 
     def add(self, trajectory: Trajectory) -> Sample:
@@ -248,10 +248,10 @@ class Journal:
     # --- end of the evaluation
 
     def finish(self, order: Sequence[Key]) -> None:
-        """Adds the rewards to ``traces.jsonl``, and sorts the samples of the stage by ``order``.
+        """Adds the rewards to ``traces.jsonl``, and sorts the evaluation's samples by ``order``.
 
-        Rows of other stages come first, and samples of this stage that are not in ``order`` come
-        last. The file is replaced atomically.
+        Rows of other evaluations come first, and samples of this evaluation that are not in
+        ``order`` come last. The file is replaced atomically.
         """
         if not self._changed:
             return

@@ -1,4 +1,4 @@
-"""What all evaluations share: the samples that are missing are run, graded and stored.
+"""The loop of all evaluations: runs, grades and stores the samples that are missing.
 
 `run.evaluate` evaluates a policy on a benchmark, and `held_out.HeldOut` the policy of a training
 run.
@@ -71,8 +71,8 @@ def missing_requests(
 
     seed = config.sampling_seed
     if attempt:
-        named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
-        seed = int.from_bytes(named.digest()) >> 1
+        hashed = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
+        seed = int.from_bytes(hashed.digest()) >> 1
     requests = []
     for index, task in tasks.items():
         if numbers := [n for n in range(config.samples) if runs((task.id, n))]:

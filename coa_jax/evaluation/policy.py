@@ -70,14 +70,14 @@ def weights_name(path: str) -> str:
     root = Path(local(path)) if is_url(path) else model_folder(path).expanduser()
     if not root.exists():
         raise UserError(f"{path}: there is no model; give a directory or a GGUF file")
-    named = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
         if not file.is_file() or file.suffix not in (".safetensors", ".gguf", ".json"):
             continue
         size = file.stat().st_size
-        named.update(f"{file.name} {size}\n".encode())
+        digest.update(f"{file.name} {size}\n".encode())
         with open(file, "rb") as data:
             for part in range(16):
                 data.seek(size * part // 16)
-                named.update(data.read(4096))
-    return named.hexdigest()
+                digest.update(data.read(4096))
+    return digest.hexdigest()

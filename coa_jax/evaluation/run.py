@@ -121,10 +121,10 @@ def load(config: EvaluateConfig) -> list[Task]:
     tasks = config.load(config.environment, config.protocol)
     others = [task.protocol for task in tasks if config.protocol not in ("", task.protocol)]
     if others:
-        named = ", ".join(sorted(set(others)))
+        other_protocols = ", ".join(sorted(set(others)))
         raise UserError(
             f"config.tasks={config.tasks or ', '.join(config.mixture)}: {len(others)} of"
-            f" {len(tasks)} tasks are for the protocol {named}, and config.protocol is"
+            f" {len(tasks)} tasks are for the protocol {other_protocols}, and config.protocol is"
             f" {config.protocol}; give --config.protocol={sorted(set(others))[0]} to measure the"
             " policy in that one, or --config.protocol= to solve each task in its own"
         )
@@ -167,7 +167,7 @@ def evaluate(
 
     Args:
         load: function that loads the policy, see `load_sampler`; called if samples are missing.
-        tasks: the tasks.
+        tasks: the tasks of the evaluation.
         config: settings of the evaluation.
         run: the run directory.
         stage: name of the evaluation.

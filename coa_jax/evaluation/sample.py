@@ -80,7 +80,7 @@ class Sample:
         return self.value == 1.0
 
     def graded(self, reward: Reward | None) -> Sample:
-        """Returns a copy of the sample with the grade of a reward.
+        """Returns a copy of the sample that a reward grades; None gives no grade.
 
         The grade of a broken sample, which a fault ended, is always None.
         """
@@ -123,7 +123,7 @@ class Measured:
     """A task with its finished samples.
 
     Attributes:
-        task: the task.
+        task: the question and its accepted answers.
         samples: finished samples, sorted by number.
     """
 
@@ -183,7 +183,7 @@ def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) ->
     """Groups finished samples by task.
 
     Args:
-        tasks: the tasks.
+        tasks: the tasks of the evaluation, in the order of the result.
         samples: finished samples by key.
         numbers: number of samples per task. Samples whose index is ``numbers`` or more are ignored.
     """

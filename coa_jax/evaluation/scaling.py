@@ -131,8 +131,8 @@ def attempt_text(config: PickConfig, trajectory: Trajectory) -> str:
     """
     parts = []
     for span in trajectory.segments:
-        seen = span.author == Author.ENVIRONMENT
-        parts.append(_cut(span.text, config.observation_chars) if seen else span.text)
+        observed = span.author == Author.ENVIRONMENT
+        parts.append(_cut(span.text, config.observation_chars) if observed else span.text)
     text, most = "".join(parts), config.attempt_chars
     if len(text) > most:
         text = f"{text[: most // 3]}\n[...]\n{text[-2 * most // 3 :]}"
@@ -170,7 +170,7 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
 
     Args:
         graders: graders that compare the answers.
-        task: the task.
+        task: the task, whose grader decides which answers are equal.
         samples: samples of the task.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Local files: written so that a kill or a full disk does no harm, read so that nobody is trusted.
+"""Reads and writes local files, safely in spite of kills, full disks and hostile content.
 
 `durable` writes, `jsonl` reads and writes JSON lines, `untrusted` reads files of strangers within
 bounds of memory and time. Files in buckets belong to `storage`.

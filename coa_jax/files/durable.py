@@ -190,8 +190,8 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
         return
     kept: list[tuple[int, int]] = []  # position and length of rows, the last row first
     first, behind = None, 0
-    for place, line in _lines_backwards(path):
-        where = f"{path}, byte {place}"
+    for offset, line in _lines_backwards(path):
+        where = f"{path}, byte {offset}"
         try:
             verdict = goes(parse_row(line, where))
         except untrusted.MALFORMED as error:
@@ -199,9 +199,9 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
         if verdict is None:
             break
         if verdict:
-            first, behind = place, len(kept)
+            first, behind = offset, len(kept)
         else:
-            kept.append((place, len(line)))
+            kept.append((offset, len(line)))
     if first is None:
         return
     rest = kept[:behind][::-1]
@@ -212,8 +212,8 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
 
     def write(new: IO[bytes]) -> None:
         with open(path, "rb") as old:
-            for place, length in ((0, first), *rest):
-                old.seek(place)
+            for offset, length in ((0, first), *rest):
+                old.seek(offset)
                 _copy(old, new, length)
 
     replace_with(path, write)

@@ -34,7 +34,7 @@ _LARGEST = int(sys.float_info.max)
 
 
 def dumps(value: Any) -> str:
-    """Converts a value to one line of strict JSON; NumPy arrays become lists, scalars numbers.
+    """Converts a value to one line of strict JSON. NumPy values become lists and numbers.
 
     Raises:
         TypeError: ``value`` contains an object that JSON cannot represent.

@@ -67,13 +67,13 @@ def whole_limit() -> int:
 
 
 def made_by(path: str | os.PathLike[str]) -> str:
-    """Returns a hint for an error message about a missing path that a command of ours creates.
+    """Returns a hint for an error message about a missing path that a ``coa-jax`` command creates.
 
     The hint is " (`coa-jax COMMAND` makes it)", or "" for other paths.
     """
     text = os.fspath(path)
-    for place, command in _MAKERS.items():
-        if f"/{place}/" in f"/{text}/":
+    for folder, command in _MAKERS.items():
+        if f"/{folder}/" in f"/{text}/":
             return f" (`coa-jax {command}` makes it)"
     return ""
 

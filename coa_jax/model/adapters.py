@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from absl import logging
 
 from coa_jax.config.fields import Count, Positive, check
 from coa_jax.errors import UserError
@@ -46,9 +47,12 @@ class Adapter:
 
     Attributes:
         folder: the directory.
-        base: the base model: a path, a URL, or an id of the Hugging Face Hub. A local copy of a
-            model of the Hub with the weights of the training replaces the id, see `local_copy`.
-        weights: how the weights of the training differ from those of ``base``; "" if they do not.
+        base: the base model: a path, a URL, or an id of the Hugging Face Hub. If a local copy of
+            the Hub's model has the weights on which the adapter was trained, the path of the copy
+            replaces the id, see `local_copy`.
+        weights: how the weights on which the adapter was trained differ from those of ``base``; ""
+            if they do not.
+        rank: rank of the matrices, ``r``.
         scale: factor by which the product ``B A`` of the adapter's matrices is multiplied: ``alpha
             / r``, or ``alpha / sqrt(r)`` if ``use_rslora`` is set.
     """
@@ -56,6 +60,7 @@ class Adapter:
     folder: Path
     base: str
     weights: str
+    rank: int
     scale: float
 
 
@@ -94,7 +99,16 @@ def read_adapter(folder: Path) -> Adapter | None:
     rank: Any = check(config.get("r"), Count, f"{path}: r")
     alpha: Any = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return Adapter(folder, base, weights, scale)
+    return Adapter(folder, base, weights, rank, scale)
+
+
+def warn_of_weights(path: str | Path, adapter: Adapter) -> None:
+    """Logs a warning if an adapter was trained on other weights than those of its base."""
+    if adapter.weights:
+        logging.warning(
+            "%s was trained on other weights of %s than those on the Hub (%s): the adapter meets a "
+            "slightly different model", path, adapter.base, adapter.weights,
+        )  # fmt: skip
 
 
 def base_entries(origin: Origin) -> dict[str, Any]:
@@ -103,8 +117,8 @@ def base_entries(origin: Origin) -> dict[str, Any]:
     A model of the Hub, or a local copy of it, is named by its id, as PEFT expects. A GGUF file of
     the Hub keeps its longer name.
     """
-    found = hub_id(origin.place) if origin.name else None
-    name, revision, file = found or (origin.name, None, None)
+    on_hub = hub_id(origin.place) if origin.name else None
+    name, revision, file = on_hub or (origin.name, None, None)
     if file or not name:
         # The mirror of a bucket is temporary.
         name, revision = with_urls(origin.place), None
@@ -127,7 +141,7 @@ class AdaptedTensors:
     def __init__(self, base: TensorSource, adapter: Adapter) -> None:
         self.where = str(adapter.folder)
         self.shapes: Mapping[str, tuple[int, ...]] = base.shapes
-        self._base, self._scale, self._adapter = base, adapter.scale, _weights(adapter)
+        self._base, self._scale, self._adapter = base, adapter.scale, weights_of(adapter)
         path, shapes = adapter.folder / WEIGHTS_FILE, self._adapter.shapes
         self._modules: dict[str, str] = {}
         for name in sorted(shapes):
@@ -157,7 +171,12 @@ class AdaptedTensors:
         return values.astype(np.float32) + np.float32(self._scale) * product
 
 
-def _weights(adapter: Adapter) -> Checkpoint:
+def weights_of(adapter: Adapter) -> Checkpoint:
+    """Opens the file with the tensors of an adapter.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
     return Checkpoint(str(adapter.folder), LocalFiles(adapter.folder, [WEIGHTS_FILE]))
 
 
@@ -167,7 +186,7 @@ def product_norm(adapter: Adapter) -> float:
     Raises:
         UserError: the adapter's file is damaged.
     """
-    weights, total = _weights(adapter), 0.0
+    weights, total = weights_of(adapter), 0.0
     for name in weights.shapes:
         if name.endswith(_A):
             a = weights.read(name).astype(np.float32)
@@ -193,7 +212,7 @@ def write_sum(adapters: Sequence[Adapter], base: Origin, output: Path) -> None:
     Raises:
         UserError: the adapters change different projections, or one of them is damaged.
     """
-    opened = [_weights(adapter) for adapter in adapters]
+    opened = [weights_of(adapter) for adapter in adapters]
     names = opened[0].shapes.keys()
     if any(weights.shapes.keys() != names for weights in opened):
         raise UserError(f"{adapters[0].folder} and the others adapt different projections")

@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.files.untrusted import made_by
-from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, read_adapter
+from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, read_adapter, warn_of_weights
 from coa_jax.model.card import read_card
 from coa_jax.model.config import DTYPES, LoraConfig, ModelConfig
 from coa_jax.model.export import save_model as save_model
@@ -73,11 +72,11 @@ def download_once(path: str | Path, *, is_base: bool = False) -> None:
         commit = snapshot_of(path, folder).name
     except UserError as error:
         fault = str(error)
-    told = processes.exchange([commit, fault], f"commit of {path}", 60.0)
-    for _, other in told:
+    states = processes.exchange([commit, fault], f"commit of {path}", 60.0)
+    for _, other in states:
         if other:
             raise UserError(other)
-    _check_commits(path, [each for each, _ in told])
+    _check_commits(path, [each for each, _ in states])
     if not is_base and (adapter := read_adapter(folder)) is not None:
         from_first(cache, functools.partial(cached_files, path, weights=True), what)
         download_once(adapter.base, is_base=True)
@@ -220,18 +219,14 @@ def _open(
     folder = model_folder(path, weights=weights and not on_hub)
     source: TensorSource | None = None
 
-    def read(find: Callable[[Any], Any], place: Path | GgufFile) -> Any:
-        return find(place) if tokenizer else MissingTokenizer(f"{folder}: no tokenizer was read")
+    def read(find: Callable[[Any], Any], file: Path | GgufFile) -> Any:
+        return find(file) if tokenizer else MissingTokenizer(f"{folder}: no tokenizer was read")
 
     if (adapter := read_adapter(folder)) is not None:
         if is_base:
             raise UserError("that is an adapter too: merge the two with PEFT first")
-        if weights and adapter.weights:
-            logging.warning(
-                "%s was trained on other weights of %s than those on the Hub (%s): the adapter "
-                "meets a slightly different model",
-                *(path, adapter.base, adapter.weights),
-            )
+        if weights:
+            warn_of_weights(path, adapter)
         try:
             base, source = _open(
                 adapter.base, weights=weights, tokenizer=tokenizer, mesh=mesh, is_base=True
@@ -285,12 +280,12 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
     Raises:
         UserError: the weights cannot be read, or the processes have different commits of the model.
     """
-    named = tuple(sorted(set(read_index(folder).values())))
+    shards = tuple(sorted(set(read_index(folder).values())))
     if (apart := weights_apart(path)) is not None:
         # The bucket may also contain shards of an earlier save.
-        return Checkpoint(str(path), dataclasses.replace(apart, names=named or apart.names))
+        return Checkpoint(str(path), dataclasses.replace(apart, names=shards or apart.names))
     if on_hub:
-        commit, names = folder.name, named or (SINGLE_FILE,)  # folders of the cache: commits
+        commit, names = folder.name, shards or (SINGLE_FILE,)  # folders of the cache: commits
         what = f"commit of {path}"
         _check_commits(path, processes.exchange(commit, what, 60.0, "commit of a model"))
         if not all((folder / name).exists() for name in names):

@@ -1,4 +1,4 @@
-"""Renders a model's chat template in a separate process that can reach nothing.
+"""Renders a model's chat template in a separate process without access to files or sockets.
 
 A chat template is a Jinja program that comes with a model. Jinja's sandbox protects the
 interpreter, but stops neither endless loops nor texts that fill the memory. Therefore the process
@@ -63,8 +63,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -
     """
     names = {**names, "messages": list(messages)}
     # `-I` hides packages that only the user's folder or PYTHONPATH contains, such as Jinja2.
-    asked = {"template": template, "names": names, "seconds": _SECONDS, "path": sys.path}
-    command, stdin = [sys.executable, "-I", __file__], json.dumps(asked, default=str).encode()
+    request = {"template": template, "names": names, "seconds": _SECONDS, "path": sys.path}
+    command, stdin = [sys.executable, "-I", __file__], json.dumps(request, default=str).encode()
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=_WAIT_S, env={})
         if done.returncode == 1:  # an exception that is no limit of the template
@@ -160,14 +160,14 @@ def _sandbox() -> tuple[Any, ...]:
 
 def _main() -> None:
     """Runs in the process: sets limits, reads a request from stdin, writes the answer to stdout."""
-    asked = json.loads(sys.stdin.read())
-    sys.path[:] = asked["path"]
+    request = json.loads(sys.stdin.read())
+    sys.path[:] = request["path"]
     try:
         environment = _environment()
         # Jinja and Python import some modules and read the time zone only at the first use.
         environment.from_string("{{ strftime_now('%Y') | title | tojson }}").render()
-        _confine(asked["seconds"])
-        answer = _answer(environment, asked)
+        _confine(request["seconds"])
+        answer = _answer(environment, request)
     except ImportError as error:
         answer = {"error": f"ImportError: {error}"}
     print(json.dumps(answer))

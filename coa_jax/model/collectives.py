@@ -199,9 +199,9 @@ def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split |
     assert mesh is not None
     rows = tuple(axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1)
     spec = tuple(sharding_for(mesh, axes, shape=w.shape).spec)
-    wanted = tuple(sharding_for(mesh, axes).spec)
+    expected = tuple(sharding_for(mesh, axes).spec)
     whole = x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0
-    if not whole or spec != wanted or x.shape[1] % mesh.shape["tensor"]:
+    if not whole or spec != expected or x.shape[1] % mesh.shape["tensor"]:
         return None
     return _Split(mesh, compute.dtype, rows, spec)
 

@@ -47,8 +47,8 @@ def product_params(config: ModelConfig) -> int:
 
 def forward_flops(config: ModelConfig, context: float) -> float:
     """Returns the FLOPs of the forward pass for one token that attends to ``context`` tokens."""
-    seen = sum(min(context, window or context) for window in config.windows)
-    attention = 4 * config.num_heads * config.head_dim * seen
+    attended = sum(min(context, window or context) for window in config.windows)
+    attention = 4 * config.num_heads * config.head_dim * attended
     return 2 * product_params(config) + attention
 
 
@@ -83,6 +83,6 @@ def decode_bytes(config: ModelConfig, batch: int, context: float, itemsize: int)
         context: number of tokens in the cache of each sequence.
         itemsize: number of bytes of a weight, key or value.
     """
-    seen = sum(min(context, window or context) for window in config.windows)
-    cache = 2 * config.num_kv_heads * config.head_dim * seen * batch
+    attended = sum(min(context, window or context) for window in config.windows)
+    cache = 2 * config.num_kv_heads * config.head_dim * attended * batch
     return (product_params(config) + cache) * itemsize

@@ -316,7 +316,7 @@ class Decoder(nnx.Module):
 
 
 def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Creates layers as a single module, in which the first axis of every parameter is the layer.
+    """Creates layers as a single module; the first axis of every parameter numbers the layers.
 
     Such a module can be the input of `jax.lax.scan` over layers.
 

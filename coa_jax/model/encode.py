@@ -1,6 +1,6 @@
 """Encodes prompts, and the text of tools and environments, as the policy reads them.
 
-The text before and after an observation is called its frame.
+The text before and after an observation is called its frame, and the text between them its body.
 """
 
 from __future__ import annotations
@@ -102,19 +102,21 @@ def encode_observation(
 ) -> tuple[list[int], str]:
     """Encodes the result of a tool as an observation.
 
-    The frame and the body are encoded separately, and the body is encoded as plain text. Therefore
-    no tool can produce a control token, and SFT, which encodes the same parts, gets the same ids.
+    An observation consists of a body, which is the text of the tool, and a frame, which is the text
+    that the protocol puts around the body. Frame and body are encoded separately, and the body is
+    encoded as plain text. Therefore no tool can produce a control token, and SFT, which encodes the
+    same parts, gets the same ids.
 
-    A body with more than ``max_tokens`` tokens is truncated between two characters, at a place
-    where the kept ids are also the encoding of the kept text. Therefore the ids depend only on the
-    returned body.
+    A body with more than ``max_tokens`` tokens is truncated between two characters, so that an
+    encoding of the kept text gives the kept ids again.
 
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the conversation.
         text: text of the tool.
         max_tokens: maximum number of tokens of the body.
-        frame: text before and after the body; None for the frame of a single observation.
+        frame: text before and after the body; None for the frame that the protocol puts around an
+            observation which stands alone.
 
     Returns:
         (token ids of frame and body, text of the body after truncation).
@@ -168,7 +170,7 @@ def encode_reply(
 def user_turn_ids(tokenizer: Any, text: str) -> list[int]:
     """Encodes a user message in the middle of a record, and the next assistant message's header.
 
-    The end of the assistant's turn before it is not included.
+    The result does not include the end of the preceding assistant turn.
     """
     head, tail = (frame_ids(tokenizer, part) for part in reply_frame(tokenizer))
     return [*head, *encode_plain(tokenizer, text), *tail]

@@ -62,7 +62,6 @@ def save_model(
     dtype = dtype or str(param_dtype(model.params))
     if dtype not in (*DTYPES, "float16"):
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    model = model.merged("float32" if dtype == "float16" else dtype)
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: choose another directory")
@@ -139,7 +138,8 @@ def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
 
 def _write_weights(directory: Path | None, model: Model, dtype: str, max_shard_bytes: int) -> None:
     """Writes the weights; processes whose ``directory`` is None only help to gather them."""
-    tensors = export_tensors(model.params, model.config)
+    merged = "float32" if dtype == "float16" else dtype
+    tensors = export_tensors(model.params, model.config, merged)
     if directory is None:
         for _ in tensors:
             pass
@@ -166,12 +166,12 @@ def _plan_shards(
 ) -> list[dict[str, tuple[int, ...]]]:
     """Groups the tensors, in order, into files of at most ``max_bytes`` or of a single tensor."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
-    room = max_bytes
+    free = max_bytes
     for name, shape in shapes.items():
         size = math.prod(shape) * itemsize
-        if shards[-1] and size > room:
+        if shards[-1] and size > free:
             shards.append({})
-            room = max_bytes
+            free = max_bytes
         shards[-1][name] = shape
-        room -= size
+        free -= size
     return shards

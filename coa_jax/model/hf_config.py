@@ -227,19 +227,19 @@ def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
     for architecture, cls in HF_CLASSES.items():
         if cls in names or (not names and hf.get("model_type") == _model_type(architecture)):
             return architecture
-    found = str(", ".join(map(str, names)) or hf.get("model_type") or "none")[:200]
+    listed = str(", ".join(map(str, names)) or hf.get("model_type") or "none")[:200]
     raise UserError(
-        f"{where}: architecture {found} is not supported: use one of "
+        f"{where}: architecture {listed} is not supported: use one of "
         + ", ".join(HF_CLASSES.values())
     )
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where: str) -> None:
     key, function = _ACTIVATIONS["gelu_tanh" if architecture == "gemma3" else "silu"]
-    given = hf.get(key, function)
-    if given != function and (function, given) != ("silu", "swish"):
+    value = hf.get(key, function)
+    if value != function and (function, value) != ("silu", "swish"):
         raise UserError(
-            f"{where}: {key} {reprlib.repr(given)} is not supported: only {function} is"
+            f"{where}: {key} {reprlib.repr(value)} is not supported: only {function} is"
         )
     # In Llama and Qwen3, attention_bias also adds a bias to the output projection. Qwen2 ignores
     # the key: its q, k and v always have a bias.
@@ -290,12 +290,12 @@ def _rope(hf: Mapping[str, Any], max_position: int, where: str) -> tuple[float, 
     """Reads the rotary base and the rotary scaling."""
     rope: Mapping[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        given = hf.get(key) or rope
-        if not isinstance(given, Mapping):
-            raise UserError(f"{where}: {key} {reprlib.repr(given)} is not an object")
-        rope = rope or given
+        entry = hf.get(key) or rope
+        if not isinstance(entry, Mapping):
+            raise UserError(f"{where}: {key} {reprlib.repr(entry)} is not an object")
+        rope = rope or entry
         # Users set the older key to extend the context; transformers uses it too.
-        if _scaling(given) != _scaling(rope):
+        if _scaling(entry) != _scaling(rope):
             raise UserError(
                 f"{where}: rope_parameters and rope_scaling differ; keep only the right entry"
             )

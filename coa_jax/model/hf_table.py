@@ -140,10 +140,10 @@ def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
         return [x.shape for x in jax.eval_shape(row.split, array)]
 
     of = {path: shapes(path, row) for path, row in table.items() if path in specs}
-    found: dict[str, Shape] = {}
+    shape_of: dict[str, Shape] = {}
     for path, row, layer in writing_order(table, specs):
-        found |= zip(names(row, layer), of[path], strict=True)
-    return found
+        shape_of |= zip(names(row, layer), of[path], strict=True)
+    return shape_of
 
 
 def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]:

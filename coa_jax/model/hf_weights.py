@@ -29,8 +29,8 @@ from coa_jax.model.hf_table import (
     tensors_of,
     writing_order,
 )
-from coa_jax.model.params import Params, Specs, specs
-from coa_jax.parallel.launch_order import mesh_of, turn
+from coa_jax.model.params import Params, Path, Specs, merge_layer, specs
+from coa_jax.parallel.launch_order import in_turn, mesh_of, turn
 
 
 class TensorSource(Protocol):
@@ -60,10 +60,8 @@ class TextTensors:
 
     def __init__(self, source: TensorSource):
         self.where, self._source = source.where, source
-        # transformers 4 writes language_model.model.layers..., transformers 5 may write
-        # model.language_model.layers...
         self._stored = {
-            name.replace("language_model.", "", 1): name
+            _text_name(name): name
             for name in source.shapes
             if "language_model." in name or name == HEAD
         }
@@ -74,6 +72,17 @@ class TextTensors:
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or only the rows ``rows`` of its first axis."""
         return self._source.read(self._stored[name], rows)
+
+
+def _text_name(stored: str) -> str:
+    """Returns the name in a text model of a tensor of a multimodal checkpoint.
+
+    transformers 4 and 5.24 write ``language_model.model.layers...``. Other releases of
+    transformers 5 write ``model.language_model.layers...`` and
+    ``model.language_model.model.layers...`` (5.5).
+    """
+    name = stored.rpartition("language_model.")[2]
+    return name if name == HEAD else f"model.{name.removeprefix('model.')}"
 
 
 def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: Params) -> Params:
@@ -107,7 +116,7 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
 
 
 def read_params(
-    source: TensorSource, table: Table, wanted: Specs, dtype: Any, places: Params, spare: str
+    source: TensorSource, table: Table, specs: Specs, dtype: Any, places: Params, spare: str
 ) -> Params:
     """Reads the tensors of a checkpoint, and forms the parameters of an architecture from them.
 
@@ -118,7 +127,7 @@ def read_params(
     Args:
         source: tensors of the checkpoint.
         table: the tensors that form each array.
-        wanted: specifications of the arrays that the architecture needs, see `params.specs`.
+        specs: specifications of the arrays that the architecture needs, see `params.specs`.
         dtype: dtype of the parameters, to which the stored values are rounded.
         places: sharding of each array.
         spare: regular expression that matches the names of tensors that are ignored.
@@ -128,9 +137,9 @@ def read_params(
             message names the first such tensor, and counts the others); a weight is NaN or
             infinite; or, on CPUs, the parameters need more than the machine's memory.
     """
-    _check_tensors(source, table, wanted, spare)
+    _check_tensors(source, table, specs, spare)
     dtype = np.dtype(dtype)
-    needed = sum(math.prod(spec.shape) for spec in wanted.values()) * dtype.itemsize
+    needed = sum(math.prod(spec.shape) for spec in specs.values()) * dtype.itemsize
     if jax.default_backend() == "cpu" and needed > untrusted.machine_memory():
         raise UserError(
             f"{source.where}: the parameters need {needed / 1e9:,.1f} GB in {dtype}, this machine "
@@ -138,35 +147,35 @@ def read_params(
             "another machine"
         )
     arrays = {}
-    for path, place in flatten_dict(places).items():
-        read = _read_parts if isinstance(place, NamedSharding) else _read_whole
-        array = read(source, table[path], wanted[path].shape, path[0] == "layers", dtype, place)
+    for path, sharding in flatten_dict(places).items():
+        read = _read_parts if isinstance(sharding, NamedSharding) else _read_whole
+        array = read(source, table[path], specs[path].shape, path[0] == "layers", dtype, sharding)
         arrays[path] = jax.block_until_ready(array)
     return unflatten_dict(arrays)
 
 
-def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str) -> None:
+def _check_tensors(source: TensorSource, table: Table, specs: Specs, spare: str) -> None:
     """Compares the tensors of a checkpoint with the arrays that the architecture needs.
 
     The errors are those of `read_params`.
     """
-    found = source.shapes
-    layers = max((spec.shape[0] for path, spec in wanted.items() if path[0] == "layers"), default=0)
-    if layers > len(found):  # checked first: the table below has this many layers
+    shapes = source.shapes
+    layers = max((spec.shape[0] for path, spec in specs.items() if path[0] == "layers"), default=0)
+    if layers > len(shapes):  # checked first: the table below has this many layers
         raise UserError(
             f"{source.where}: config.json asks for {layers:,} layers, the weights have "
-            f"{len(found):,} tensors: fetch the model again"
+            f"{len(shapes):,} tensors: fetch the model again"
         )
-    expected = tensors_of(table, wanted)
-    problems = [f"tensor {name} is missing" for name in expected if name not in found]
+    expected = tensors_of(table, specs)
+    problems = [f"tensor {name} is missing" for name in expected if name not in shapes]
     problems += [
-        f"tensor {name} has shape {list(found[name])}, config.json asks for {list(shape)}"
+        f"tensor {name} has shape {list(shapes[name])}, config.json asks for {list(shape)}"
         for name, shape in expected.items()
-        if name in found and tuple(found[name]) != shape
+        if name in shapes and tuple(shapes[name]) != shape
     ]
     problems += [
         f"tensor {name} is unexpected in a model of this architecture"
-        for name in found
+        for name in shapes
         if name not in expected and not re.fullmatch(spare, name)
     ]
     if problems:
@@ -175,7 +184,7 @@ def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str
 
 
 def _read_whole(
-    source: TensorSource, row: Row, shape: Shape, stacked: bool, dtype: np.dtype, place: Any
+    source: TensorSource, row: Row, shape: Shape, stacked: bool, dtype: np.dtype, sharding: Any
 ) -> jax.Array:
     """Reads an array whose values are all on a single device."""
     # Read into a new buffer: on CPUs a JAX array may alias its source, and the source must not be a
@@ -186,7 +195,7 @@ def _read_whole(
         part = out[layer] if stacked else out
         part[...] = row.join(shape[stacked:], [source.read(name) for name in tensors])
         _check_finite(source, tensors, part)
-    return jax.make_array_from_callback(shape, place, lambda index: out[index])
+    return jax.make_array_from_callback(shape, sharding, lambda index: out[index])
 
 
 def _read_parts(
@@ -195,7 +204,7 @@ def _read_parts(
     shape: Shape,
     stacked: bool,
     dtype: np.dtype,
-    place: NamedSharding,
+    sharding: NamedSharding,
 ) -> jax.Array:
     """Reads an array for a mesh; every device gets the same number of rows of each tensor.
 
@@ -203,7 +212,7 @@ def _read_parts(
     consist of a few values of every row. Reading such a slice would cost a disk or a bucket as much
     as reading all values.
     """
-    mesh = place.mesh
+    mesh = sharding.mesh
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def padded(name: str, start: int, stop: int) -> np.ndarray:
@@ -234,10 +243,10 @@ def _read_parts(
         return jax.make_array_from_callback(whole, by_rows, part)
 
     rows = tuple(source.shapes[name][0] for name in names(row, 0))
-    move = _mover(row.join, rows, shape[stacked:], dtype, place)
+    move = _mover(row.join, rows, shape[stacked:], dtype, sharding)
     if not stacked:
         return move(None, None, [tensor(name) for name in names(row, 0)])
-    stack = jnp.zeros(shape, dtype, device=place)
+    stack = jnp.zeros(shape, dtype, device=sharding)
     for layer in range(shape[0]):
         stack = move(stack, np.int32(layer), [tensor(name) for name in names(row, layer)])
     return stack
@@ -249,7 +258,7 @@ def _first_row(index: tuple[slice, ...] | None) -> int:
 
 @functools.cache
 def _mover(
-    join: Join, rows: tuple[int, ...], shape: Shape, dtype: np.dtype, place: NamedSharding
+    join: Join, rows: tuple[int, ...], shape: Shape, dtype: np.dtype, sharding: NamedSharding
 ) -> Callable[..., jax.Array]:
     """Returns the compiled program that moves the tensors of an array to its sharding.
 
@@ -258,7 +267,7 @@ def _mover(
         rows: number of rows of each tensor, without the padding that makes the devices' parts
             equal.
         shape: shape of the array, for one layer.
-        dtype, place: dtype and sharding of the array.
+        dtype, sharding: dtype and sharding of the array.
 
     Returns:
         A function of the stack of all layers (or None), the index of the layer (or None), and the
@@ -272,7 +281,7 @@ def _mover(
             return values
         return jax.lax.dynamic_update_index_in_dim(stack, values, layer, 0)
 
-    return jax.jit(move, out_shardings=place, donate_argnums=0)
+    return jax.jit(move, out_shardings=sharding, donate_argnums=0)
 
 
 def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray) -> None:
@@ -317,18 +326,31 @@ def _all_finite(values: np.ndarray) -> bool:
     )
 
 
-def export_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def export_tensors(
+    params: Params, config: ModelConfig, dtype: str = "float32"
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields a pair (name, values) for every tensor, in the order of `tensors_of`.
 
-    If there are several processes, all of them must consume the iterator.
+    Adapters are added to the kernels of one layer at a time, because a second copy of the whole
+    model might not fit in memory. If there are several processes, all of them must consume the
+    iterator.
 
     Args:
-        params: parameters without adapters.
+        params: parameters, with or without adapters.
         config: the architecture.
+        dtype: dtype of a layer to which adapters were added.
     """
-    arrays = flatten_dict(params)
+
+    @functools.lru_cache(maxsize=1)
+    def layer_of(index: int) -> dict[Path, jax.Array]:
+        layer = jax.tree.map(lambda x: x[index], params["layers"])
+        if config.lora.rank:
+            layer = in_turn(mesh_of(jax.tree.leaves(layer)[0]), merge_layer, config, layer, dtype)
+        return flatten_dict(layer)
+
+    arrays = flatten_dict({key: value for key, value in params.items() if key != "layers"})
     for path, row, layer in writing_order(TABLES[config.architecture], specs(config)):
-        array = arrays[path][layer] if path[0] == "layers" else arrays[path]
+        array = layer_of(layer)[path[1:]] if path[0] == "layers" else arrays[path]
         yield from zip(names(row, layer), row.split(to_host(array)), strict=True)
 
 

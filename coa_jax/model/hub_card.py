@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coa_jax import __version__
 from coa_jax.storage import Origin, with_header
 
 _STAGES = {
@@ -32,6 +32,7 @@ def hub_card(
     card: Mapping[str, Any],
     *,
     adapter: bool = False,
+    datasets: Sequence[str] = (),
 ) -> str:
     """Returns the text of a model card for the Hugging Face Hub: a YAML header, then Markdown.
 
@@ -47,6 +48,7 @@ def hub_card(
             training.
         adapter: whether the card describes a LoRA adapter instead of a whole model. The base model
             of an adapter is the initial model itself, and not the base model of that model.
+        datasets: names of training data that are not data sets of the Hub.
     """
     known = base.name if adapter else base.base
     weights = base.weights if known else ""
@@ -57,7 +59,7 @@ def hub_card(
         "base_weights": weights,
         **base.about,
         "library_name": "peft" if adapter else "transformers",
-        "datasets": sorted(set(re.findall(r'"hf:([\w.-]+/[\w.-]+)', texts))),
+        "datasets": sorted({*re.findall(r'"hf:([\w.-]+/[\w.-]+)', texts), *datasets}),
         "pipeline_tag": "text-generation",
         "tags": ["coa_jax", "chain-of-agents", phase, *(["lora"] if adapter else [])],
     }
@@ -88,7 +90,7 @@ tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.1
 
 {note if weights else ""}`agent.json` holds the prompt and the protocol of the training.
 
-Trained with coa_jax {importlib.metadata.version("coa_jax")}.
+Trained with coa_jax {__version__}.
 """
     return with_header(header, text)
 

@@ -24,8 +24,8 @@ def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
     With ``dtype`` float32, operands are not rounded on any platform, although the default precision
     of TPUs (and of GPUs with TF32) would round them. The matmuls of the backward pass also take
-    operands in ``dtype``. Plain automatic differentiation would instead multiply float32 cotangents
-    by bfloat16 operands, at the speed of float32.
+    operands in ``dtype``. Without this rule, automatic differentiation would multiply float32
+    cotangents by bfloat16 operands, at the speed of float32.
 
     Args:
         spec: subscripts of the einsum.

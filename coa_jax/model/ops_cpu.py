@@ -137,8 +137,9 @@ materialize.defvjp(lambda x: (materialize(x), None), lambda _, g: (g,))
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """Computes `ops.swiglu` with a gradient that stacks the gradients of gate and up.
 
-    The automatic gradient pads both and adds them. XLA for CPUs adds slowly in bfloat16: a
-    fine-tuning step of SmolLM2-135M in bfloat16 takes 5.4 instead of 4.8 s.
+    The automatic gradient pads the gradients of gate and up, and adds them. XLA for CPUs adds
+    slowly in bfloat16: a fine-tuning step of SmolLM2-135M in bfloat16 takes 5.4 s with the
+    automatic gradient, and 4.8 s with this one.
     """
     return ops.swiglu(gate_up)
 

@@ -1,4 +1,4 @@
-"""The operations of `model.ops`, of which some have forms that XLA for TPUs schedules better.
+"""The operations of `model.ops`, some of them in a form that XLA for TPUs schedules better.
 
 The figures in this module come from the compiler's schedule of a whole step (`perf.aot`), not
 from a measurement on a chip. An operation is rewritten here only if the new form makes a step

@@ -26,7 +26,7 @@ from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.model.linear import Lora
 from coa_jax.parallel.launch_order import in_turn, mesh_of
-from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
+from coa_jax.parallel.mesh import DECODE_RULES, sharding_for
 
 Params = dict[str, Any]
 """A nested dict of arrays. The parameters of all layers are stacked along their first axis."""
@@ -114,8 +114,8 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
         ValueError: the parameters or adapters do not match the architecture.
     """
     # Flax assigns leaves by their order, so it would accept wrong names without an error.
-    if (found := flatten_dict(params).keys()) != specs(config).keys():
-        wrong = sorted("/".join(path) for path in found ^ specs(config).keys())
+    if (paths := flatten_dict(params).keys()) != specs(config).keys():
+        wrong = sorted("/".join(path) for path in paths ^ specs(config).keys())
         raise ValueError(f"parameters and architecture differ in {', '.join(wrong)}")
     return nnx.merge(_graphs(config)[0], params)
 
@@ -163,14 +163,18 @@ class DecodeParams:
         """Returns parameters with other adapters, which share all other arrays with this object.
 
         Args:
-            adapters: the result of `adapters` for other parameters of the same architecture.
+            adapters: the result of `adapters` for other parameters of the same base. They replace
+                those of this object, which may have none.
         """
         layers = tuple(map(join, self.layers, adapters.layers))
         return DecodeParams(self.shared, layers, self.kernels)
 
 
 def is_adapter(path: Path) -> bool:
-    """Returns whether a path of `specs`, with or without the key ``layers``, is of an adapter."""
+    """Returns whether the parameter at a path of `specs` belongs to an adapter.
+
+    The path of a parameter of the layers may omit the key ``layers``.
+    """
     return len(path) > 1 and path[-2].endswith("_lora")
 
 
@@ -223,15 +227,15 @@ def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
     key ``layers``.
     """
     module = _abstract(config)
-    found = {}
+    sizes = {}
     for path, value in nnx.iter_graph(module):
         keys = tuple(map(str, path))
         keys = keys[keys[:1] == ("layers",) :]
         if hasattr(value, "kernel"):
-            found[(*keys, "kernel")] = value.inputs
+            sizes[(*keys, "kernel")] = value.inputs
         elif isinstance(value, Lora):
-            found |= {(*keys, "a"): value.inputs, (*keys, "b"): 1}
-    return found
+            sizes |= {(*keys, "a"): value.inputs, (*keys, "b"): 1}
+    return sizes
 
 
 # --- initial values ------------------------------------------------------------------------
@@ -266,8 +270,7 @@ def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
 def without_adapters(config: ModelConfig) -> ModelConfig:
     """Returns the architecture of a model without its adapters.
 
-    The result describes parameters that never had adapters, and parameters into which the adapters
-    were merged.
+    The result describes parameters without adapters, also those into which adapters were merged.
     """
     return dataclasses.replace(config, lora=LoraConfig())
 
@@ -301,48 +304,44 @@ def split_trained(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def merge_program(config: ModelConfig, params: Params, dtype: str | None = None) -> Params:
-    """The compiled program with which `merge_adapters` adds adapters to the kernels.
+def merge_layer(config: ModelConfig, layer: Params, dtype: str) -> Params:
+    """Adds the adapters of one layer to its kernels; the sums are computed in float32.
 
     Args:
         config: the architecture, with an adapter rank above 0.
-        params: parameters with adapters.
-        dtype: dtype of the result; None for the dtype of ``params`` without adapters.
+        layer: parameters of one layer, with adapters.
+        dtype: dtype of the result.
 
     Returns:
-        Parameters without adapters. The sums are computed in float32.
+        The parameters of the layer without adapters.
     """
-    layers = bind(config, params).layers
-
-    def delta(lora: Any) -> jax.Array:
-        """Computes ``scale * A B`` of each layer, ``[L, *inputs, *outputs]``."""
-        a, b = lora.a[...], lora.b[...] * lora.scale
-        product = jnp.einsum(
-            "lir,lro->lio",
-            a.reshape(a.shape[0], -1, a.shape[-1]),
-            b.reshape(*b.shape[:2], -1),
-            precision="highest",
-        )
-        return product.reshape(*a.shape[:-1], *b.shape[2:])
-
-    merged = flatten_dict(select(config, params, adapter=False))
-    dtype = dtype or str(param_dtype(params))
+    module = nnx.merge(_graphs(config)[2], layer)
+    merged = {path: x for path, x in flatten_dict(layer).items() if not is_adapter(path)}
 
     def add(kernel: Path, lora: Any, part: slice, axis: int) -> None:
         if lora is not None:
+            a, b = lora.a[...], lora.b[...] * lora.scale
+            delta = jnp.tensordot(a, b, axes=1, precision="highest")
             at = (slice(None),) * axis + (part,)
-            w = merged["layers", *kernel, "kernel"].astype(jnp.float32)
-            merged["layers", *kernel, "kernel"] = w.at[at].add(delta(lora))
+            w = merged[*kernel, "kernel"].astype(jnp.float32)
+            merged[*kernel, "kernel"] = w.at[at].add(delta)
 
-    g, attn, mlp = config.num_groups, layers.attn, layers.mlp
-    add(("attn", "qkv"), attn.q_lora, slice(0, g), 3)
-    add(("attn", "qkv"), attn.k_lora, slice(g, g + 1), 3)
-    add(("attn", "qkv"), attn.v_lora, slice(g + 1, g + 2), 3)
+    g, attn, mlp = config.num_groups, module.attn, module.mlp
+    add(("attn", "qkv"), attn.q_lora, slice(0, g), 2)
+    add(("attn", "qkv"), attn.k_lora, slice(g, g + 1), 2)
+    add(("attn", "qkv"), attn.v_lora, slice(g + 1, g + 2), 2)
     add(("attn", "out"), attn.o_lora, slice(None), 0)
-    add(("mlp", "gate_up"), mlp.gate_lora, slice(0, 1), 2)
-    add(("mlp", "gate_up"), mlp.up_lora, slice(1, 2), 2)
+    add(("mlp", "gate_up"), mlp.gate_lora, slice(0, 1), 1)
+    add(("mlp", "gate_up"), mlp.up_lora, slice(1, 2), 1)
     add(("mlp", "down"), mlp.down_lora, slice(None), 0)
     return unflatten_dict({path: x.astype(dtype) for path, x in merged.items()})
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def _merge_program(config: ModelConfig, params: Params, dtype: str) -> Params:
+    shared = {key: value for key, value in params.items() if key != "layers"}
+    layers = jax.lax.map(lambda layer: merge_layer(config, layer, dtype), params["layers"])
+    return {**jax.tree.map(lambda x: x.astype(dtype), shared), "layers": layers}
 
 
 def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None) -> Params:
@@ -359,25 +358,25 @@ def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None
     """
     if not config.lora.rank:
         return params
-    return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params, dtype)
+    mesh = mesh_of(jax.tree.leaves(params)[0])
+    return in_turn(mesh, _merge_program, config, params, dtype or str(param_dtype(params)))
 
 
 # --- placement -----------------------------------------------------------------------------
 
 
-def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rules = RULES) -> Any:
+def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> Any:
     """Returns the sharding of each parameter as a nested dict.
 
     Args:
         config: the architecture.
         mesh: mesh of the run; None places all parameters on the first device.
-        rules: rules that map logical axes to mesh axes.
     """
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return unflatten_dict(dict.fromkeys(specs(config), device))
     return unflatten_dict(
-        {p: sharding_for(mesh, s.axes, rules, s.shape) for p, s in specs(config).items()}
+        {p: sharding_for(mesh, s.axes, shape=s.shape) for p, s in specs(config).items()}
     )
 
 
@@ -408,7 +407,7 @@ def abstract_params(config: ModelConfig, mesh: Mesh | None) -> Params:
     """Returns the shapes and shardings of float32 training parameters, without their values."""
     shapes = unflatten_dict({path: spec.shape for path, spec in specs(config).items()})
     return jax.tree.map(
-        lambda place, shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
+        lambda sharding, shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding),
         shardings(config, mesh),
         shapes,
     )

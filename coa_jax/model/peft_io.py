@@ -8,17 +8,27 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
+from coa_jax.errors import UserError
 from coa_jax.files.durable import replace, write_json
-from coa_jax.model.adapters import CONFIG_FILE, WEIGHTS_FILE, base_entries
-from coa_jax.model.api import Model, load_model, save_model
+from coa_jax.model.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    base_entries,
+    read_adapter,
+    warn_of_weights,
+    weights_of,
+)
+from coa_jax.model.api import Model, describe_model, load_model, save_model
 from coa_jax.model.card import CARD
-from coa_jax.model.config import LoraConfig
+from coa_jax.model.config import PROJECTIONS, LoraConfig
+from coa_jax.model.gguf_io import gguf_file
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.hub_card import hub_card
-from coa_jax.model.params import Params, select
+from coa_jax.model.params import Params, select, specs
 from coa_jax.model.safetensors_io import write_safetensors
-from coa_jax.storage import Origin, origin_of, with_header
+from coa_jax.storage import Origin, is_url, local, model_folder, origin_of, with_header
 
 _PEFT = {
     **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
@@ -126,11 +136,64 @@ def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
 
     The shape of each matrix A is ``[rank, in]``, and the shape of each matrix B is ``[out, rank]``.
     """
+    return _views(jax.tree.map(to_host, adapters))
+
+
+def load_adapters(path: str, base: str) -> tuple[Model, Params]:
+    """Loads a LoRA adapter beside its base model, and not merged into it.
+
+    Args:
+        path: local path, URL or Hub id of a directory with a PEFT LoRA adapter.
+        base: path, URL or Hub id of the model to which the adapter must belong.
+
+    Returns:
+        A model without parameters, whose architecture includes the adapter, and the parameters of
+        the adapter: float32 arrays of the host.
+
+    Raises:
+        UserError: there is no adapter at the path, it belongs to another model, or it adapts other
+            projections than those of `LoraConfig`.
+    """
+    folder = Path(local(path)) if is_url(path) else model_folder(path)
+    if (adapter := read_adapter(folder)) is None:
+        raise UserError(f"{path} has no {CONFIG_FILE}: give the directory of a LoRA adapter")
+    if _place(adapter.base) != _place(base):
+        raise UserError(
+            f"{folder / CONFIG_FILE}: the base model is {adapter.base}, not {base}: give "
+            "the model on which the adapter was trained, or another adapter"
+        )
+    warn_of_weights(path, adapter)
+    weights, rank = weights_of(adapter), adapter.rank
+    names = " ".join(weights.shapes)
+    projections = tuple(key for key in PROJECTIONS if f".{_PEFT[key][2]}." in names) or PROJECTIONS
+    model = describe_model(path, LoraConfig(rank, adapter.scale * rank, projections))
+    shapes = {at: spec.shape for at, spec in specs(model.config).items() if spec.adapter}
+    params = unflatten_dict({at: np.zeros(shape, np.float32) for at, shape in shapes.items()})
+    views = _views(params)
+    for name in sorted(views.keys() | weights.shapes.keys()):
+        if name not in views or weights.shapes.get(name) != views[name].shape:
+            raise UserError(
+                f"{folder / WEIGHTS_FILE}: {name} is missing or does not fit {base}: beside "
+                "its model, an adapter needs matrices of rank r in all layers, only for "
+                f"{', '.join(_PEFT)}; alone, it is merged and may have others"
+            )
+        views[name][:] = weights.read(name)
+    return model, params
+
+
+def _place(model: str) -> Path:
+    """Returns the local folder or GGUF file of a model, without downloading its weights."""
+    folder = model_folder(model, weights=False)
+    return (gguf_file(folder) or folder).resolve()
+
+
+def _views(adapters: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns views of the arrays of adapters, which are the tensors of PEFT by name."""
     tensors = {}
     for part, key, name in _PEFT.values():
         if (adapter := adapters["layers"].get(part, {}).get(key)) is None:
             continue
-        a, b = to_host(adapter["a"]), to_host(adapter["b"])
+        a, b = adapter["a"], adapter["b"]
         for layer in range(a.shape[0]):
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = a[layer].reshape(-1, a.shape[-1]).T

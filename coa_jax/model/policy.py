@@ -77,7 +77,7 @@ class Model(nnx.Module):
         return {} if self.decoder is None else nnx.to_pure_dict(nnx.state(self.decoder))
 
     def replace(self, **changes: Any) -> Model:
-        """Returns a model with other values of the arguments of `Model`, given by name."""
+        """Returns a copy of this model with other values of some arguments of the constructor."""
         parts = {name: getattr(self, name) for name in ("config", "tokenizer", "card")}
         params = {} if "params" in changes else {"params": self.params}
         return Model(**{**parts, **params, **changes})

@@ -59,7 +59,7 @@ class LocalFiles:
     """The files of a model in a folder of this machine; implements `Files`.
 
     Attributes:
-        folder: the folder.
+        folder: path of the folder.
         names: names of the files.
     """
 
@@ -174,8 +174,8 @@ def local_checkpoint(directory: str | Path) -> Checkpoint:
     names = sorted(set(weight_map.values())) or [SINGLE_FILE]
     checkpoint = Checkpoint(str(directory), LocalFiles(directory, names))
     for file, size in checkpoint.sizes.items():
-        if (found := (directory / file).stat().st_size) != size:
-            raise checkpoint.damaged(file, f"it has {found:,} bytes, and its header says {size:,}")
+        if (actual := (directory / file).stat().st_size) != size:
+            raise checkpoint.damaged(file, f"it has {actual:,} bytes, and its header says {size:,}")
     for name, file in weight_map.items():
         if name not in checkpoint.shapes:
             raise UserError(f"{directory / file} lacks tensor {name}, though the index has it")

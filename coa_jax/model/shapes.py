@@ -40,6 +40,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
     "qwen2.5-1.5b": _QWEN25(151936, 1536, 8960, 28, 12, 2, 128),
     "qwen2.5-3b": _QWEN25(151936, 2048, 11008, 36, 16, 2, 128),
     "qwen2.5-7b": _QWEN25(152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False),
+    "qwen2.5-14b": _QWEN25(152064, 5120, 13824, 48, 40, 8, 128, tie_embeddings=False),
     "qwen2.5-32b": _QWEN25(152064, 5120, 27648, 64, 40, 8, 128, tie_embeddings=False),
     "gemma-3-1b": _gemma3(262144, 1152, 6912, 26, 4, 1, sliding_window=512),
     "gemma-3-4b": _gemma3(
@@ -50,6 +51,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
     "qwen3-0.6b": _QWEN3(151936, 1024, 3072, 28, 16, 8, 128),
     "qwen3-1.7b": _QWEN3(151936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-4b": _QWEN3(151936, 2560, 9728, 36, 32, 8, 128),
+    "qwen3-14b": _QWEN3(151936, 5120, 17408, 40, 40, 8, 128, tie_embeddings=False),
 }
 
 
@@ -80,10 +82,12 @@ def architecture_of(model: str) -> tuple[str, ModelConfig]:
         return architecture_of(adapter.base)
     text = model.lower().replace("-coder", "")
     last = Path(text).name
-    named = [name for name in ARCHITECTURES if (name == last if name == "tiny" else name in text)]
-    if not named:
+    matching = [
+        name for name in ARCHITECTURES if (name == last if name == "tiny" else name in text)
+    ]
+    if not matching:
         raise UserError(
             f"model {model!r}: {why}; and the path names no architecture; known are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return (name := max(named, key=len)), ARCHITECTURES[name]
+    return (name := max(matching, key=len)), ARCHITECTURES[name]

@@ -338,7 +338,7 @@ def _has_byte_fallback(spec: Mapping[str, Any]) -> bool:
 
 
 def is_white_space(token: str) -> bool:
-    """Returns whether a token consists of white space, in which a vocabulary may spell spaces."""
+    """Returns whether a token is white space, including the vocabulary's own mark for a space."""
     return not token.replace(_SPACE, " ").strip()
 
 
@@ -355,7 +355,7 @@ def bytes_of_token(token: str) -> bytes:
 
 
 def check_joins(tokenizer: Any) -> None:
-    """Rejects a tokenizer with which the joined encodings of texts decode to another joined text.
+    """Rejects a tokenizer if the joined ids of several texts do not decode to the joined texts.
 
     Byte-level BPE is accepted, and so is BPE with bytes as a fallback, as Gemma has. Other
     SentencePiece-style tokenizers, and byte-level BPE with ``add_prefix_space``, add a space before
@@ -544,11 +544,11 @@ def turn_ids(
 
 def _without_system(turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Puts system messages before the text of the next turn, as the chat template of Gemma does."""
-    found, before = list[tuple[str, str]](), ""
+    messages, before = list[tuple[str, str]](), ""
     for role, content in turns:
         if role == "system":
             before += f"{content}\n\n" if content else ""
         else:
-            found.append((role, f"{before}{content.strip()}"))
+            messages.append((role, f"{before}{content.strip()}"))
             before = ""
-    return [*found, ("user", before.strip())] if before else found
+    return [*messages, ("user", before.strip())] if before else messages

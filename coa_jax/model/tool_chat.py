@@ -75,9 +75,9 @@ def _knows_tools(template: str | None, tokenizer: Any) -> bool:
     if not template or template == TEMPLATE:
         return False
     function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
-    asked = [{"role": "user", "content": "?"}]
+    messages = [{"role": "user", "content": "?"}]
     try:
-        text = _render(tokenizer, template, asked, [{"type": "function", "function": function}])
+        text = _render(tokenizer, template, messages, [{"type": "function", "function": function}])
     except ChatTemplateError:
         return False
     return "probe_of_tools" in text
@@ -159,16 +159,16 @@ def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     Args:
         turns: (role, content) pairs; tool results have the role ``tool``.
     """
-    found: list[tuple[str, str]] = []
+    messages: list[tuple[str, str]] = []
     results = False
     for role, text in turns:
         if role == RESULT:
             text = f"<tool_response>\n{text}\n</tool_response>"
-            found.append(("user", f"{found.pop()[1]}\n{text}" if results else text))
+            messages.append(("user", f"{messages.pop()[1]}\n{text}" if results else text))
         else:
-            found.append((role, text))
+            messages.append((role, text))
         results = role == RESULT
-    return found
+    return messages
 
 
 def frame_ids(tokenizer: Any, text: str) -> list[int]:

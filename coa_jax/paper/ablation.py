@@ -186,10 +186,10 @@ class Ablation:
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
         tasks = load_shares(source, "train", source.train, seed)
-        named = {tool.name: tool for tool in self.tools}
+        tools = {tool.name: tool for tool in self.tools}
         with progress(f"distil seed {seed}", total=len(tasks)) as bar:
             split = distill_split(
-                "train", tasks, named, teacher, folder / "data", self.config["tools"], bar.reach
+                "train", tasks, tools, teacher, folder / "data", self.config["tools"], bar.reach
             )
         statistics = {}
         for name, records, dropped in self._sets(tasks, split, seed):
@@ -266,7 +266,7 @@ def without(record: DistilledRecord, roles: Sequence[str]) -> DistilledRecord:
     """Returns a record without the text that the policy writes in some roles.
 
     Args:
-        record: a record.
+        record: a training record with all roles.
         roles: tags of one or more roles, such as ``reflection``.
     """
     text = re.compile(rf"<({'|'.join(roles)})>.*?</\1>\n?", re.DOTALL)
@@ -348,17 +348,17 @@ def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict
 
 
 def report(
-    told: Mapping[str, Any], sets: Mapping[str, Sequence[Mapping[str, Any]]], updates: int
+    figures: Mapping[str, Any], sets: Mapping[str, Sequence[Mapping[str, Any]]], updates: int
 ) -> str:
     """Formats the results as Markdown.
 
     Args:
-        told: result of `results`.
+        figures: result of `results`.
         sets: for each arm, the statistics of its training set for each seed.
         updates: number of SFT updates of each policy.
     """
     rates, differences, dropped = [], [], []
-    for name, entry in told.items():
+    for name, entry in figures.items():
         rate, records = entry["pass_at_1"], ", ".join(str(one["records"]) for one in sets[name])
         seeds = ", ".join(f"{value:.3f}" for value in rate["seeds"])
         rates.append((name, records, seeds, _with_interval(rate["mean"], rate["ci95"], "")))

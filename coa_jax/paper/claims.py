@@ -2,10 +2,11 @@ r"""Compares claims of the Chain-of-Agents paper with results of our own runs, i
 
     coa-jax claims runs/pretrained-0 runs/pretrained-1 --plain=runs/plain-0,runs/plain-1
 
-The arguments are run folders of ``configs/pretrained/factbook.py``, one folder for each seed.
-``--plain`` names as many folders of the variant ``hermes`` of this config. The policy of this
-variant calls tools without a chain of agents. The command prints the table, and with ``--out`` also
-writes it to a Markdown file. Each row names the command that creates the result files it needs.
+The arguments are run folders of a pipeline such as ``configs/pretrained/factbook.py``, one folder
+for each seed. ``--plain`` names as many folders of the variant ``hermes`` of this config, whose
+policy calls tools without a chain of agents. The command prints the table, and with ``--out`` also
+writes it to a Markdown file. Below the table, it lists what the folders did not measure, with the
+command that measures it.
 
 Intervals are 95 % confidence intervals over the tasks of all seeds. A task that several seeds share
 counts once, with the samples of these seeds. The interval of a rate is computed as in
@@ -38,6 +39,7 @@ Outcomes = Sequence[Mapping[str, Any]]
 
 MAIN = "bash launch/pretrained.sh --seed N"
 PLAIN = f"{MAIN} --config=configs/pretrained/factbook.py:hermes"
+RECALL = "bash launch/quickstart.sh --seed N --config=configs/quickstart/mhqa.py:recall"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Figure:
     """A measured value.
 
     Attributes:
-        value: value that combines all seeds.
+        value: the value over all seeds; a task that several seeds share counts once.
         interval: low and high end of the 95 % confidence interval; None if no interval is computed.
         n: number of tasks, calls or samples over which the value is computed, in all seeds; 0 if
-            there are none, for example if the policy never called the tool in question.
+            there are none, for example if the policy never called the measured tool.
         seeds: values of the single seeds; seeds in which ``n`` would be 0 are left out.
         signed: whether the value is a difference and is shown with its sign.
         p: two-sided p-value of the hypothesis that a difference is 0; None if it is not computed.
@@ -152,10 +154,10 @@ def solved_of(
 
 
 def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
-    """Lets a function of run folders take the folders, its first argument, in a later call.
+    """Decorates a function of run folders so that the folders are given in a second call.
 
-    A call of the decorated function takes the other arguments, and returns a function of the
-    folders alone, as `Claim.figure` needs.
+    The first call takes all arguments except the folders. It returns a function of the folders
+    alone, as `Claim.figure` needs.
     """
 
     @functools.wraps(compute)
@@ -268,7 +270,7 @@ def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
 
     Args:
         folders: the run folders.
-        stage: name of the stage.
+        stage: stage of the pipeline whose evaluation is read, such as ``rl``.
         prefix: beginning of the method's name in the result file, such as ``majority``.
     """
     blocks = [outcome["figures"]["scaling"] for outcome in folders.outcomes(stage)]
@@ -353,6 +355,17 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("RL", "RL minus SFT", difference("rl", "sft"), "GAIA +4.8; MHQA 7B-base +2.2"),
     Claim("control", "SFT for the time of RL: pass@1", rate("sft_more")),
     Claim("control", "RL minus SFT for its time", difference("rl", "sft_more")),
+    *(
+        Claim("greedy", f"{name}: pass@1", rate(f"{stage}_greedy"), command=RECALL)
+        for stage, name in (("sft", "SFT"), ("rl", "SFT + RL"), ("sft_more", "SFT longer"))
+    ),
+    *(
+        Claim(
+            "greedy", f"RL minus {name}", difference("rl_greedy", f"{stage}_greedy"),
+            command=RECALL,
+        )
+        for stage, name in (("sft", "SFT"), ("sft_more", "SFT longer"))
+    ),
     Claim("control", "RFT: pass@1", rate("rft")),
     Claim("control", "RL minus RFT", difference("rl", "rft")),
     *(Claim("by kind", f"RL, {topic}: pass@1", rate("rl", topic=topic)) for topic in _TOPICS),
@@ -398,18 +411,24 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def table(folders: Folders) -> str:
-    """Computes the figure of each claim from run folders, and formats the table in Markdown."""
-    head = ("about", "the paper", "here", "figure (95 %)", "n", "by seed", "command")
-    rows = [
-        (claim.topic, claim.paper, claim.what, *_shown(claim.figure(folders)), f"`{claim.command}`")
-        for claim in CLAIMS
-    ]
-    return "\n".join([*markdown.table(head, rows), ""])
+    """Computes the figure of each claim from run folders, and formats the table in Markdown.
+
+    Claims whose result files are missing follow below the table, with the command that makes them.
+    """
+    head = ("about", "the paper", "here", "figure (95 %)", "n", "by seed")
+    rows, missing = [], dict[str, dict[str, None]]()
+    for claim in CLAIMS:
+        if (figure := claim.figure(folders)) is None:
+            missing.setdefault(claim.command, {})[claim.topic] = None
+        else:
+            rows.append((claim.topic, claim.paper, claim.what, *_shown(figure)))
+    lines = list(markdown.table(head, rows)) if rows else []
+    for command, topics in missing.items():
+        lines += ["", f"Not measured in all folders, results of `{command}`: {', '.join(topics)}."]
+    return "\n".join([*lines, ""])
 
 
-def _shown(figure: Figure | None) -> tuple[str, str, str]:
-    if figure is None:
-        return "not measured yet", "", ""
+def _shown(figure: Figure) -> tuple[str, str, str]:
     if not figure.n:
         return "nothing to count", "0", ""
     sign = "+" if figure.signed else ""
@@ -432,7 +451,7 @@ def main(argv: list[str]) -> None:
     """Runs ``coa-jax claims``: prints the table of claims."""
     runs, plain = [Path(name) for name in argv[1:]], [Path(name) for name in flags.FLAGS.plain]
     if not runs:
-        raise UserError("give the folders of one or more runs of configs/pretrained/factbook.py")
+        raise UserError("give the folders of one or more runs, such as released/recall/1")
     if plain and len(plain) != len(runs):
         raise UserError(f"--plain has {len(plain)} folders for {len(runs)} runs; give one for each")
     if (out := flags.FLAGS.out) and not Path(out).parent.is_dir():

@@ -44,16 +44,16 @@ def read_phase(path: str, phase: str) -> list[Trajectory]:
     Raises:
         UserError: the file cannot be read or has no trajectory of this phase.
     """
-    seen: set[str] = set()
+    phases_read: set[str] = set()
 
     def decode(row: Any) -> Trajectory | None:
         phase_of_row = str(row["metadata"].get("phase", ""))
-        seen.add(phase_of_row)
+        phases_read.add(phase_of_row)
         return Trajectory.from_json(row) if phase_of_row == phase else None
 
     traces = [trace for trace in iterate_trajectories(path, decode) if trace is not None]
     if not traces:
-        phases = ", ".join(sorted(seen)) or "nothing"
+        phases = ", ".join(sorted(phases_read)) or "nothing"
         raise UserError(f"{path}: no trajectory of the phase {phase!r}; it has {phases}")
     return traces
 

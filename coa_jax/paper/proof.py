@@ -6,9 +6,9 @@
     coa-jax proof table --workdir=DIR
 
 ``hours`` prints the longest time of each stage. ``corpus`` writes the passages of the questions to
-``corpus.jsonl``. ``updates`` prints the number of updates of the control. ``table`` prints pass@1
-of each policy with 95 % intervals and the paired differences, and writes ``results.json`` and
-``report/index.html``.
+``corpus.jsonl``. ``updates`` prints the number of updates of the control, a policy that continues
+fine-tuning after SFT in place of RL. ``table`` prints pass@1 of each policy with 95 % intervals and
+the paired differences, and writes ``results.json`` and ``report/index.html``.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ ARMS = {
 }
 """Maps the name of an evaluation to the policy that it evaluates."""
 PAIRS = (("sft", "base"), ("rl", "sft"), ("more", "sft"), ("rl", "more"))
-"""Pairs of evaluations of which the table has the difference."""
+"""Pairs of evaluations whose difference is in the table."""
 
 
 class Work(NamedTuple):
-    """The work of a stage.
+    """The work of a stage of launch/proof.sh, as numbers of trajectories.
 
     Attributes:
         sampled: number of trajectories that are sampled.
@@ -69,12 +69,14 @@ class Work(NamedTuple):
 
 
 def stages(tasks: str, machine: str, given: bool) -> dict[str, tuple[Any, Work]]:
-    """Returns settings and work of each stage that takes more than seconds, in their order.
+    """Returns (settings, work) of each stage of launch/proof.sh by name, in order of execution.
+
+    Stages that take only seconds are left out.
 
     Args:
         tasks: one of `TASKS`.
         machine: one of `MACHINES`.
-        given: whether the trajectories of SFT are given, and not sampled from the base model.
+        given: whether SFT trains on existing trajectories. If False, the base model samples them.
     """
 
     def read(stage: str) -> Any:
@@ -102,7 +104,7 @@ def stages(tasks: str, machine: str, given: bool) -> dict[str, tuple[Any, Work]]
 
 
 def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
-    """Returns the longest time of a stage in seconds, by measured rates.
+    """Estimates the longest time of a stage in seconds, from measured rates.
 
     Every trajectory is assumed to have the maximum length, and all of its tokens to be sampled.
 
@@ -110,7 +112,8 @@ def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
         work: work of the stage.
         config: settings of the stage.
         model: architecture of the policy.
-        machine: one of `MACHINES`. The shares of the peak rates are those of an H100.
+        machine: one of `MACHINES`. The estimate assumes that each machine reaches the shares of its
+            peak rates that an H100 reaches.
     """
     name, chips = MACHINES[machine]
     chip = CHIPS[name]
@@ -155,7 +158,9 @@ def hours(tasks: str, model: str, machine: str, given: bool) -> str:
 
 
 def passages(sources: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yields each passage of the questions in data sets with HotpotQA's columns, once.
+    """Yields the passages that belong to the questions of data sets with HotpotQA's columns.
+
+    A passage that belongs to several questions is yielded once.
 
     Args:
         sources: data sets, ``hf:NAME:CONFIG:SPLIT``.
@@ -163,7 +168,7 @@ def passages(sources: Sequence[str]) -> Iterator[dict[str, str]]:
     Raises:
         UserError: a data set cannot be read, or has other columns.
     """
-    seen = set()
+    yielded = set()
     for source in sources:
         for row in open_rows(Path(source), columns=_context):
             try:
@@ -173,8 +178,8 @@ def passages(sources: Sequence[str]) -> Iterator[dict[str, str]]:
                 raise UserError(f"{source}: there are no passages as in HotpotQA") from error
             for title, sentences in pairs:
                 text = "".join(sentences).strip()
-                if text and (title, text) not in seen:
-                    seen.add((title, text))
+                if text and (title, text) not in yielded:
+                    yielded.add((title, text))
                     yield {"title": title, "text": text}
 
 
@@ -183,7 +188,15 @@ def _context(columns: list[str]) -> list[str]:
 
 
 def write_corpus(tasks: str, workdir: Path) -> None:
-    """Writes the passages of all stages to ``corpus.jsonl``, if the tasks need a corpus."""
+    """Writes the passages of the questions of all stages to ``corpus.jsonl`` in ``workdir``.
+
+    Args:
+        tasks: one of `TASKS`, whose data sets have passages.
+        workdir: work directory.
+
+    Raises:
+        UserError: a data set cannot be read, or has no passages.
+    """
     sources = [load_config(f"configs/proof/{tasks}.py:{stage}").tasks for stage in _TASKED]
     jsonl.write_lines(workdir / "corpus.jsonl", passages(sources))
 
@@ -197,7 +210,7 @@ _TASKED = ("sample", "rl", "evaluate")
 def updates(workdir: Path) -> int:
     """Returns the number of updates of SFT that take as long as all updates of RL together.
 
-    The medians of the steps count, because the first step also compiles.
+    The number is computed from the median time of a step, because the first step also compiles.
 
     Raises:
         UserError: SFT or RL has not finished a step.
@@ -278,8 +291,8 @@ def page(figures: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str
 
     Args:
         figures: the result of `results`.
-        name: name of the run.
-        pages: title of each page of a stage, and its address.
+        name: what the page calls the run.
+        pages: maps the title of each linked page to the address of the page.
     """
     policies = [
         [

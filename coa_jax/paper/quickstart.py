@@ -83,14 +83,15 @@ class Command(Bounded):
         model: pretrained policy, a Hugging Face directory or a GGUF file; "" for an untrained one.
         sft: settings of fine-tuning as in the command ``sft``, without the paths.
         rl: settings of reinforcement learning as in the command ``rl``, except the path of the
-            model.
+            model. {} trains no such policy.
         evaluate: settings of the evaluations.
         base: settings that override those of ``evaluate`` for the base model.
-        sft_more: whether to train a policy for comparison with RL: SFT continues.
-        sft_more_updates: number of updates of this policy; 0 for as many as take the time of RL. A
-            given number does not depend on what else ran on the machine.
-        rft: settings of `train.rejection`, without the paths, for another policy that is compared
-            with RL. It is trained on the right trajectories of RL. {} trains no such policy.
+        sft_more: whether to continue SFT, for a policy that is compared with the policy of RL.
+        sft_more_updates: number of updates when SFT continues; 0 for as many as take the time of
+            RL. That number depends on what else runs on the machine.
+        rft: settings of fine-tuning as in the command ``rft``, without the paths. The policy is
+            trained on the right trajectories of RL, and compared with the policy of RL. {} trains
+            no such policy.
         economy: whether to count how many tokens the policy of RL saves compared with the teacher.
         measures: maps names to additional evaluations, see `FurtherEvaluation`.
         release: whether to write ``release/``, see `paper.release`; needs training with adapters.
@@ -103,8 +104,8 @@ class Command(Bounded):
     teacher: DistillConfig
     policy: ScratchConfig
     sft: Mapping[str, Any]
-    rl: Mapping[str, Any]
     evaluate: EvaluateConfig
+    rl: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     format: FormatName = ""
     model: Place = ""
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -128,8 +129,14 @@ class Command(Bounded):
         }
         return build_config(SFTConfig, values, "config.sft")
 
-    def rl_config(self, path: Path) -> RLConfig:
-        """Returns the settings of RL, with the path of the SFT policy in a work directory."""
+    def rl_config(self, path: Path) -> RLConfig | None:
+        """Returns the settings of RL, with the path of the SFT policy; None to skip RL.
+
+        Args:
+            path: work directory, which contains the SFT policy.
+        """
+        if not self.rl:
+            return None
         values = {**self.rl, "model": str(path / "models" / "sft")}
         config = build_config(RLConfig, values, "config.rl")
         if not self.format:
@@ -148,7 +155,7 @@ class Command(Bounded):
         return build_config(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
 
     def further(self) -> dict[str, FurtherEvaluation]:
-        """Returns the settings of the additional evaluations (``measures``), by name."""
+        """Returns the settings of the additional evaluations (setting ``measures``) by name."""
         return {
             name: build_config(FurtherEvaluation, values, f"config.measures.{name}")
             for name, values in self.measures.items()
@@ -174,10 +181,10 @@ class Pipeline:
         self.measures = self.config.further()
         if self.config.model:
             describe_model(self.config.model)  # raises now instead of after distillation
-        self.told_tools = config.tools.to_dict()
+        self.tool_settings = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
-        self.named = {tool.name: tool for tool in self.tools}
+        self.tools_by_name = {tool.name: tool for tool in self.tools}
         self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
         if form := self.config.format:
             budgets = dataclasses.replace(self.evaluation.rollout, format=form)
@@ -203,8 +210,8 @@ class Pipeline:
         """Lets the teacher solve the training tasks and the validation tasks."""
         for split, tasks in self.config.distill.load().items():
             with progress(f"distil {split}", total=len(tasks)) as bar:
-                settings = self.teacher, self.data, self.told_tools
-                distill_split(split, tasks, self.named, *settings, bar.reach)
+                settings = self.teacher, self.data, self.tool_settings
+                distill_split(split, tasks, self.tools_by_name, *settings, bar.reach)
 
     def base(self) -> None:
         """Creates the untrained policy, or copies the pretrained policy."""
@@ -224,7 +231,7 @@ class Pipeline:
     def _teacher_runs(self) -> list[TeacherRun]:
         """The teacher's graded runs of the held-out tasks, written in the format ``tags``."""
         tasks = with_level(self.held_out, "", TAGS)
-        logs = asyncio.run(run_teacher(tasks, self.named, self.teacher))
+        logs = asyncio.run(run_teacher(tasks, self.tools_by_name, self.teacher))
         return graded_runs(tasks, logs, self.teacher.judges)
 
     def sft(self) -> None:
@@ -235,6 +242,7 @@ class Pipeline:
 
     def rl(self) -> None:
         """Trains the fine-tuned policy by reinforcement learning with live tools."""
+        assert self.rl_config is not None
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def sft_more(self) -> None:
@@ -272,7 +280,7 @@ class Pipeline:
         """
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
-        tasks, tools, tool_settings = self.held_out, self.tools, self.told_tools
+        tasks, tools, tool_settings = self.held_out, self.tools, self.tool_settings
         if stage in self.measures and (changes := self.measures[stage].tools):
             tool_settings = merged(tool_settings, changes)
             tools_config = build_config(
@@ -291,7 +299,8 @@ class Pipeline:
         tokenizer = load_tokenizer(self.models / "rl")
         traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
         by_task = {run.task.id: run for run in self._teacher_runs}
-        savings = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
+        counter = token_counter(tokenizer)
+        savings = policy_economy(by_task, traces, list(self.tools_by_name), counter)
         self.run.summary({"economy": savings}, anew=True)
 
     def release(self) -> None:
@@ -305,17 +314,25 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
     """Returns (name, function) for each stage, in the order of execution.
 
     Raises:
-        UserError: an additional evaluation names an unknown policy, or has the name of a stage.
+        UserError: an additional evaluation names an unknown policy, or has the name of a stage, or
+            a stage needs the policy of RL and there is none.
     """
-    controls = {"sft_more": pipeline.config.sft_more, "rft": pipeline.config.rft}
-    names = ["base", "sft", "rl", *(name for name, enabled in controls.items() if enabled)]
+    config = pipeline.config
+    trained = {"rl": config.rl, "sft_more": config.sft_more, "rft": config.rft}
+    names = ["base", "sft", *(name for name, enabled in trained.items() if enabled)]
+    if not config.rl:
+        timed = config.sft_more and not config.sft_more_updates
+        after_rl = {"rft": config.rft, "economy": config.economy, "release": config.release}
+        wrong = [name for name, enabled in {**after_rl, "sft_more": timed}.items() if enabled]
+        if wrong:
+            raise UserError(f"config.rl is empty, but these stages need it: {', '.join(wrong)}")
     stages: list[tuple[str, Callable[[], None]]] = [("distill", pipeline.distill)]
     for name in names:
         stages.append((name, getattr(pipeline, name)))
         if name == "base":
             stages.append(("evaluate_teacher", pipeline.evaluate_teacher))
         stages.append((f"evaluate_{name}", functools.partial(pipeline.evaluate, name)))
-    if pipeline.config.economy:
+    if config.economy:
         stages.append(("economy", pipeline.economy))
     for name, measure in pipeline.measures.items():
         if measure.policy not in names or name in names:
@@ -325,7 +342,7 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
             )
         measured = functools.partial(pipeline.evaluate, measure.policy, name)
         stages.append((f"evaluate_{name}", measured))
-    if pipeline.config.release:
+    if config.release:
         stages.append(("release", pipeline.release))
     return stages
 

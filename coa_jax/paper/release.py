@@ -10,7 +10,7 @@ The directory holds the following files:
 - ``traces/``: the trajectories of the evaluations after SFT and after RL;
 - ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: files of the run, with which
   ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run. The
-  evaluations of the controls are left out, because their policies are not in the directory;
+  evaluations of policies that were trained only for comparison are left out;
 - ``protocols.json``: the protocols that the settings of the run create; only if there are any.
 """
 
@@ -30,6 +30,7 @@ from coa_jax.data import shards
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import iterate_trajectories
 from coa_jax.distillation.card import card as data_card
+from coa_jax.distillation.card import datasets_of
 from coa_jax.errors import UserError
 from coa_jax.files import durable
 from coa_jax.files.jsonl import dumps, read_objects
@@ -137,8 +138,15 @@ def _write_adapter(
     durable.write_json(output / CARD, agent)
     settings = config["rl"]
     step = int(settings["optimizer"]["total_steps"])
-    text = hub_card(base, "rl", step, settings, agent, adapter=True)
+    names = datasets_of([str(config["distill"].get("tasks", "")), *_mixture(config).values()])
+    text = hub_card(base, "rl", step, settings, agent, adapter=True, datasets=names)
     (output / "README.md").write_text(text, encoding="utf-8")
+
+
+def _mixture(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the task source of each part of the distilled mixture."""
+    mixture = config["distill"].get("mixture", {})
+    return {part: str(settings["tasks"]) for part, settings in mixture.items()}
 
 
 def _write_data(run: Path, config: dict[str, Any], output: Path) -> None:
@@ -154,8 +162,7 @@ def _write_data(run: Path, config: dict[str, Any], output: Path) -> None:
         pyarrow.parquet.write_table(table, output / "data" / f"{split}.parquet", compression="zstd")
     records = read_records(output / "data" / "train.parquet")
     name = f"Distilled trajectories of {run.name}"
-    tasks = {part: str(its["tasks"]) for part, its in config["distill"].get("mixture", {}).items()}
-    text = data_card(name, records, configs=[_CONFIG], tasks=tasks)
+    text = data_card(name, records, configs=[_CONFIG], tasks=_mixture(config))
     (output / "data" / "README.md").write_text(text, encoding="utf-8")
     for stage in _STAGES:
         phase = f"evaluate-{stage}"
@@ -167,17 +174,17 @@ def _write_data(run: Path, config: dict[str, Any], output: Path) -> None:
         shards.write(output / "traces", "jsonl.gz", phase, 0, rows)
 
 
-def release_to(workdir: str, place: str) -> int:
+def release_to(workdir: str, target: str) -> int:
     """Writes the directory for publication like `release`; run and directory may be in a bucket.
 
     Args:
         workdir: directory of the run, a local path or the URL of a folder in a bucket.
-        place: directory to create, a local path or the URL of a folder in a bucket.
+        target: directory to create, a local path or the URL of a folder in a bucket.
     """
-    if storage.is_url(place) and storage.exists(place):
-        raise UserError(f"--output={place} exists already: choose another directory")
+    if storage.is_url(target) and storage.exists(target):
+        raise UserError(f"--output={target} exists already: choose another directory")
     # Everything except the checkpoints is downloaded: the adapters are in ``models``.
-    with storage.visited(workdir, ("checkpoints",)) as run, storage.output(place) as output:
+    with storage.visited(workdir, ("checkpoints",)) as run, storage.output(target) as output:
         return release(run, output)
 
 

@@ -1,5 +1,5 @@
 """Devices and processes: the mesh, sharding rules, placement, exchange between processes.
 
-`chips` and `slices` describe machines, also those that are not here. This room knows nothing of
-models or tasks.
+`chips` and `slices` describe accelerators, including those that this machine does not have. The
+package does not depend on models or tasks.
 """

@@ -16,8 +16,8 @@ class Chip:
         hbm_bytes: size of the memory, in bytes.
         hbm_bandwidth: memory bandwidth in bytes/s.
         link_bandwidth: rate at which the chip can send over all its links together, in bytes/s.
-        group: number of GPUs that these links connect (the GPUs of a host); 0 for a TPU, whose
-            links connect the whole slice.
+        group: number of GPUs that the links of ``link_bandwidth`` connect (the GPUs of a host); 0
+            for a TPU, whose links connect the whole slice.
         network_bandwidth: rate at which the chip can send to chips that its links do not connect,
             in bytes/s.
         host: number of chips per host.

@@ -19,15 +19,18 @@ _DEFAULTS = {
 _MISS = "/jax/compilation_cache/cache_misses"
 
 
-def keep_programs() -> None:
-    """Lets JAX keep compiled programs in the user's cache folder, up to 4 GiB.
+def keep_programs(folder: Path | None = None) -> None:
+    """Lets JAX keep compiled programs between processes, up to 4 GiB.
 
     The function sets environment variables, so it must be called before JAX is imported. It changes
     nothing if ``JAX_COMPILATION_CACHE_DIR`` is set, also to "", or if the folder cannot be created.
+
+    Args:
+        folder: parent of the folder that has the programs; None is the user's cache folder.
     """
     if _DIRECTORY in os.environ:
         return
-    folder = cache_folder("compiled") / _processor()
+    folder = (folder or cache_folder("compiled")) / _processor()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -54,15 +57,15 @@ def _processor() -> str:
 
 @functools.cache
 def tell_of_compiling() -> None:
-    """Prints one line when JAX has compiled the first program that was not in the cache."""
+    """Prints one line as soon as JAX has to compile a program that is not in the cache."""
     import jax
 
-    told: list[str] = []
+    misses: list[str] = []
 
     def listen(event: str, **_: object) -> None:
-        if event == _MISS and not told:
-            told.append(event)
-            place = os.environ.get(_DIRECTORY, "")
-            print(f"JAX compiles programs and keeps them in {place}", file=sys.stderr, flush=True)
+        if event == _MISS and not misses:
+            misses.append(event)
+            folder = os.environ.get(_DIRECTORY, "")
+            print(f"JAX compiles programs and keeps them in {folder}", file=sys.stderr, flush=True)
 
     jax.monitoring.register_event_listener(listen)

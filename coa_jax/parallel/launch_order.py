@@ -41,7 +41,8 @@ def turn(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
         mesh: devices on which the program runs; None for one device.
 
     Yields:
-        A function that returns the result of the program, after this wait if it is necessary.
+        A function to which the caller passes the result of the program inside the block. It returns
+        the result; on a CPU, it first waits until the program has ended.
     """
     if mesh is None or mesh.size == 1:
         yield lambda result: result
@@ -53,9 +54,9 @@ def turn(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
 
 def mesh_of(array: Any) -> Mesh | None:
     """Returns the mesh over which an array is sharded; None for an array on one device."""
-    place = getattr(array, "sharding", None)
-    if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
-        return place.mesh
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
     return None
 
 
@@ -64,7 +65,7 @@ def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **opt
 
     Args:
         mesh: devices on which the program runs; None for one device.
-        program: the program.
+        program: function that launches the program on the devices.
         *arguments: arguments of the program.
         **options: keyword arguments of the program.
 

@@ -126,7 +126,7 @@ def _on_torus(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
     # Chips that are reserved for rollouts are not in the mesh, so the coordinates are renumbered to
     # close the gaps that these chips leave.
     columns = [sorted(set(places)) for places in zip(*at, strict=True)]
-    places = [tuple(map(list.index, columns, place)) for place in at]
+    places = [tuple(map(list.index, columns, coordinates)) for coordinates in at]
     extents = [len(column) for column in columns]
     if math.prod(extents) != len(devices):
         raise UserError(
@@ -166,9 +166,9 @@ def _over_blocks(
         NotImplementedError: mesh axes would have to share an axis of the torus.
     """
     members: dict[tuple[int, ...], dict[tuple[int, ...], jax.Device]] = {}
-    for device, place in zip(devices, places, strict=True):
-        corner = tuple(p // b for p, b in zip(place, block, strict=True))
-        members.setdefault(corner, {})[place] = device
+    for device, coordinates in zip(devices, places, strict=True):
+        corner = tuple(p // b for p, b in zip(coordinates, block, strict=True))
+        members.setdefault(corner, {})[coordinates] = device
     chips = [
         types.SimpleNamespace(
             coords=corner[:3],
@@ -216,18 +216,18 @@ def _ring(members: Mapping[tuple[int, ...], jax.Device]) -> list[jax.Device]:
         if len(path) == len(members):
             return path if near(path[0], path[-1]) else None
         host = members[path[-1]].process_index
-        stays = sum(members[place].process_index == host for place in path) < hosts[host]
-        for place, device in members.items():
-            goes_on = near(path[-1], place) and (device.process_index == host) == stays
-            if place not in path and goes_on and (found := grow([*path, place])):
-                return found
+        stays = sum(members[position].process_index == host for position in path) < hosts[host]
+        for position, device in members.items():
+            goes_on = near(path[-1], position) and (device.process_index == host) == stays
+            if position not in path and goes_on and (order := grow([*path, position])):
+                return order
         return None
 
-    found = None
+    ring = None
     if len(members) <= 16:
-        found = next(filter(None, (grow([place]) for place in sorted(members))), None)
-    order = found or sorted(members, key=lambda place: (members[place].process_index, place))
-    return [members[place] for place in order]
+        ring = next(filter(None, (grow([corner]) for corner in sorted(members))), None)
+    order = ring or sorted(members, key=lambda corner: (members[corner].process_index, corner))
+    return [members[corner] for corner in order]
 
 
 def sharding_for(

@@ -85,12 +85,12 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
             raise UserError(f"{error}{beside}") from error
     used = 1 if mesh is None else mesh.size
     if used < len(devices):
-        told = f"the mesh has {used} of {len(devices)} devices, and the others are idle"
-        logging.warning("%s: config.mesh.fsdp=-1 takes the remaining devices", told)
+        message = f"the mesh has {used} of {len(devices)} devices, and the others are idle"
+        logging.warning("%s: config.mesh.fsdp=-1 takes the remaining devices", message)
     parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % parts:
-        told = f"rows is {rows}, which mesh.data x mesh.fsdp = {parts} does not divide"
-        logging.warning("%s: several devices compute the same rows; give a multiple", told)
+        message = f"rows is {rows}, which mesh.data x mesh.fsdp = {parts} does not divide"
+        logging.warning("%s: several devices compute the same rows; give a multiple", message)
     if mesh is not None and processes > 1 and devices[0].platform == "cpu":
         meet("the mesh", config.wait_seconds)
         _find_each_other(mesh)
@@ -158,8 +158,8 @@ def put_batch(batch: T, mesh: Mesh | None, rows: int = 0) -> T:
     own = own_rows(mesh, rows) if rows else []
 
     def place(array: np.ndarray) -> jax.Array:
-        *outer, held, length = array.shape
-        shape = (*outer, rows or held, length)
+        *outer, count, length = array.shape
+        shape = (*outer, rows or count, length)
         sharding = sharding_for(mesh, (*(None,) * len(outer), "batch", None), shape=shape)
 
         def part(index: Any) -> np.ndarray:

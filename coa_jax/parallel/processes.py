@@ -68,7 +68,7 @@ class _Joined:
         coordinator: address of the coordination service, which process 0 hosts.
         lost_seconds: seconds without a heartbeat after which a process is regarded as lost.
         doing: current activity of this process, which the other processes can read.
-        told: number of exchanges so far, by their key in the coordination service.
+        exchanges: number of exchanges so far, by their key in the coordination service.
         beat: number of heartbeats so far.
         ending: event that is set when the interpreter shuts down, which waits for all processes.
         lock: held while a heartbeat is sent, because two threads send heartbeats.
@@ -81,7 +81,7 @@ class _Joined:
     coordinator: str
     lost_seconds: float
     doing: str = "starting"
-    told: dict[str, int] = dataclasses.field(default_factory=dict)
+    exchanges: dict[str, int] = dataclasses.field(default_factory=dict)
     beat: int = 0
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -219,7 +219,10 @@ def count() -> int:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Lets this process act as the only process of its run, for work that may fail on one host."""
+    """Makes this process act as the only process of its run, inside a ``with`` block.
+
+    Use it for work that may fail on one host alone.
+    """
     global _joined
     before, _joined = _joined, None
     try:
@@ -253,8 +256,8 @@ def meet(what: str, seconds: float) -> None:
         return
     before, here.doing = here.doing, f"waiting at: {what}"
     here.tell()
-    told = exchange(what, what, seconds, "met")
-    assert set(told) == {what}, told
+    names = exchange(what, what, seconds, "met")
+    assert set(names) == {what}, names
     here.doing = before
 
 
@@ -271,17 +274,17 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
         logging.warning("%s: waiting for %.0f s for %s", what, waited, names)
 
 
-def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
+def exchange(value: Any, what: str, seconds: float, channel: str = "") -> list[Any]:
     """Exchanges a value between all processes, see `exchange_async` for arguments and result.
 
-    Code that runs in an event loop must call `exchange_async` instead.
+    Inside an event loop, call `exchange_async` instead of this function.
     """
     if _joined is None:
         return [value]
-    return asyncio.run(exchange_async(value, what, seconds, place))
+    return asyncio.run(exchange_async(value, what, seconds, channel))
 
 
-async def exchange_async(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
+async def exchange_async(value: Any, what: str, seconds: float, channel: str = "") -> list[Any]:
     """Exchanges a value between all processes.
 
     The exchange runs no program on the devices. A thread may therefore call this function while
@@ -291,7 +294,7 @@ async def exchange_async(value: Any, what: str, seconds: float, place: str = "")
         value: value of this process, which must be a short JSON value.
         what: name of the exchange, used in messages.
         seconds: interval at which a waiting process logs which processes are missing.
-        place: key of the exchange in JAX's coordination service. Exchanges of different threads
+        channel: key of the exchange in JAX's coordination service. Exchanges of different threads
             need different keys. If "", ``what`` is the key.
 
     Returns:
@@ -300,24 +303,24 @@ async def exchange_async(value: Any, what: str, seconds: float, place: str = "")
     here = _joined
     if here is None:
         return [value]
-    place = f"{_ROOT}/told/{place or what}"
-    turn = here.told[place] = here.told.get(place, 0) + 1
+    channel = f"{_ROOT}/told/{channel or what}"
+    turn = here.exchanges[channel] = here.exchanges.get(channel, 0) + 1
     start, logged, pause = time.monotonic(), 1, 0.01
-    here.client.key_value_set(f"{place}/{turn}/{here.index}", json.dumps(value))
+    here.client.key_value_set(f"{channel}/{turn}/{here.index}", json.dumps(value))
     while True:
-        entries = here.client.key_value_dir_get(f"{place}/{turn}/")
-        told = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
-        if len(told) == here.count:
+        entries = here.client.key_value_dir_get(f"{channel}/{turn}/")
+        values = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+        if len(values) == here.count:
             break
         waited = time.monotonic() - start
         if waited > logged * seconds:
             logged += 1
-            _log_late(here, what, waited, told)
+            _log_late(here, what, waited, values)
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.2)
     if turn > 1:  # every process has read the previous turn before it wrote its value of this one
-        here.client.key_value_delete(f"{place}/{turn - 1}/{here.index}")
-    return [told[number] for number in range(here.count)]
+        here.client.key_value_delete(f"{channel}/{turn - 1}/{here.index}")
+    return [values[number] for number in range(here.count)]
 
 
 def ask_all_to_stop() -> None:
@@ -345,7 +348,7 @@ def fail(error: BaseException, reason: str, code: int) -> NoReturn:
     The interpreter is not shut down, because JAX's exit handler would wait for all processes.
 
     Args:
-        error: the error.
+        error: the error that was printed.
         reason: description of the error, which the other processes print.
         code: exit code of all processes.
     """
@@ -399,7 +402,7 @@ def _watch(here: _Joined) -> None:
     """Ends this process if another is lost; the main thread may be blocked in a program."""
     start = time.monotonic()
     unknown = {"beat": 0, "name": f"the coordinator at {here.coordinator}", "doing": "starting"}
-    seen = {0: (unknown, start)}
+    states = {0: (unknown, start)}
     while not here.ending.is_set():
         try:
             # A lost connection interrupts this call at once.
@@ -419,9 +422,9 @@ def _watch(here: _Joined) -> None:
             here.ending.wait(0.1)  # the call may have failed at once
         now = time.monotonic()
         for number, state in watched.items():
-            if number not in seen or state["beat"] != seen[number][0]["beat"]:
-                seen[number] = (state, now)
-        for number, (state, heard) in seen.items():
+            if number not in states or state["beat"] != states[number][0]["beat"]:
+                states[number] = (state, now)
+        for number, (state, heard) in states.items():
             if now - heard > here.lost_seconds and state["doing"] != _FINISHED:
                 verdict = (
                     f"process {number} ({state['name']}) has sent no heartbeat for "

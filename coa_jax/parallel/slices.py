@@ -32,8 +32,8 @@ class Slice:
         name: name of the slice on the command line.
         kind: name of the chip, a key of `CHIPS`.
         shape: shape of the torus of a TPU slice, or (number of GPUs,) for GPUs.
-        peaks: peak rates of a chip, if they are measured or if hosts have another number of chips
-            than usual; None takes the vendor's peak rates from `CHIPS`.
+        peaks: peak rates of a chip, if they were measured, or if the number of chips per host is
+            not the usual one; None takes the vendor's peak rates from `CHIPS`.
     """
 
     name: str
@@ -189,7 +189,7 @@ def devices_of(where: Slice) -> list[Any]:
         # JAX divides GPUs into partitions, hosts of a partition, and GPUs of a host.
         options = {"topology": f"1x{where.count // each}x{each}", "target_config": _target(where)}
     try:
-        found = topologies.get_topology_desc(platform=platform, topology_name=name, **options)
+        topology = topologies.get_topology_desc(platform=platform, topology_name=name, **options)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0][:200]
         advice = ", and give a shape that Cloud TPU offers" if where.tpu else ""
@@ -197,7 +197,7 @@ def devices_of(where: Slice) -> list[Any]:
             f"--topology={where.name}: the {platform.upper()} compiler refuses this slice "
             f"({first}); install the compiler with `{install_hint(extra)}`{advice}"
         ) from error
-    return list(found.devices)
+    return list(topology.devices)
 
 
 def _has_gpu_compiler(where: Slice) -> bool:
@@ -207,12 +207,12 @@ def _has_gpu_compiler(where: Slice) -> bool:
         UserError: JAX cannot use the compiler, because the versions differ.
     """
     try:
-        found = importlib.metadata.version("jax-cuda13-plugin")
+        version = importlib.metadata.version("jax-cuda13-plugin")
     except importlib.metadata.PackageNotFoundError:
         return False
-    if found != (needed := importlib.metadata.version("jaxlib")):
+    if version != (needed := importlib.metadata.version("jaxlib")):
         raise UserError(
-            f"--topology={where.name}: jax-cuda13-plugin {found} does not work with jaxlib "
+            f"--topology={where.name}: jax-cuda13-plugin {version} does not work with jaxlib "
             f"{needed}; install version {needed} of it"
         )
     return True

@@ -93,20 +93,20 @@ def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> li
     sizes, fault = processes.exchange([sizes, fault], what, _LOG_SECONDS)[0]
     if fault:
         raise UserError(fault)
-    absent, place = list[str](), ""
+    absent, location = list[str](), ""
     try:
         root.mkdir(parents=True, exist_ok=True)
         absent = _absent(root, sizes)
         status = root.stat()
-        place = f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+        location = f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
     except OSError as error:
         fault = _reason(what, error)
-    told = _agreed([absent, place, fault], f"{what}: copies")
-    if not (sent := {name: sizes[name] for name in sizes if any(name in row[0] for row in told)}):
+    rows = _agreed([absent, location, fault], f"{what}: copies")
+    if not (sent := {name: sizes[name] for name in sizes if any(name in row[0] for row in rows)}):
         return [root / name for name in sizes]
     logging.info("%s: process 0 sends %d bytes", what, sum(sent.values()))
     # Of the processes that see the same folder, only the first one writes.
-    if [row[1] for row in told].index(place) != processes.index():
+    if [row[1] for row in rows].index(location) != processes.index():
         absent = []
     fault = _send(root, sent, what) if first else _receive(root, sent, absent, what)
     _agreed([fault], f"{what}: end of the copies")
@@ -127,11 +127,11 @@ def _agreed(value: list[Any], what: str) -> list[list[Any]]:
     Raises:
         UserError: a process has a fault. All processes raise the error of the first one.
     """
-    told = processes.exchange(value, what, _LOG_SECONDS)
-    for row in told:
+    rows = processes.exchange(value, what, _LOG_SECONDS)
+    for row in rows:
         if row[-1]:
             raise UserError(row[-1])
-    return told
+    return rows
 
 
 def _reason(what: str, error: Exception) -> str:
@@ -218,5 +218,5 @@ def _broadcast(block: bytes, count: int) -> bytes:
     padded = np.zeros(1 << (count - 1).bit_length(), np.uint8)
     padded[: len(block)] = np.frombuffer(block, np.uint8)
     with turn(jax.sharding.Mesh(jax.devices(), "all")):
-        found: Any = multihost_utils.broadcast_one_to_all(padded)
-    return np.asarray(found)[:count].tobytes()
+        received: Any = multihost_utils.broadcast_one_to_all(padded)
+    return np.asarray(received)[:count].tobytes()

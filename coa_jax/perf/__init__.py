@@ -1,5 +1,5 @@
-"""Performance: benchmarks, estimates for machines that are not here, and checks of this machine.
+"""Performance: benchmarks, estimates for machines that are not available, checks of this machine.
 
-A wing, which the core never imports: `bench` measures speed, `aot` reads compiled programs,
+The core never imports this package. `bench` measures speed, `aot` reads compiled programs,
 `device` checks the accelerator.
 """

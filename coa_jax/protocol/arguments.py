@@ -58,11 +58,11 @@ def schemas(protocol: Protocol) -> list[dict[str, Any]]:
     """Returns the JSON schemas of a protocol's tools, in the format of OpenAI's API."""
     tools = []
     for tool in protocol.tools:
-        named = arguments_of(tool)
+        described = arguments_of(tool)
         plain: dict[str, object] = {
             "type": "object",
-            "properties": {n: {"type": "string", "description": d} for n, d in named.items()},
-            "required": [name for name in named if name not in _OPTIONAL],
+            "properties": {n: {"type": "string", "description": d} for n, d in described.items()},
+            "required": [name for name in described if name not in _OPTIONAL],
         }
         parameters = protocol.schemas.get(tool, plain)
         function = {"name": tool, "description": describe(protocol, tool)}
@@ -140,8 +140,8 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
         values = inspection
     else:
         values = (text,)
-    named = zip(arguments_of(tool), values, strict=False)
-    return {name: value for name, value in named if value is not None}
+    arguments = zip(arguments_of(tool), values, strict=False)
+    return {name: value for name, value in arguments if value is not None}
 
 
 def read_call(protocol: Protocol, text: str) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
     * After any other illegal segment, the automaton continues as if the segment were legal.
 
     Args:
-        protocol: the protocol.
+        protocol: the tags, and the rules about their order.
         state: state before the segment.
         role: tag of the segment.
         body: text between the tags of the segment.
@@ -131,7 +131,7 @@ def check(
     Violations that the parser reports, such as nested tags, are not included.
 
     Args:
-        protocol: the protocol.
+        protocol: the tags, and the rules about their order.
         segments: all segments of the text, as ``parse`` returns them.
         authors: author of each segment. With None, the environment is the author of all
             observations, and the policy of all other segments. Segments of the environment that are
@@ -197,7 +197,7 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
     """Returns the violations in the body of a segment, regardless of the segment's position.
 
     Args:
-        protocol: the protocol.
+        protocol: the tags, and the formats of their bodies.
         segment: a closed segment that has a role.
     """
     assert segment.role is not None

@@ -1,8 +1,8 @@
 """Parses and writes the bodies of segments (Chain-of-Agents paper §3.1, App C, App D).
 
-No parser raises an error. If the body does not have the required form, the result is None, or an
-empty tuple if the parser returns a list. The time of each parser is linear in the length of the
-body.
+The body of a segment is the text between its opening tag and its closing tag. No parser raises an
+error. If the body does not have the required form, the result is None, or an empty tuple if the
+parser returns a list. The time of each parser is linear in the length of the body.
 """
 
 from __future__ import annotations
@@ -207,9 +207,7 @@ def parse_solution(body: str) -> str | None:
 def parse_urls(body: str) -> tuple[str, ...]:
     """Parses the body of a ``crawl_page`` call: a list of URLs, separated by ``|``.
 
-    Parts that are not URLs are dropped.
-
-    A part may be a URL or a Markdown link with a URL.
+    A part may be a URL, or a Markdown link with a URL. Other parts are dropped.
     """
     parts = [part.strip() for part in body.split("|")]
     links = [_MARKDOWN_LINK.fullmatch(part) for part in parts]

@@ -59,7 +59,7 @@ MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
 
 
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
-    """Groups all bodies of a form by what the protocol demands after them.
+    """Returns the languages of all bodies of a form, grouped by what the protocol demands next.
 
     For example, the bodies of reflections have two groups: those with a poor grade, after which the
     policy must write a plan, and all others, after which it need not.

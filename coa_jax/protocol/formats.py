@@ -114,7 +114,7 @@ class Reader(typing.Protocol):
         """
 
     def finish(self) -> list[Segment]:
-        """Ends the text in the middle of a turn; returns the remaining segments."""
+        """Ends the parsing, even within a turn; returns the segments of the remaining text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Format(abc.ABC):
         return []
 
     def quote(self, text: str) -> str:
-        """Escapes the text of a tool, so that it cannot contain the mark that ends a result."""
+        """Returns a tool's text, escaped so that it cannot contain the mark that ends a result."""
         return text
 
 

@@ -129,11 +129,11 @@ class _Place(NamedTuple):
 
 
 def closing_tags(protocol: Protocol) -> ByteAutomaton:
-    """Builds the automaton that only watches for the tags at which decoding stops.
+    """Returns an automaton that allows every text, and detects the tags at which decoding stops.
 
-    Every text is allowed. After the closing tag of a tool or of the answer (`Protocol.stops`), the
-    automaton is in a state of ``answered`` and remains in such states, because the token that
-    closes the tag may have further bytes. An observation leads back into the text.
+    After the closing tag of a tool or of the answer (`Protocol.stops`), the automaton is in a state
+    of ``answered`` and remains in such states, because the token that closes the tag may have
+    further bytes. An observation leads back into the text.
     """
 
     def read(place: _Place, byte: int) -> _Place:

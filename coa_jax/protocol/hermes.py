@@ -102,7 +102,7 @@ class Hermes(Format):
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """Writes a tool call as the policy writes it."""
+    """Returns the text with which the policy calls a tool in this format."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     # A mark in the arguments would end the call, so its first character is escaped.
     call = _TAG.sub(lambda match: f"\\u003c{match[0][1:]}", call)
@@ -201,7 +201,7 @@ class HermesReader(Pieces):
         return done
 
     def finish(self) -> list[Segment]:
-        """Ends the text in the middle of a turn; returns the remaining segments."""
+        """Ends the parsing, even within a turn; returns the segments of the remaining text."""
         self.interrupt()
         if self._open:
             self.broken("unclosed", f"<{self._open}> is never closed", self.start)

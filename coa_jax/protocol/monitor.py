@@ -15,7 +15,7 @@ class Monitor:
     than ``tags``, the parser itself reports all violations.
 
     Attributes:
-        protocol: the protocol.
+        protocol: the tags, and the rules about their order.
         broken: whether the text so far breaks a rule, so that no continuation can make the text
             valid.
     """

@@ -58,7 +58,7 @@ class Parser:
 
         Args:
             protocol: protocol whose tags are parsed.
-            start: offset of the first character, from which the offsets of segments are counted.
+            start: offset of the first character of the text, see `Segment`.
         """
         self.protocol = protocol
         self.violations: list[Violation] = []
@@ -77,7 +77,7 @@ class Parser:
 
     @property
     def open_body(self) -> str:
-        """Beginning of the body of the segment that is not complete yet.
+        """Text of the open tag so far; outside tags, the text since the last tag.
 
         Characters at the end that may be the beginning of a tag, such as ``</ans``, are not
         included.
@@ -133,7 +133,7 @@ class Parser:
         return []
 
     def finish(self) -> list[Segment]:
-        """Ends the text; returns the last segment in a list, or [] if no text is left.
+        """Ends the parsing; returns the last segment in a list, or [] if no text is left.
 
         A second call returns [].
         """

@@ -132,7 +132,7 @@ class Messages(typing.NamedTuple):
 
     Attributes:
         user: text of the user message.
-        context: (role, text) of each message before the user message. If the first of these is not
+        context: (role, text) of each message before the user message. If the first message is not
             a system message, the chat template adds its default system message. A system message
             with empty text stands for no system message.
         tools: JSON list of the tools that the chat template describes to the policy; "" for none.

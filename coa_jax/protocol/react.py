@@ -192,7 +192,7 @@ class ReactReader(Pieces):
         return self.finish()
 
     def finish(self) -> list[Segment]:
-        """Ends the text in the middle of a turn; returns the remaining segments."""
+        """Ends the parsing, even within a turn; returns the segments of the remaining text."""
         super().interrupt()
         if self._mark:
             self.broken("unclosed", f"{self._mark} is never ended", self.start)

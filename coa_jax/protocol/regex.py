@@ -1,4 +1,4 @@
-"""Defines regular languages of byte strings, from which derivatives construct automata.
+"""Defines regular languages of byte strings, whose derivatives are the states of automata.
 
 The derivative of a language by a byte is the set of strings that may follow this byte at the
 beginning of a string (Brzozowski 1964). Derivatives also exist for intersections and complements,
@@ -110,7 +110,7 @@ def literal(text: str, ignore_case: bool = False) -> Regex:
     """Returns the language that contains only one text, encoded as UTF-8.
 
     Args:
-        text: the text.
+        text: the only member of the language.
         ignore_case: whether each ASCII letter may be upper or lower case.
     """
     result = EMPTY_STRING
@@ -127,7 +127,7 @@ def union(regexes: Iterable[Regex]) -> Regex:
 
 
 def optional(regex: Regex) -> Regex:
-    """Returns the language of a regular expression ``r?``: ``regex`` and the empty string."""
+    """Returns a language with the empty string added, like ``?`` in a regular expression."""
     return regex | EMPTY_STRING
 
 
@@ -139,7 +139,7 @@ def star(regex: Regex) -> Regex:
 
 
 def up_to(count: int, regex: Regex) -> Regex:
-    """Returns the language of all concatenations of at most ``count`` strings of a language."""
+    """Returns a regular expression for 0 to ``count`` repetitions of ``regex``."""
     result = EMPTY_STRING
     for _ in range(count):
         result = optional(regex + result)

@@ -184,7 +184,7 @@ def split_level(name: str) -> tuple[str, str]:
 
 
 def at_level(name: str, level: str, form: str = "") -> str:
-    """Returns the name of a protocol with another level or another format.
+    """Returns the name of a protocol after a change of its level or its format.
 
     Args:
         name: name of the protocol, with or without a suffix.
@@ -346,8 +346,8 @@ def protocol_with_tools(
         described: tag -> description for the policy, for tools that are not in ``TOOL_FORMS``. The
             body of such a tag may be any text.
         schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
-        free: whether the protocol has the rules of `mhqa` instead, in which no answer is verified,
-            and additionally every ``think`` is optional.
+        free: whether the protocol has the rules of ``mhqa`` in place of those of the web agent. No
+            answer is then verified, and in addition every ``think`` is optional.
 
     Raises:
         UserError: ``tools`` contains a tag twice, or an unknown tag.

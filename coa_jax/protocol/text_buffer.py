@@ -36,7 +36,7 @@ class Pieces:
         self.carry = ""
 
     def close(self, role: str | None = None, body: str | None = None) -> list[Segment]:
-        """Ends a segment; returns it in a list, or an empty list if the segment has no text.
+        """Ends the segment that is being read; returns it in a list, or [] if it has no text.
 
         Args:
             role: role of the segment; None for text without a role.
@@ -50,10 +50,13 @@ class Pieces:
         return [segment]
 
     def answer(self, body: str) -> list[Segment]:
-        """Ends a segment as the answer, and checks whether its body has the required form.
+        """Closes the open segment as the answer, and records each rule that its body breaks.
 
         Args:
             body: body of the answer.
+
+        Returns:
+            The segment in a list; [] if it has no text.
         """
         segments = self.close(self.protocol.answer, body)
         for segment in segments:

@@ -100,7 +100,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     Args:
         run_dir: directory of the run. It must contain at least one of config.json, metrics.jsonl,
             traces.jsonl, traces/, summary.json and evaluate/.
-        per_stage: maximum number of traces that the page shows per stage.
+        per_stage: maximum number of trajectories that the page shows per stage.
 
     Returns:
         Path of the page.
@@ -132,7 +132,7 @@ def trace_page(paths: Sequence[str], per_stage: int = TRACES_PER_STAGE) -> str:
     """Renders a page of trajectories that belong to no run, such as those of another program.
 
     Args:
-        paths: files and folders, see `iterate_trajectories`. They may have ATIF documents.
+        paths: files and folders, see `iterate_trajectories`. They may contain ATIF documents.
         per_stage: maximum number of trajectories that the page shows per stage. The name of an
             agent counts as the stage of its trajectories.
 
@@ -206,8 +206,8 @@ def _results(summary: Mapping[str, Any]) -> str:
         )
     times = summary.get("timings_s")
     if isinstance(times, dict) and times:
-        named = ((name.replace("_", " "), seconds) for name, seconds in times.items())
-        parts.append(f"<h3>Wall time in seconds</h3>{facts(named)}")
+        stages = ((name.replace("_", " "), seconds) for name, seconds in times.items())
+        parts.append(f"<h3>Wall time in seconds</h3>{facts(stages)}")
     others = [(k, v) for k, v in summary.items() if isinstance(v, str | int | float)]
     return "".join(parts) + (facts(others) if others else "")
 

@@ -14,7 +14,7 @@ from coa_jax.files import durable
 from coa_jax.report.charts import Series, interval_bar, number
 
 NONE = "\u2013"
-"""Stands in a table for a value that does not exist."""
+"""Text that a table shows in place of a missing value."""
 
 _STYLE, _SCRIPT = (
     Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", "page.js")

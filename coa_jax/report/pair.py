@@ -64,7 +64,7 @@ def outcome_of_traces(path: Path) -> dict[str, Any]:
     """Reads trajectories that belong to no run, as the result of an evaluation.
 
     Args:
-        path: a file or a folder, see `iterate_trajectories`. It may have ATIF documents.
+        path: a file or a folder, see `iterate_trajectories`. It may contain ATIF documents.
 
     Returns:
         A mapping with the keys of a result file that a comparison reads, and with ``reasons``: the

@@ -1,5 +1,6 @@
 """Shows a trajectory on the terminal while it is sampled: roles in colour, then statistics.
 
+A segment is a part of the trajectory with one role, such as a thought or an observation.
 Text of the policy and of tools is untrusted, so its control characters are replaced before it is
 written to the terminal.
 """
@@ -59,7 +60,7 @@ def clean(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of the text of a segment, which arrives piece by piece.
+    """A piece of the text of a segment; a segment may arrive in several pieces.
 
     Attributes:
         role: role of the segment; None for text outside tags.
@@ -92,7 +93,7 @@ class RoleStream:
         return pieces
 
     def observed(self) -> list[Piece]:
-        """Returns the pieces that were held back; to be called when an observation follows."""
+        """Returns the pieces that were held back; call this method before an observation."""
         form, pieces = self._protocol.format, list[Piece]()
         if form is not None:
             pieces = self._closed(self._parser.end_turn()) if form.turns else []
@@ -100,7 +101,7 @@ class RoleStream:
         return pieces
 
     def finish(self, ended: bool = True) -> list[Piece]:
-        """Returns the remaining pieces.
+        """Returns the rest of the policy's text as pieces; call this method after the last text.
 
         Args:
             ended: whether the policy ended its turn; False if the turn was cut off.
@@ -185,7 +186,7 @@ class Screen:
         self._paragraph: Paragraph | None = None
 
     def begin(self, name: str, note: str = "") -> None:
-        """Opens a segment.
+        """Starts a new segment: writes the line that names its role.
 
         Args:
             name: role of the segment.
@@ -214,13 +215,13 @@ class Screen:
         self._paragraph = Paragraph(put, width)
 
     def write(self, text: str) -> None:
-        """Adds text to the open segment."""
+        """Shows text of the segment that `begin` started; without such a segment, does nothing."""
         if self._paragraph is not None:
             self._paragraph.write(clean(text))
             self._stream.flush()
 
     def end(self) -> None:
-        """Closes the open segment, if there is one."""
+        """Ends the segment that `begin` started, if there is one."""
         if self._paragraph is not None:
             self._paragraph.end()
             self._paragraph = None
@@ -228,7 +229,7 @@ class Screen:
             self._stream.flush()
 
     def line(self, text: str, name: str) -> None:
-        """Writes a line in the colour of the role ``name``."""
+        """Ends the segment, and writes a line of its own in the colour of the role ``name``."""
         self.end()
         self._write(clean(text), Style(color=COLOURS[name]))
         self._stream.write("\n")
@@ -252,7 +253,7 @@ class Show:
         self._waiting = ""  # white space outside tags, which is shown only if other text follows
 
     def arrive(self, arrival: Arrival) -> None:
-        """Shows text of the policy or of a tool; it is passed to the rollout as ``on_text``."""
+        """Shows new text of the policy or of a tool; the rollout calls it as ``on_text``."""
         if arrival.author == Author.POLICY:
             self._show(self._roles.feed(arrival.text))
         elif arrival.call is not None:

@@ -23,7 +23,9 @@ _BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities at which the shade of a token c
 
 
 def spelling(run: Path, config: Mapping[str, Any]) -> Spell | None:
-    """Finds the tokenizer of a run, in a model that the run wrote or that its config names.
+    """Returns a function that decodes token ids of a run; None without a readable tokenizer.
+
+    The tokenizer is that of a model that the run wrote, or that the config of the run names.
 
     Args:
         run: directory of the run.
@@ -49,7 +51,7 @@ def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
     """Renders a ``<details>`` element with up to `MAX_TOKENS` tokens, shaded by probability.
 
     Args:
-        trajectory: the trajectory.
+        trajectory: the trajectory whose tokens are shown.
         spell: function that decodes token ids, see `spelling`.
     """
     ids = trajectory.tokens[:MAX_TOKENS].tolist()

@@ -121,7 +121,7 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
     """Renders a trajectory as a ``<details>`` element, with attributes for the page's filters.
 
     Args:
-        trajectory: the trajectory.
+        trajectory: the trajectory to show.
         tokens: HTML of the trajectory's tokens from `coa_jax.report.tokens`; "" to show no tokens.
     """
     verdict, stage = verdict_of(trajectory), stage_of(trajectory)

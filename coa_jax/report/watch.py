@@ -114,7 +114,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def picture(run: Path, trajectories: int) -> RenderableType:
-    """Draws the state of a run.
+    """Renders the state of a run for a terminal.
 
     Args:
         run: directory of the run.
@@ -203,15 +203,20 @@ def _trajectories(trajectories: Sequence[Trajectory]) -> Table:
     return table
 
 
-def fetched(place: str) -> Path:
+def fetched(workdir: str) -> Path:
     """Returns a local folder with the files of a run.
 
     For a URL, this is a mirror of the run directory without trajectories.
 
+    Args:
+        workdir: the run directory, a local path or a URL of a bucket.
+
     Raises:
         UserError: the bucket cannot be read, or has no such folder.
     """
-    with visited(place, names_only=(*NAMES_ONLY, "traces.jsonl", "steps.jsonl", "spool")) as folder:
+    with visited(
+        workdir, names_only=(*NAMES_ONLY, "traces.jsonl", "steps.jsonl", "spool")
+    ) as folder:
         return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, load_model, trained_in
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.protocol import TURNS, at_level, get_protocol, protocol_names
+from coa_jax.protocol import TURNS, at_level, get_protocol
 from coa_jax.rollout.constrain import constraint_or_ends
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.environments.session import Environments
@@ -24,7 +23,7 @@ from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.concurrency import Turns, run_blocking
-from coa_jax.tools.make import Tools, ToolsConfig, named_tools, tools_for
+from coa_jax.tools.make import Tools, ToolsConfig, named_tools, protocol_of, tools_for
 
 
 class Agent:
@@ -178,17 +177,17 @@ class Agent:
             self._request(prompt, index, seed, tuple(range(n)))
             for index, prompt in enumerate(prompts)
         ]
-        found: list[list[Trajectory]] = [[] for _ in prompts]
+        groups: list[list[Trajectory]] = [[] for _ in prompts]
         stream = self._rollout(requests)
         async with self._turns.here(), contextlib.aclosing(stream) as trajectories:
             async for trajectory in trajectories:
-                found[trajectory.metadata["prompt_id"]].append(trajectory)
-        return [sorted(group, key=lambda t: t.sample_id) for group in found]
+                groups[trajectory.metadata["prompt_id"]].append(trajectory)
+        return [sorted(group, key=lambda t: t.sample_id) for group in groups]
 
     def publish(self, policy: Model) -> None:
         """Gives the agent new parameters, with which it answers from the next question on.
 
-        No question may be in progress.
+        Call this method only while no question is in progress.
 
         Args:
             policy: a model of the same architecture, with the same LoRA adapters if there are any.
@@ -245,36 +244,3 @@ class Agent:
         finally:
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
-
-
-def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
-    """Chooses a protocol (the tags that the policy may write) for the given tools.
-
-    The first protocol in this list whose condition holds is chosen:
-
-    1. the protocol that the settings of the tools name, if they name one,
-    2. the protocol ``trained``, if it has a tag for at least one of the tools,
-    3. ``generalist``, if it has a tag for each of the tools,
-    4. a registered protocol with exactly these tools, if there is one,
-    5. a new protocol with these tools, called ``asked``.
-
-    Args:
-        tools: settings of the tools.
-        trained: name of the protocol with which the policy was trained; "" if unknown.
-
-    Returns:
-        (name of the protocol, settings of the tools). This function does not create a new protocol:
-        the returned settings contain its name, and `make_tools` creates and registers the protocol
-        together with the tools.
-    """
-    names = set(tools.names)
-    if tools.protocol:
-        return tools.protocol, tools
-    if trained and names & set(get_protocol(trained).tools):
-        return trained, tools
-    if names <= set(get_protocol("generalist").tools):
-        return "generalist", tools
-    same = [name for name in protocol_names() if set(get_protocol(name).tools) == names]
-    if same:
-        return same[0], tools
-    return "asked", dataclasses.replace(tools, protocol="asked")

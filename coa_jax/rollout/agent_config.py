@@ -84,8 +84,8 @@ RUNNERS = ExtensionKind("runner of agent programs", "coa_jax.agent_programs", {}
 
 
 def agent_programs() -> Any:
-    """Returns the runner ``http`` of agent programs, which contains an HTTP server.
+    """Returns a `serve.agents.AgentPrograms`, which lets agent programs call the policy by HTTP.
 
-    It is imported only now, so that other runs need no server.
+    The class is imported only by this call, because other runs need no HTTP server.
     """
     return find(RUNNERS, "http", "agent")()

@@ -84,7 +84,7 @@ class Chain:
         role = self.protocol.observation
         self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
 
-    def cut(self, room: float) -> None:
+    def cut(self, share: float) -> None:
         """Shortens the text that the policy reads, by removing the oldest steps of the message.
 
         A step is the text up to the end of an observation. The newest step is never removed. The
@@ -92,11 +92,11 @@ class Chain:
         text is still too long without the rest of these steps.
 
         Args:
-            room: maximum length of the shortened text, as a share of the present length in
+            share: maximum length of the shortened text, as a share of the present length in
                 characters, see `cut.kept_spans`.
         """
         lengths = [len(span.text) for span in self._spans]
-        stays = kept_spans(self._spans, lengths, room * len(self.text))
+        stays = kept_spans(self._spans, lengths, share * len(self.text))
         self.text = "".join(span.text for span in stays)
 
     def finish(

@@ -45,10 +45,11 @@ def constraint_for(
 def constraint_or_ends(
     config: RolloutConfig, tokenizer: Any, vocab_size: int, protocols: Iterable[str]
 ) -> Constraint | None:
-    """Builds what tells an engine where a turn of the policy ends.
+    """Returns a constraint that, at least, ends the turns of the policy at closing tags.
 
-    This is the constraint if ``config.constrain`` is set. Otherwise it allows every token, and ends
-    a turn at the closing tag of a tool or of the answer, so that no token is sampled in vain.
+    If ``config.constrain`` is set, the result is that of `constraint_for`. Otherwise the result
+    allows every token, and ends a turn at the closing tag of a tool or of the answer, so that no
+    token is sampled in vain.
 
     Args:
         config, tokenizer, vocab_size, protocols: arguments of `constraint_for`.

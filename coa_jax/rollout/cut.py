@@ -23,22 +23,22 @@ KEPT = ("plan", "reflection")
 
 
 def kept_spans(
-    spans: Sequence[SegmentSpan], lengths: Sequence[float], room: float
+    spans: Sequence[SegmentSpan], lengths: Sequence[float], budget: float
 ) -> list[SegmentSpan]:
     """Returns the spans (segments) of a context that remain when the oldest steps are removed.
 
     A step consists of the spans up to and including an observation. The plans and reflections of
     the old steps are removed last. The newest step is always kept, so the kept spans may have more
-    than ``room`` tokens.
+    than ``budget`` tokens.
 
     Args:
         spans: spans of the context after the prompt. The last span must be an observation.
         lengths: number of tokens of each span.
-        room: maximum number of tokens of all kept spans together.
+        budget: maximum number of tokens of all kept spans together.
     """
     ends = [index for index, span in enumerate(spans) if span.author == Author.ENVIRONMENT]
     begins = [0, *(end + 1 for end in ends)]
-    left, dropped = sum(lengths) - room, set[int]()
+    left, dropped = sum(lengths) - budget, set[int]()
     for last_resort in (False, True):
         for begin, end in zip(begins, ends[:-1], strict=False):
             if left <= 0:

@@ -132,7 +132,7 @@ class EndpointSampler:
         )
 
     def oldest(self, request: Request) -> None:
-        """Returns None, because the policy has no versions."""
+        """Returns None, because a policy behind an endpoint has no versions of its weights."""
 
     def figures(self) -> dict[str, float]:
         """Returns the number of sampled tokens, and the number of samples at the same time."""
@@ -218,13 +218,13 @@ class _Episode:
         config = self.config
         if config.max_seconds and time.monotonic() - self.began > config.max_seconds:
             return StopReason.DEADLINE
-        room = config.max_tokens - self.usage.length
-        if room <= 0:
+        budget = config.max_tokens - self.usage.length
+        if budget <= 0:
             return StopReason.LENGTH
         left = self.began + config.max_seconds - time.monotonic() if config.max_seconds else None
         try:
             async with asyncio.timeout(left):
-                reply = await self._ask(room)
+                reply = await self._ask(budget)
         except TimeoutError:
             return StopReason.DEADLINE
         if reply is None:
@@ -233,7 +233,7 @@ class _Episode:
         segment = self.chain.write(text)
         if segment is None:
             if finish == "length":
-                limited = limited and 0 < config.max_turn_tokens < room
+                limited = limited and 0 < config.max_turn_tokens < budget
                 return StopReason.TURN_LENGTH if limited else StopReason.LENGTH
             # A closing tag inside the body of another tag closes nothing, so the policy continues.
             return None if text.endswith(self.protocol.stops) else StopReason.EOS
@@ -245,7 +245,7 @@ class _Episode:
         late = config.max_tool_seconds and self.tool_seconds >= config.max_tool_seconds
         return StopReason.TOOL_TIME if late else None
 
-    async def _ask(self, room: int) -> tuple[str, str, bool] | None:
+    async def _ask(self, budget: int) -> tuple[str, str, bool] | None:
         """Requests text of the policy.
 
         Returns:
@@ -270,7 +270,7 @@ class _Episode:
             messages.append({"role": "assistant", "content": self.chain.text})
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         url = self.endpoint.url
-        for more in ({"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}, {}):
+        for more in ({"max_tokens": min(filter(None, (self.config.max_turn_tokens, budget)))}, {}):
             # The length of the prompt is unknown at first, and the length of an observation is
             # estimated. So the server may reject the requested number of tokens although it has
             # room for fewer. The request is then repeated without a limit, and the server uses all
@@ -322,15 +322,15 @@ class _Episode:
             seconds=start - self.began,
             tool_seconds=self.tool_seconds,
         )
-        seen = await self.tools.act(name, arguments, context)
+        result = await self.tools.act(name, arguments, context)
         end = time.monotonic()
         self.tool_seconds += end - start
         # The server parses the whole text as a chat, so the text of a tool must not contain marks
         # of the chat template.
-        body = _MARK.sub("< ", quote_tool_text(self.protocol, seen.text))
+        body = _MARK.sub("< ", quote_tool_text(self.protocol, result.text))
         body = body[: self.endpoint.observation_chars]
-        begun, ended = start - self.began, end - self.began
-        record = ToolCall(name, arguments, body, seen.outcome, seen.ok, begun, ended, seen.detail)
+        times = start - self.began, end - self.began
+        record = ToolCall(name, arguments, body, result.outcome, result.ok, *times, result.detail)
         self.chain.observe(observation_text(self.protocol, body), record)
         self.usage.length += len(body.encode()) // _BYTES  # estimated until the server counts
         if self.config.cut_context:

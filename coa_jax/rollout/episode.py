@@ -267,18 +267,18 @@ class Episode:
             most: maximum number of tokens of the context, see `cut.kept_spans`.
 
         Returns:
-            The first position of the context that now contains another token. The KV cache must be
-            computed again from this position on.
+            The first position of the context whose token has changed. The KV cache must be computed
+            again from this position on.
         """
         lengths = [span.end - span.start for span in self._spans]
         stays = kept_spans(self._spans, lengths, most - self._prompt_length)
         places = {*range(self._prompt_length)}
-        places.update(place for span in stays for place in range(span.start, span.end))
+        places.update(index for span in stays for index in range(span.start, span.end))
         before = self.context
-        self.context = [self.tokens[place] for place in sorted(places)]
+        self.context = [self.tokens[index] for index in sorted(places)]
         pairs = enumerate(zip(before, self.context, strict=False))
         same = min(len(before), len(self.context))
-        return next((place for place, (old, new) in pairs if old != new), same)
+        return next((index for index, (old, new) in pairs if old != new), same)
 
     def last_body(self, role: str) -> str:
         """Returns the text inside the last closed segment of a role that is not empty.
@@ -358,5 +358,5 @@ class Episode:
 
     def _token_of(self, character: int) -> int:
         """Returns the index of the token that completes a character of the policy's text."""
-        place = bisect.bisect_right(self._ends, character, key=lambda end: end[0])
-        return self._ends[min(place, len(self._ends) - 1)][1] - 1
+        index = bisect.bisect_right(self._ends, character, key=lambda end: end[0])
+        return self._ends[min(index, len(self._ends) - 1)][1] - 1

@@ -39,13 +39,14 @@ class Episodes(typing.Protocol):
         """
         ...
 
-    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+    def encode(self, episode: Episode, text: str, budget: int) -> tuple[list[int], str]:
         """Encodes the result of a tool, truncated to a maximum length.
 
         Args:
-            episode: the episode.
+            episode: the conversation so far, to which the result is added.
             text: result of the tool.
-            room: maximum number of token ids for the text, without the ids of the `frame`.
+            budget: maximum number of token ids for the text, without the tokens that the protocol
+                puts around it (`frame`).
 
         Returns:
             (token ids to append, including the frame; the text after truncation).
@@ -116,9 +117,9 @@ class TextEpisodes:
         turns = protocol.format is not None and protocol.format.turns
         return frames_of(self.tokenizer, protocol) if turns and request.agent else None
 
-    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+    def encode(self, episode: Episode, text: str, budget: int) -> tuple[list[int], str]:
         """Encodes the result of a tool; for arguments and result see `Episodes.encode`."""
-        most = max(min(room, self.max_observation_tokens), 0)
+        most = max(min(budget, self.max_observation_tokens), 0)
         if episode.turn_over:
             return encode_reply(self.tokenizer, episode.tokens[-1], text, most)
         return encode_observation(self.tokenizer, episode.protocol, text, most, episode.frame)

@@ -106,8 +106,8 @@ class Inbox:
     def drop(self, request: Request) -> bool:
         """Removes a request from the queue; returns False if an engine has already taken it."""
         left = deque(other for other in self._queue if other is not request)
-        found, self._queue = len(left) < len(self._queue), left
-        return found
+        queued, self._queue = len(left) < len(self._queue), left
+        return queued
 
 
 class InboxReader:
@@ -125,7 +125,7 @@ class InboxReader:
         """Creates a reader.
 
         Args:
-            inbox: the inbox.
+            inbox: the queue of requests that all engines share.
             cancelled: requests that were cancelled before the reader existed.
         """
         self.weights: tuple[DecodeParams, int, bool] | None = None

@@ -78,7 +78,8 @@ class Recording:
 
     Attributes:
         trajectory: the recorded trajectory.
-        request: request for the same sample, with recorded answers of the environment.
+        request: request that samples the trajectory again; it contains the recorded answers of the
+            environment.
         rollout: budgets of the trajectory.
         engine: shapes of the engine that sampled the trajectory.
     """
@@ -166,12 +167,12 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
             the file has no trajectory of the phase and step, or the trajectories were sampled with
             different parameters.
     """
-    seen: dict[str, None] = {}
+    phases: dict[str, None] = {}
 
     def decode(value: Any) -> Recording | None:
         trajectory = Trajectory.from_json(value)
         its_phase, its_step = (trajectory.metadata.get(key) for key in ("phase", "step"))
-        seen[f"{its_phase} (step {its_step})"] = None
+        phases[f"{its_phase} (step {its_step})"] = None
         if (phase and its_phase != phase) or (step is not None and its_step != step):
             return None
         if [call.tool for call in trajectory.tool_calls] == [RESET]:
@@ -179,21 +180,21 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
         return recording(trajectory)
 
     kept: list[Recording] = []
-    for found in iterate_trajectories(path, decode):
-        if found is None:
+    for entry in iterate_trajectories(path, decode):
+        if entry is None:
             continue
-        if kept and found.producer != kept[0].producer:
+        if kept and entry.producer != kept[0].producer:
             raise UserError(
-                f"{path}: {kept[0].producer} and {found.producer} were sampled with different "
+                f"{path}: {kept[0].producer} and {entry.producer} were sampled with different "
                 "parameters; choose with --phase and --step, and give the --model of that choice"
             )
-        kept.append(found)
+        kept.append(entry)
         if len(kept) == limit:
             break
     if not kept:
-        wanted = f"phase {phase or '(any)'}" + ("" if step is None else f" and step {step}")
-        there = ", ".join(seen) or "none at all"
-        raise UserError(f"{path}: no trajectory of {wanted}; there are {there}")
+        selection = f"phase {phase or '(any)'}" + ("" if step is None else f" and step {step}")
+        there = ", ".join(phases) or "none at all"
+        raise UserError(f"{path}: no trajectory of {selection}; there are {there}")
     return kept
 
 

@@ -85,7 +85,7 @@ class Request:
     """A request to sample one or more trajectories of a task.
 
     Attributes:
-        task: the task.
+        task: the question, with its accepted answers and its protocol.
         prompt: token ids of the prompt; () if the environment provides the prompt when it is reset.
         seed, prompt_id: the first two parts of the random key of each sample. The sample number is
             the third part.
@@ -104,7 +104,7 @@ class Request:
             parameters.
         restarts: (position, policy version) pairs, if the request repeats a recorded sample. At
             each position, the KV cache of the sample is computed again with the parameters of the
-            policy version, because the recorded sample gave way to others there.
+            policy version, because the recorded sample lost its slot to other samples there.
         ends: (number of tokens, stop reason) with which a repeated sample ends, if a time limit
             ended the recorded sample; else None.
         environment: function that creates the environment of a sample; None for the default
@@ -238,7 +238,7 @@ def described(
     needs these values in addition to the tokens and tool calls.
 
     Args:
-        request: request of the trajectory.
+        request: the request for which the trajectory was sampled.
         config: budgets of the trajectory.
         seconds: duration of the trajectory in seconds.
         shapes: shapes of the engine; None if the sample has no engine of its own.

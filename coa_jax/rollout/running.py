@@ -34,9 +34,9 @@ class Running:
         tool_request: the running tool call; None during a reset of the environment.
         tool_seconds: total duration of the tool calls so far, in seconds.
         called: start time of the running tool call on the clock of the event loop, in seconds.
-        rule: state of the constraint of a sample that gave way, see `Engine.give_way`.
+        rule: state of the constraint of a sample that lost its slot, see `Engine.give_way`.
         restarts: (position, policy version) of each time that the KV cache was computed again,
-            because the sample had given way.
+            because the sample had lost its slot.
         repeated: number of entries of ``Request.restarts`` that have been repeated.
     """
 
@@ -93,18 +93,18 @@ class Running:
         These are the policy versions, the messages with which the environment began, and where the
         sample was restarted.
         """
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         if self.episode.versions:
-            found["policy_versions"] = [list(pair) for pair in self.episode.versions]
+            metadata["policy_versions"] = [list(pair) for pair in self.episode.versions]
         if self.restarts:
-            found["restarts"] = [list(pair) for pair in self.restarts]
+            metadata["restarts"] = [list(pair) for pair in self.restarts]
         if self.environment.begun:
-            found["begun"] = {
+            metadata["begun"] = {
                 "whole_turns": self.environment.whole_turns,
                 "own": sorted(self.environment.own),
                 "messages": [list(message) for message in self.environment.begun],
             }
-        return found
+        return metadata
 
     @property
     def is_reset(self) -> bool:
@@ -157,7 +157,7 @@ class Running:
         return self.request.restarts[self.repeated :]
 
     def can_decode(self, version: int | None) -> bool:
-        """Returns whether the policy writes next, and nothing must happen before.
+        """Returns whether the policy can write the next token now, without waiting for anything.
 
         Args:
             version: policy version of the present parameters; None counts as 0.
@@ -263,7 +263,7 @@ def prefills_of(
 
 
 def source_of(
-    request: Request, held: Mapping[int, Request], free: Collection[int]
+    request: Request, cached: Mapping[int, Request], free: Collection[int]
 ) -> tuple[int | None, int]:
     """Finds a slot from whose KV cache the prompt of a new sample can be copied.
 
@@ -278,14 +278,14 @@ def source_of(
 
     Args:
         request: request of a sample without a slot.
-        held: slot -> request whose prompt is in the slot's cache.
+        cached: slot -> request whose prompt is in the slot's cache.
         free: slots without a sample.
 
     Returns:
         (slot, number of tokens that can be copied); (None, 0) if there is no such slot.
     """
     prompt, common, source = request.prompt, 0, None
-    for slot, other in held.items():
+    for slot, other in cached.items():
         size = len(other.prompt)
         if other is request and size:
             return slot, size

@@ -28,8 +28,8 @@ from coa_jax.tools.base import Tool
 class Sampler(Protocol):
     """An interface for sampling trajectories while the policy changes.
 
-    All methods are called from one event loop. `finished` yields every sample of a submitted
-    request exactly once. A cancelled sample has the stop reason ``cancelled``. The metadata of each
+    Call all methods from one event loop. `finished` yields every sample of a submitted request
+    exactly once. A cancelled sample has the stop reason ``cancelled``. The metadata of each
     trajectory contain:
 
     * ``prompt_id``: the prompt id of the request.

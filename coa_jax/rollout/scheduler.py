@@ -65,7 +65,7 @@ class Scheduler:
         self.begun = 0  # number of samples so far
         self.gave_way = False  # whether a sample gave way since the last `admit`
         # Slot -> request whose prompt is in the slot's KV cache, even if the sample has ended.
-        self.held: dict[int, Request] = {}
+        self.cached: dict[int, Request] = {}
         self.ended: list[Trajectory] = []  # since the last `turn`
         self.ending: set[asyncio.Future[Any]] = set()  # cancelled tasks that still run
         self.closing: set[asyncio.Task[None]] = set()  # environments that are being closed
@@ -92,17 +92,17 @@ class Scheduler:
                 self.reader.waiting.popleft()
                 self._refuse(request, sample, StopReason.LENGTH)
                 continue
-            source, common = source_of(request, self.held, self.free)
+            source, common = source_of(request, self.cached, self.free)
             slot = source if source is not None and source in self.free else self.free[0]
             first_chunk = min(length + self.engine.config.chunk, limit)
             if not self._reserve(slot, first_chunk, source, common, spare=len(self.running)):
                 break
-            if source is not None and source not in self.held:
+            if source is not None and source not in self.cached:
                 source, common = None, 0  # its pages were needed
-            fresh = source is None or self.held[source] is not request
+            fresh = source is None or self.cached[source] is not request
             self.reader.waiting.popleft()
             self.free.remove(slot)
-            self.held[slot] = request
+            self.cached[slot] = request
             placed.append((request, sample, slot))
             if fresh and length:  # otherwise the environment's reset gives the prompt
                 start = max(common - 1, 0)  # decoding has written the newest common token again
@@ -110,7 +110,7 @@ class Scheduler:
             elif source not in (None, slot):
                 forks.setdefault(source, []).append(slot)
         if prefills or forks:
-            lengths = {source: len(self.held[source].prompt) for source in forks}
+            lengths = {source: len(self.cached[source].prompt) for source in forks}
             await self._on_device(self._prefill, prefills, forks, lengths)
         for run in back:
             self._write(run, run.rule)
@@ -151,18 +151,18 @@ class Scheduler:
         """
         if not self.free:
             return None
-        source, common = source_of(run.request, self.held, self.free)
+        source, common = source_of(run.request, self.cached, self.free)
         # Only whole pages are shared, so nothing has to be copied.
         page = self.engine.config.page_size
         common = max(common - 1, 0) // page * page
         slot = source if source is not None and source in self.free else self.free[0]
-        room, spare = len(run.episode.context) + self.engine.config.chunk, len(self.running)
-        if not self._reserve(slot, room, source, common + 1, spare):
+        positions, spare = len(run.episode.context) + self.engine.config.chunk, len(self.running)
+        if not self._reserve(slot, positions, source, common + 1, spare):
             return None
         self.free.remove(slot)
         run.slot, self.running[slot] = slot, run
-        there = source is not None and source in self.held
-        self.held[slot] = run.request
+        there = source is not None and source in self.cached
+        self.cached[slot] = run.request
         return common if there else 0
 
     @property
@@ -186,7 +186,7 @@ class Scheduler:
         """Releases a cached prompt of a free slot; if there is none, a sample gives way."""
         if cached := [slot for slot in self.free if self.engine.pages.covers(slot, 1)]:
             self.engine.release(cached[0])
-            self.held.pop(cached[0], None)
+            self.cached.pop(cached[0], None)
             return
         now = asyncio.get_running_loop().time()
         runs = [run for run in self.running.values() if run.episode.context]
@@ -196,7 +196,7 @@ class Scheduler:
             longest = max(runs, key=lambda run: run.number)
         longest.rule = self.engine.give_way(longest.slot)
         self._leave(longest)
-        self.held.pop(longest.slot, None)
+        self.cached.pop(longest.slot, None)
         self.parked[longest.number], self.gave_way = longest, True
 
     def _leave(self, run: Running) -> None:
@@ -228,13 +228,13 @@ class Scheduler:
     def restart(self, version: int) -> None:
         """Tells the scheduler that another caller has loaded new parameters into the engine.
 
-        No sample may be running. Prompts in the cache, computed by the old parameters, are
-        discarded.
+        Call this method only while no sample is running. Prompts in the cache, computed by the old
+        parameters, are discarded.
         """
         if self.all_begun:
             raise RuntimeError("the parameters have changed under samples that are running")
         self.version = version
-        self.held.clear()
+        self.cached.clear()
 
     @property
     def waiting_for_weights(self) -> int:
@@ -259,7 +259,7 @@ class Scheduler:
             return
         (params, self.version, recompute), self.reader.weights = self.reader.weights, None
         self.engine.publish(params)
-        self.held.clear()  # the old parameters computed these cached prompts
+        self.cached.clear()  # the old parameters computed these cached prompts
         if recompute and self.running:
             begun = [run for run in self.running.values() if run.episode.context]
             for run in begun:
@@ -307,10 +307,10 @@ class Scheduler:
         for other in (None, *self.free):
             if other is not None and other not in (slot, source):
                 self.engine.release(other)
-                self.held.pop(other, None)
+                self.cached.pop(other, None)
             if self.engine.reserve(slot, positions, source, length, spare):
                 return True
-            self.held.pop(slot, None)  # `reserve` has taken the pages of the cached prompt
+            self.cached.pop(slot, None)  # `reserve` has taken the pages of the cached prompt
             source = None if source == slot else source
         return False
 
@@ -388,8 +388,8 @@ class Scheduler:
         """Prefills the prompts that environments have provided, and ends samples without one."""
         prompts: dict[tuple[int, ...], list[Running]] = {}
         for run in [run for run in self.running.values() if run.is_reset]:
-            seen, start = run.take_result()
-            if seen.ok:
+            observation, start = run.take_result()
+            if observation.ok:
                 prompt = self.episodes.prompt(run.environment.begun)
                 self._computes(run)
                 run.episode.begin(prompt, run.environment.question)
@@ -397,7 +397,9 @@ class Scheduler:
                     prompts.setdefault(prompt, []).append(run)
                     continue
             else:
-                run.episode.tool_calls.append(run.record(ToolRequest(RESET, ""), seen, start))
+                run.episode.tool_calls.append(
+                    run.record(ToolRequest(RESET, ""), observation, start)
+                )
             self._finish(run, self._spent(run) or StopReason.FAULT)
         for run in (begun := list(itertools.chain(*prompts.values()))):
             self._write(run)
@@ -518,10 +520,10 @@ class Scheduler:
             observation, start = run.take_result()
             episode, over = run.episode, run.ended_by(request, observation)
             start_at = len(episode.context) - 1  # the newest token is not in the KV cache yet
-            room, body, frame = self._room(run), observation.text, episode.frame
+            budget, body, frame = self._room(run), observation.text, episode.frame
             ids: list[int] = []
-            if room > 0 and over in (None, StopReason.ENVIRONMENT):
-                ids, body = self.episodes.encode(episode, observation.text, room)
+            if budget > 0 and over in (None, StopReason.ENVIRONMENT):
+                ids, body = self.episodes.encode(episode, observation.text, budget)
             elif over is None:
                 over = StopReason.LENGTH
             record = run.record(request, dataclasses.replace(observation, text=body), start)

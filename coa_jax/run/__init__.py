@@ -1,5 +1,5 @@
 """A run: its command line, its directory, its settings on disk, its progress and its loggers.
 
-`command` starts and ends every command. `run_dir` writes what a run leaves behind. `variants` and
-`machines` build the sizes of config files.
+`command` starts and ends every command. `run_dir` writes the files of a run. `variants` and
+`machines` adapt config files to sizes of models and machines.
 """

@@ -71,8 +71,8 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
 
 
 @dataclasses.dataclass(frozen=True)
-class _ConfigFlag:
-    """What `config_flag` was called with."""
+class ConfigFlag:
+    """The arguments of a call of `config_flag`."""
 
     default: str = ""
     settings: type[Any] | None = None
@@ -80,7 +80,10 @@ class _ConfigFlag:
     with_defaults: Callable[[ml_collections.ConfigDict], ml_collections.ConfigDict] | None = None
 
 
-_config_flag = _ConfigFlag()
+defined_config = ConfigFlag()
+"""The config flag of the command; `config_flag` sets it."""
+_needed: list[tuple[tuple[str, ...], str]] = []
+"""What `need` was called with."""
 # The command line that ml_collections searches for overrides: it does not read them from FLAGS.
 _config_argv: list[str] = []
 
@@ -284,8 +287,8 @@ def config_flag(
         with_defaults: function that adds the settings that a config file lacks; None if a file must
             have all settings.
     """
-    global _config_flag
-    _config_flag = _ConfigFlag(default, settings, first, with_defaults)
+    global defined_config
+    defined_config = ConfigFlag(default, settings, first, with_defaults)
     about = "config file, as FILE.py or FILE.py:ARGUMENT"
     about += f" (default {default})" if default else "; it holds what differs from the defaults"
     config_flags.DEFINE_config_file("config", None, about, sys_argv=_config_argv)
@@ -299,8 +302,45 @@ def workdir_flag(what: str, default: str | None = None, *, required: bool = True
         default: default directory; None if there is no default.
         required: whether the user must give the flag if there is no default.
     """
-    flags.DEFINE_string("workdir", default, what, required=required and default is None)
+    flags.DEFINE_string("workdir", default, what)
     flags.register_validator("workdir", _is_directory_name)
+    if required and default is None:
+        need("--workdir", example="runs/mine")
+
+
+def need(*names: str, example: str) -> None:
+    """Makes a flag or setting, or one of several, necessary on the command line.
+
+    Args:
+        names: flags and settings, such as ``--config.model``; at least one must have a value. The
+            error message shows the first.
+        example: a value of the first flag or setting, for the error message.
+    """
+    _needed.append((names, example))
+
+
+def _check_given() -> None:
+    """Checks what `need` declared.
+
+    Raises:
+        UserError: something is missing; the message names all that is.
+    """
+    missing = [given for given in _needed if not any(map(_value_of, given[0]))]
+    if missing:
+        names = [names[0] for names, _ in missing]
+        start, end = ", ".join(names[:-1]), names[-1]
+        subject = f"{start} and {end} are missing" if start else f"{end} is missing"
+        example = " ".join(f"{names[0]}={value}" for names, value in missing)
+        raise UserError(f"{subject}; give for example {example}")
+
+
+def _value_of(name: str) -> Any:
+    """Returns the value of a flag or of a setting; None if the config lacks the setting."""
+    flag, *keys = name.removeprefix("--").split(".")
+    value = flags.FLAGS[flag].value
+    for key in keys:
+        value = value.get(key) if isinstance(value, ml_collections.ConfigDict) else None
+    return value
 
 
 def _is_directory_name(value: str | None) -> bool:
@@ -330,8 +370,8 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
             override.
 
     Returns:
-        The config. It is locked, so settings can be added only to groups that hold what is set,
-        such as ``algorithm``.
+        The config. It is locked: settings can be added only to groups that list just the settings
+        that differ from their defaults, such as ``algorithm``.
 
     Raises:
         UserError: the file does not exist or does not accept the argument, a setting is unknown, or
@@ -377,15 +417,16 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
         if not _asks_for_help(argv):
             argv, config = _loaded(argv)
             _config_argv[:] = argv = readable_overrides(argv, config)
-            if _config_flag.with_defaults is not None:
+            if defined_config.with_defaults is not None:
                 delattr(flags.FLAGS, "config")
                 config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
-        elif _config_flag.settings is not None:
+        elif defined_config.settings is not None:
             print(_help(argv))
             sys.exit(0)
     rest = _parsed(flags.FLAGS, argv)
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    _check_given()
     names = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
     places = {f"--{name}": flags.FLAGS[name].value for name in names}
     if "config" in flags.FLAGS:
@@ -439,16 +480,16 @@ def _help(argv: list[str]) -> str:
     With a word after ``--help``, returns the settings that contain the word.
     """
     _, config = _loaded([argument for argument in argv if not _HELP.fullmatch(argument)])
-    assert _config_flag.settings is not None
+    assert defined_config.settings is not None
     values = config.to_dict()
-    if _config_flag.with_defaults is not None:  # the user must give what has no default
+    if defined_config.with_defaults is not None:  # the user must give what has no default
         values = {key: value for key, value in values.items() if value != ""}
-    settings = list(settings_of(_config_flag.settings, values))
+    settings = list(settings_of(defined_config.settings, values))
     width = shutil.get_terminal_size((110, 24)).columns
     after = [*itertools.dropwhile(lambda argument: not _HELP.fullmatch(argument), argv), ""][1]
     if after and not after.startswith("-"):
         return search(settings, after, width)
-    first = _config_flag.first or outermost(settings)
+    first = defined_config.first or outermost(settings)
     lines = [(sys.modules["__main__"].__doc__ or "").strip(), "", "flags:"]
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
         default = f" (default {flag.default})" if flag.default else ""
@@ -470,9 +511,9 @@ def _loaded(argv: list[str]) -> tuple[list[str], ml_collections.ConfigDict]:
     argv = _config_first(argv)
     spec = argv[1].partition("=")[2]
     config = load_config(spec) if spec else ml_collections.ConfigDict()
-    if _config_flag.with_defaults is None:
+    if defined_config.with_defaults is None:
         return argv, config
-    return [argv[0], *argv[2:]], _config_flag.with_defaults(config)
+    return [argv[0], *argv[2:]], defined_config.with_defaults(config)
 
 
 def _config_first(argv: list[str]) -> list[str]:
@@ -481,7 +522,7 @@ def _config_first(argv: list[str]) -> list[str]:
     >>> _config_first(["sft", "--config.lr=1", "--config", "a.py"])  # doctest: +SKIP
     ["sft", "--config=/path/of/a.py", "--config.lr=1"]
     """
-    spec, rest = _config_flag.default, []
+    spec, rest = defined_config.default, []
     arguments = iter(switches(argv[1:]))
     for argument in arguments:
         if not _CONFIG_SWITCH.match(argument):

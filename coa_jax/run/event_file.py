@@ -1,8 +1,8 @@
 """Writes TensorBoard event files without TensorFlow or TensorBoard.
 
 An event file is a sequence of framed protocol-buffer messages (`Event` of TensorFlow's
-event.proto). A run needs only two kinds of events, scalars and the mark of a restart. Both have few
-fields, so this module encodes the fields itself.
+event.proto). A run needs only two kinds of events: scalars, and an event that marks a restart. Both
+have few fields, so this module encodes the fields itself.
 """
 
 from __future__ import annotations

@@ -32,8 +32,17 @@ class Fit(NamedTuple):
 
 MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
     "h100": {
-        "sft": {"1.5b": Fit(32_768), "4b": Fit(16_384, lora=32), "7b": Fit(8_192, lora=32)},
-        "rl": {"1.5b": Fit(16_384, slots=32), "4b": Fit(8_192, lora=32, slots=16)},
+        "sft": {
+            "1.5b": Fit(32_768),
+            "4b": Fit(16_384, lora=32),
+            "7b": Fit(8_192, lora=32),
+            "14b": Fit(14_336, lora=32),
+        },
+        "rl": {
+            "1.5b": Fit(16_384, slots=32),
+            "4b": Fit(8_192, lora=32, slots=16),
+            "7b": Fit(16_384, lora=32, slots=16),
+        },
     },
     "8xh100": {
         "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(32_768, 8), "7b": Fit(32_768, 4, 2)},

@@ -12,10 +12,11 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 # Minimum number of seconds between two updates of the numbers on a terminal. Reading a number may
 # wait for the accelerator, so it should be rare.
@@ -32,8 +33,8 @@ class Bar:
         show: function that is called with each status text.
         interval: minimum number of seconds between two status texts.
         clock: function that returns the time in seconds.
-        counts: amounts of other quantities by name, such as tokens. They also grow while a unit is
-            in progress.
+        counts: amounts of other quantities by name, such as tokens. The amounts also grow while a
+            unit is in progress.
         stats: latest values of numbers to show, by name.
     """
 
@@ -118,8 +119,8 @@ def progress(
     Args:
         label: name of the stage.
         total: number of units of work; None if unknown.
-        initial: number of units that were finished before the run was resumed. They do not count
-            for the rate.
+        initial: number of units that were finished before the run was resumed; the rate does not
+            include them.
         stream: output stream; None for stderr.
         interval: seconds between two lines if the stream is not a terminal.
         enabled: whether anything is shown; False for all processes of a run except the first.
@@ -132,6 +133,8 @@ def progress(
     if not enabled:
         yield Bar(total, initial, lambda text: None, interval, clock)
         return
+    from rich.console import Console  # takes a twentieth of a second, and --help shows no bar
+
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
         with _terminal_bar(console, label, total, initial, clock) as bar:
@@ -155,6 +158,8 @@ def progress(
 def _terminal_bar(
     console: Console, label: str, total: int | None, initial: int, clock: Callable[[], float]
 ) -> Iterator[Bar]:
+    from rich.progress import BarColumn, Progress, TextColumn
+
     # A value may contain square brackets, which markup would interpret.
     name = TextColumn("{task.description}", markup=False)
     status = TextColumn("{task.fields[status]}", markup=False)

@@ -320,7 +320,7 @@ class RunDir:
 
         Args:
             phase: phase of the rows.
-            step: last step whose rows stay.
+            step: last step to keep; rows of later steps are removed.
         """
         if not self.active:
             return

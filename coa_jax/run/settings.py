@@ -157,6 +157,17 @@ def complete_config(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     return ConfigDict(_overridable(_listed(build_config(cls, values))))
 
 
+def partial_config(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
+    """Returns a config with a dataclass's defaults; a field without a default may be missing.
+
+    Args:
+        cls: a dataclass; its fields without a default are left out unless ``values`` has them.
+        values: settings that override the defaults. This function does not check the values;
+            `build_config` does.
+    """
+    return ConfigDict(merged(default_values(cls), values))
+
+
 def _listed(config: Any) -> dict[str, Any]:
     """Returns the settings of a dataclass; of groups that are `Sparse`, those with own values."""
     cls: Any = type(config)
@@ -180,7 +191,7 @@ def _differing(config: Any, default: Any) -> dict[str, Any]:
 def default_values(cls: type[Any]) -> dict[str, Any]:
     """Returns the defaults of a dataclass as in a config; fields without a default are left out.
 
-    The dataclass itself is not created: checks of a whole config may import JAX.
+    No instance of the dataclass is created, because the checks of a whole config may import JAX.
     """
     values = {}
     for field in filter(has_default, dataclasses.fields(cls)):
@@ -244,7 +255,7 @@ def changes_of(old: Any, new: Any, key: str = "") -> list[Change]:
     Args:
         old: the earlier settings.
         new: the present settings.
-        key: name of the settings, with which the names in the result begin.
+        key: prefix of all names in the result.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         return [

@@ -66,7 +66,7 @@ class WandbRun:
         repeats the steps after its last checkpoint.
 
         Args:
-            phase: phase of the run.
+            phase: the part of the run that writes the metrics, such as ``rl``.
             step: step of the phase.
             values: metrics by name.
         """

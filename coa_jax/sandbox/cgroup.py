@@ -46,7 +46,7 @@ class Group:
         return int(fields.get("oom_kill", 0)) > 0
 
     def held(self) -> int:
-        """Returns the memory of the group in bytes."""
+        """Returns the memory that the processes of the group use, in bytes."""
         name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
         return int(_read(self.path, name))
 

@@ -166,7 +166,7 @@ def hoards(memory_mb: int, disk_mb: int) -> dict[str, tuple[str, str]]:
 
 
 def measure(said: str, limit: float, ended: float) -> tuple[float, float]:
-    """Reads the output of a program of `hoards`: how far, and for how long, it exceeded its limit.
+    """Returns how much a program of `hoards` used, and for how long it exceeded its limit.
 
     Args:
         said: standard output of the program.

@@ -82,7 +82,7 @@ class Isolation:
         Args:
             limits: limits of the program.
             libraries: directories that are added to the program's ``sys.path``.
-            namespaces: whether Landlock may be combined with namespaces.
+            namespaces: whether namespaces may be used in addition to Landlock.
             cgroup: whether a control group may limit the memory of the program.
         """
         places = tuple(map(os.path.realpath, libraries))

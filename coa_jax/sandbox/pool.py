@@ -25,7 +25,7 @@ class Pool:
         self._slot = 0
 
     def take_slot(self, number: int) -> None:
-        """Takes the slot of the program with this number. Each program must have another number."""
+        """Takes the slot of the program with this number. No two programs may share a number."""
         self._slot = 2 * (number % _SLOTS)
         self._table[self._slot], self._table[self._slot + 1] = os.getpid(), 0
 

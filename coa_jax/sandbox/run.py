@@ -146,9 +146,12 @@ class Flood:
         self.passed = False
 
     def admit(self, data: bytes) -> bytes:
-        """Returns the part of ``data`` that is still within the limit.
+        """Returns the beginning of a program's output that is still within the limit on its size.
 
         The first byte over the limit sets ``passed`` and has the program killed.
+
+        Args:
+            data: the next bytes of the output.
         """
         admitted = data[: self._left]
         self._left -= len(admitted)

@@ -105,9 +105,9 @@ def scene() -> Iterator[Scene]:
             directory.chmod(0o777)
             directories.append(directory)
         abstract = f"\0coa_jax_trial_{secrets.token_hex(8)}"
-        named = str(directories[-1] / "socket")
+        socket_path = str(directories[-1] / "socket")
         kinds: dict[str, tuple[int, int, Any]] = {
-            "unix": (socket.AF_UNIX, socket.SOCK_DGRAM, named),
+            "unix": (socket.AF_UNIX, socket.SOCK_DGRAM, socket_path),
             "tcp": (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
             "udp": (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
             "abstract": (socket.AF_UNIX, socket.SOCK_STREAM, abstract),
@@ -120,7 +120,7 @@ def scene() -> Iterator[Scene]:
             if kind == socket.SOCK_STREAM:
                 listener.listen()
             listeners[name] = listener
-        os.chmod(named, 0o666)
+        os.chmod(socket_path, 0o666)
         yield Scene(directories, listeners)
 
 
@@ -203,7 +203,7 @@ _SETTLED_S, _MEASURED_S, _PAIRS = 0.5, 1.0, 3
 
 
 async def share_beside(job: Job) -> float:
-    """Measures what programs leave of a processor to a busy process outside the sandbox.
+    """Returns the share of a processor that programs leave to a busy process outside the sandbox.
 
     Two programs, the default number for each processor, try to start 45 busy processes each, on the
     processor on which the process runs.

@@ -254,7 +254,7 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
 
 
 def give_way(processes: list[int], threads: int, sessions: int) -> None:
-    """Lowers the priority of some processes, so that together they get the share of one.
+    """Lowers the priority of processes, so that together they get the share of one program.
 
     Args:
         processes: ids of the processes.
@@ -274,10 +274,11 @@ def give_way(processes: list[int], threads: int, sessions: int) -> None:
 
 
 def priority(parts: int) -> int:
-    """Returns the priority that gives each of ``parts`` threads its part of one share.
+    """Returns the priority that gives each of ``parts`` threads its part of a program's share.
 
-    More than two threads get the lowest priority, which is less than their part. If a container
-    competes with others, each processor that its programs occupy takes some of the trainer's share.
+    `NICE` defines the share. More than two threads get the lowest priority, which is less than
+    their part. If a container competes with others, each processor that its programs occupy takes
+    some of the trainer's share.
     """
     return NICE if parts == 1 else NICE + 3 if parts == 2 else 19  # a step is a factor of 1.25
 

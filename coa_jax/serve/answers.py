@@ -60,7 +60,7 @@ class Choice:
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Returns the additional field with which an agent's answer describes a part of its text.
+    """Returns the field, added to OpenAI's API, that describes a part of an agent's answer.
 
     The field has the author and, for an observation, tool, outcome and seconds of the call.
     """

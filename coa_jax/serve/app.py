@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,49 +46,49 @@ _STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 _ERRORS: dict[int | str, dict[str, Any]] = {status: _ERROR for status in _STATUSES}
 
 
-def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
-    """Creates the ASGI application of a running service.
+def make_app(services: Sequence[Service], api_key: str | None, log: RefusalLog) -> FastAPI:
+    """Creates the ASGI application of running services.
 
     Args:
-        service: a service whose context has been entered.
+        services: the policies, as services whose contexts have been entered.
         api_key: bearer token that clients must send; None to serve everybody.
         log: log that receives a line for each refused request.
     """
     app = FastAPI(title="coa_jax", docs_url=None, redoc_url=None)
-    config, created = service.config, int(time.time())
-    name = config.name
+    config, meters, created = services[0].config, services[0].meters, int(time.time())
 
     # FastAPI would parse and validate a body in the event loop, which blocks other requests. So
     # each route reads its own body.
     @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatRequest))
     async def chat(request: Request) -> Response:
         """Completes a conversation; the model ``NAME-agent`` uses the server's tools."""
-        return await chat_completion(service, request)
+        return await chat_completion(services, request)
 
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(TextRequest))
     async def completions(request: Request) -> Response:
         """Completes a text."""
-        return await text_completion(service, request)
+        return await text_completion(services, request)
 
     @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
     async def models() -> dict[str, Any]:
-        """Lists the model, and the model with tools."""
+        """Lists each model, and each model with tools."""
         common = {"object": "model", "created": created, "owned_by": "coa_jax"}
         length = {"max_model_len": config.engine.max_length}
-        ids = (name, f"{name}-agent")
+        names = [service.config.name for service in services]
+        ids = [id for name in names for id in (name, f"{name}-agent")]
         return {"object": "list", "data": [{"id": i, **common, **length} for i in ids]}
 
     @app.get("/health", responses={403: _ERROR, 503: _ERROR})
     async def health() -> Response:
         """Reports whether requests are served."""
-        if service.healthy and service.accepting:
+        if all(service.healthy and service.accepting for service in services):
             return JSONResponse({"status": "ok"})
         return error_response(ShuttingDown())
 
     @app.get("/metrics", responses={401: _ERROR, 403: _ERROR})
     async def metrics() -> Response:
         """Returns metrics in the text format of Prometheus."""
-        return PlainTextResponse(service.meters.text(), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(meters.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -107,7 +108,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
     )
 
     def count(path: str, status: int) -> None:
-        service.meters.requests.labels(path, str(status)).inc()
+        meters.requests.labels(path, str(status)).inc()
 
     app.add_middleware(Guard, rules=rules, answer=error_response, log=log, count=count)
     _describe(app)

@@ -23,23 +23,27 @@ from coa_jax.tasks import Task
 
 
 async def chat_completion(
-    service: Service,
+    services: Sequence[Service],
     request: Request,
     prepare: Callable[[Service, ChatRequest], Visit] | None = None,
 ) -> Response:
     """Answers a chat request.
 
     Args:
-        service: the service that samples completions.
+        services: the policies of the server; the request names one of them.
         request: the HTTP request of the client.
         prepare: function that converts the body of the chat request into a request for the rollout
-            loop. It is called in a thread. None for the default function.
+            loop of the first policy, whatever its model. It is called in a thread. None for the
+            default function.
 
     Raises:
         Refused: the request is refused; the exception has the HTTP status.
     """
+    service = services[0]
     with service.reading():
         body = await exchange.read_request(service, request, ChatRequest)
+        if prepare is None:
+            service = exchange.policy_of(services, body.model, agents=True)
         visit = await service.read(prepare or _visit, service, body)
     if body.stream:
         write = functools.partial(_stream, service, body)
@@ -112,7 +116,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
     turns = read_messages(body)
     texts = [text for _, text in turns]
-    if not exchange.check_model(service, body.model, agents=True):
+    if body.model == service.config.name:
         if 5 * len(texts) > length:  # a message has five tokens or more
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")

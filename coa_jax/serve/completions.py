@@ -22,15 +22,19 @@ from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
 
 
-async def text_completion(service: Service, request: Request) -> Response:
+async def text_completion(services: Sequence[Service], request: Request) -> Response:
     """Answers a request for text completions.
+
+    Args:
+        services: the policies of the server; the request names one of them.
+        request: the HTTP request of the client.
 
     Raises:
         Refused: the request is refused; the exception has the HTTP status.
     """
-    with service.reading():
-        body = await exchange.read_request(service, request, TextRequest)
-        exchange.check_model(service, body.model, agents=False)
+    with services[0].reading():
+        body = await exchange.read_request(services[0], request, TextRequest)
+        service = exchange.policy_of(services, body.model, agents=False)
         total, most = len(body.prompt) * (body.n or 1), service.config.max_samples
         if len(body.prompt) > 1 and total > most:
             message = f"{len(body.prompt)} prompts with n of {body.n or 1} are {total} completions"

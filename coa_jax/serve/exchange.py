@@ -48,7 +48,7 @@ async def read_request(service: Service, request: Request, kind: type[B]) -> B:
     return await service.read(lambda: validated(kind, parse_json(body, values, containers)))
 
 
-def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:
+def check_length(tokenizer: Any, texts: Sequence[str], limit: int, param: str) -> None:
     """Refuses a prompt with far too many tokens before all of its text is tokenised.
 
     The function tokenises pieces of the text until there are too many tokens. Each cut between two
@@ -58,23 +58,23 @@ def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) ->
     Args:
         tokenizer: tokenizer of the model.
         texts: parts of the prompt.
-        room: maximum number of tokens of the prompt.
+        limit: maximum number of tokens of the prompt.
         param: name of the request's field with the prompt, used in the error message.
 
     Raises:
-        Refused: the prompt has more than about twice ``room`` tokens.
+        Refused: the prompt has more than about twice ``limit`` tokens.
     """
-    if sum(map(len, texts)) <= max(_PIECE, 2 * room) and len(texts) <= room:
+    if sum(map(len, texts)) <= max(_PIECE, 2 * limit) and len(texts) <= limit:
         return
     counted = len(texts)
     for text in texts:
         for start in range(0, len(text), _PIECE):
-            if counted > 2 * room + _PIECE:
+            if counted > 2 * limit + _PIECE:
                 break
             counted += len(encode_plain(tokenizer, text[start : start + _PIECE]))
-    if counted > 2 * room + _PIECE or len(texts) > room:
-        context = f"this model's context has room for {room}"
-        raise Refused(400, f"the prompt has more than {room} tokens; {context}", param)
+    if counted > 2 * limit + _PIECE or len(texts) > limit:
+        context = f"this model's context has room for {limit}"
+        raise Refused(400, f"the prompt has more than {limit} tokens; {context}", param)
 
 
 def make_visit(
@@ -105,18 +105,18 @@ def make_visit(
     length = config.engine.max_length
     if agent:
         length = min(config.rollout.max_tokens, length)
-    room = length - len(prompt)
+    free = length - len(prompt)
     if not prompt:
         raise Refused(400, "the prompt is empty")
-    if room < 1:
+    if free < 1:
         raise Refused(
             400, f"the prompt has {len(prompt)} tokens; this model's context has room for "
             f"{length}, one of them for the completion"
         )  # fmt: skip
-    if max_tokens is not None and max_tokens > room:
+    if max_tokens is not None and max_tokens > free:
         raise Refused(
             400, f"max_tokens is {max_tokens}; the prompt has {len(prompt)} tokens and leaves "
-            f"room for {room}", "max_tokens"
+            f"room for {free}", "max_tokens"
         )  # fmt: skip
     samples = body.n or 1
     if samples > config.max_samples:
@@ -134,7 +134,7 @@ def make_visit(
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(body.top_k or 0, 0),
         ),
-        max_tokens=len(prompt) + (room if max_tokens is None else max_tokens),
+        max_tokens=len(prompt) + (free if max_tokens is None else max_tokens),
         agent=agent,
         calls=calls,
         stops=body.stop,
@@ -246,24 +246,23 @@ def head(kind: str, model: str) -> dict[str, Any]:
     }
 
 
-def check_model(service: Service, model: str, *, agents: bool) -> bool:
-    """Checks the name of the model in a request; returns whether the name asks for the agent.
+def policy_of(services: Sequence[Service], model: str, *, agents: bool) -> Service:
+    """Returns the policy that the name of the model in a request chooses.
 
-    The agent is the policy with the server's tools; its name is ``NAME-agent``.
+    The name is that of the policy or, for the policy with the server's tools, ``NAME-agent``.
 
     Args:
-        service: the service that samples completions.
+        services: the policies of the server.
         model: name of the model in the request.
-        agents: whether the route supports the agent.
+        agents: whether the route supports agents.
 
     Raises:
         Refused: the server has no model of this name.
     """
-    name = service.config.name
-    if model == name:
-        return False
-    if agents and model == f"{name}-agent":
-        return True
-    models = f"{name} and {name}-agent" if agents else name
-    message = f"there is no model {model[:200]!r} here, but {models}"
-    raise Refused(404, message, "model", "there is no such model")
+    names = {service.config.name: service for service in services}
+    if agents:
+        names |= {f"{name}-agent": service for name, service in names.items()}
+    if (service := names.get(model)) is None:
+        message = f"there is no model {model[:200]!r} here, but {' and '.join(names)}"
+        raise Refused(404, message, "model", "there is no such model")
+    return service

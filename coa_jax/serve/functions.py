@@ -41,7 +41,7 @@ class FunctionCall(NamedTuple):
     """A call by the policy of a function that the client offers.
 
     Attributes:
-        name: name of the function.
+        name: the function to call, one of those that the client offers.
         arguments: arguments, as the text of a JSON object.
     """
 

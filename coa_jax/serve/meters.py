@@ -13,15 +13,11 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Meters:
-    """The Prometheus metrics of one server, such as the numbers of samples and tokens."""
+    """The Prometheus metrics of one server, summed over its policies."""
 
-    def __init__(self, slots: int, samples: Callable[[], int]):
-        """Creates the metrics, all at zero.
-
-        Args:
-            slots: number of samples that can run at a time.
-            samples: function that returns the number of samples that wait or run.
-        """
+    def __init__(self) -> None:
+        """Creates the metrics, all at zero."""
+        self._policies: list[tuple[int, Callable[[], int]]] = []
         self._registry = r = CollectorRegistry()
         self.requests = Counter(
             "coa_jax_requests",
@@ -42,13 +38,25 @@ class Meters:
             "coa_jax_tool_calls", "Tool calls of agents.", ["tool", "outcome"], registry=r
         )
         running = Gauge("coa_jax_running", "Samples in slots.", registry=r)
-        running.set_function(lambda: min(samples(), slots))
+        running.set_function(lambda: sum(min(count(), slots) for slots, count in self._policies))
         waiting = Gauge("coa_jax_waiting", "Samples that wait for a slot.", registry=r)
-        waiting.set_function(lambda: max(samples() - slots, 0))
-        Gauge("coa_jax_slots", "Samples that run at a time.", registry=r).set(slots)
+        waiting.set_function(
+            lambda: sum(max(count() - slots, 0) for slots, count in self._policies)
+        )
+        self._slots = Gauge("coa_jax_slots", "Samples that run at a time.", registry=r)
         timed = functools.partial(Histogram, buckets=_SECONDS, registry=r)
         self.first_text = timed("coa_jax_first_text_seconds", "From a request to the first text.")
         self.seconds = timed("coa_jax_request_seconds", "From a request to its end.")
+
+    def watch(self, slots: int, samples: Callable[[], int]) -> None:
+        """Adds a policy.
+
+        Args:
+            slots: number of samples of the policy that can run at a time.
+            samples: function that returns the number of its samples that wait or run.
+        """
+        self._policies.append((slots, samples))
+        self._slots.inc(slots)
 
     def finished(self, visit: Visit, event: Event) -> None:
         """Counts a sample that has ended, with its tokens and tool calls.

@@ -14,7 +14,6 @@ from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.episodes import TextEpisodes
 from coa_jax.rollout.request import Request
 from coa_jax.serve.score import Scored
-from coa_jax.serve.stops import StopStrings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +50,11 @@ class Visit(Request):
     """A client's request for completions, in the form that the rollout loop takes.
 
     Attributes:
-        events: queue that receives the events of the request's samples, and None if the rollout
-            loop has ended.
+        events: queue of the events of the request's samples. None in the queue means that the
+            rollout loop has ended.
         agent: whether tags that the policy writes call tools. If False, the samples are completions
             without tools, to which the budgets of agents do not apply.
-        stops: stop strings, which end a completion; the agent has none.
+        stops: strings that end a completion; empty if ``agent`` is True.
         keep_stop: whether the text of a completion includes the stop string that ended it.
         calls: whether a completion may call functions of the client.
         name: random name, which becomes part of the ids of the function calls.
@@ -107,7 +106,7 @@ class ServedSample(Episode):
         if event is StopReason.EOS:
             return event  # the end token is not part of the text
         self._send(self._stops.feed(self.take_text()), tokens=(Scored(token, logp),))
-        return None if self._stops.found is None else StopReason.EOS
+        return None if self._stops.match is None else StopReason.EOS
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
         """Adds an observation, and sends its text to the client.
@@ -126,7 +125,7 @@ class ServedSample(Episode):
         """
         trajectory = super().finish(stop_reason, gold, metadata)
         rest = self._stops.feed(self.take_text()) + self._stops.flush()
-        finish, stop = finish_reason(stop_reason), self._stops.found
+        finish, stop = finish_reason(stop_reason), self._stops.match
         self._send(rest, finish=finish, stop=stop, trajectory=trajectory)
         return trajectory
 
@@ -166,3 +165,57 @@ def finish_reason(reason: StopReason) -> str:
     if reason in (StopReason.CANCELLED, StopReason.FAULT):
         return str(reason)
     return "stop" if reason in (StopReason.EOS, StopReason.ANSWER) else "length"
+
+
+# --- stop strings -------------------------------------------------------------------------
+
+
+class StopStrings:
+    """Finds the first stop string in a text, and holds back text that may begin a stop string.
+
+    If several stop strings end at the same character, the longest of them is found.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), *, keep: bool = False):
+        """Starts with an empty text.
+
+        Args:
+            stops: nonempty strings that end the text.
+            keep: whether the returned text includes the stop string that was found.
+        """
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=1)
+        self._keep = keep
+        self._pending = ""
+        self.match: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Adds a piece of text; returns the text that can no longer be part of a stop string.
+
+        After the object has found a stop string, the method always returns "".
+        """
+        if self.match is not None:
+            return ""
+        self._pending += text
+        # The stop string that ends first counts.
+        ends = {s: self._pending.find(s) + len(s) for s in self._stops if s in self._pending}
+        if ends:
+            self.match = min(ends, key=lambda stop: (ends[stop], -len(stop)))
+            end = ends[self.match] - (0 if self._keep else len(self.match))
+            out, self._pending = self._pending[:end], ""
+            return out
+        out = self._pending[: len(self._pending) - self._prefix()]
+        self._pending = self._pending[len(out) :]
+        return out
+
+    def flush(self) -> str:
+        """Ends the text; returns the part that might have been the start of a stop string."""
+        out, self._pending = self._pending, ""
+        return out
+
+    def _prefix(self) -> int:
+        """Returns the number of characters at the end of the text that may begin a stop string."""
+        for size in range(min(self._longest - 1, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-size:]) for stop in self._stops):
+                return size
+        return 0

@@ -63,7 +63,7 @@ class CalledFunction(BaseModel):
     """The function that an earlier assistant message called.
 
     Attributes:
-        name: name of the function.
+        name: name under which the client offered the function.
         arguments: arguments, as the text of a JSON object.
     """
 
@@ -166,7 +166,7 @@ class Function(BaseModel):
     """The description of a function that the client offers to the policy.
 
     Attributes:
-        name: name of the function.
+        name: what the policy writes to call the function.
 
     The policy sees all fields of the function, including fields that this class does not list.
     """

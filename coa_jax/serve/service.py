@@ -44,6 +44,7 @@ class Service:
         prompt: Prompt | None = None,
         version: int | None = None,
         recompute: bool = False,
+        meters: Meters | None = None,
     ):
         """Sets up a service.
 
@@ -54,6 +55,7 @@ class Service:
             config: settings of the server.
             prompt: instructions of the agent's prompt; None for those that the config names.
             version, recompute: as in `EngineSampler`.
+            meters: metrics of the server; None for a server of this policy only.
         """
         self.prompt = prompt or load_prompt(config.rollout.prompt_style, config.model)
         self.model, self.engines, self.config = model, engines, config
@@ -63,7 +65,8 @@ class Service:
         self.accepting = True
         self._visits: set[Visit] = set()
         self._samples = 0  # number of samples that wait or run
-        self.meters = Meters(self.slots, lambda: self._samples)
+        self.meters = meters or Meters()
+        self.meters.watch(self.slots, lambda: self._samples)
         self._places = collections.Counter[str]()  # number of requests in each kind of `_limited`
         # Blocking tools may occupy all threads of the event loop, so the service has threads of its
         # own.
@@ -156,18 +159,18 @@ class Service:
         """
         return asyncio.get_running_loop().run_in_executor(self._scorer, function)
 
-    def scoring(self, wanted: bool) -> contextlib.AbstractContextManager[None]:
+    def scoring(self, needed: bool) -> contextlib.AbstractContextManager[None]:
         """Reserves a place for a request that needs log-probabilities, until the request ends.
 
         The place should be reserved before the completions of the request are sampled.
 
         Args:
-            wanted: whether the request needs log-probabilities. If False, no place is reserved.
+            needed: whether the request needs log-probabilities. If False, no place is reserved.
 
         Raises:
             Refused: too many requests need log-probabilities, or the server is shutting down.
         """
-        if not wanted:
+        if not needed:
             return contextlib.nullcontext()
         self._check_accepting()
         return self._limited("want scores", self.config.max_waiting)

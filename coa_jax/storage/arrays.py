@@ -32,19 +32,19 @@ def checkpoints_of(path: Path) -> Path:
     return folder
 
 
-def prepared(place: str | os.PathLike[str]) -> Any:
+def prepared(path: str | os.PathLike[str]) -> Any:
     """Converts a path or URL to the form that Orbax needs.
 
     A local path becomes a `pathlib.Path`, and a URL an `epath.Path`.
     """
-    if not is_url(place):
-        return Path(place).resolve()
-    file_system(scheme_of(os.fspath(place)))  # applies settings of fsspec that epath uses, too
-    if scheme_of(os.fspath(place)) == "s3":
+    if not is_url(path):
+        return Path(path).resolve()
+    file_system(scheme_of(os.fspath(path)))  # applies settings of fsspec that epath uses, too
+    if scheme_of(os.fspath(path)) == "s3":
         _teach_orbax_s3()
     from etils import epath
 
-    return epath.Path(place)
+    return epath.Path(path)
 
 
 def is_bucket(path: os.PathLike[str]) -> bool:

@@ -65,8 +65,8 @@ def cache_folder(name: str, source: str) -> Path:
     """Returns the folder of a cache of results that are computed from an input.
 
     For an input in a bucket, the folder is in the temporary folder, like the copy of the input: a
-    run whose places are all in a bucket writes nothing else to this machine. For other inputs this
-    is `durable.cache_folder`.
+    run whose inputs and outputs are all in a bucket writes nothing else to this machine. For other
+    inputs this is `durable.cache_folder`.
 
     Args:
         name: name of the cache.
@@ -76,34 +76,34 @@ def cache_folder(name: str, source: str) -> Path:
     return own_folder() / "caches" / name if in_bucket else durable.cache_folder(name)
 
 
-def local(place: str, leave_out: str = "") -> str:
+def local(source: str, leave_out: str = "") -> str:
     """Returns the local path of an input; an input in a bucket is first copied to this host.
 
     An object that was copied before is copied again only if it has changed. If the object no longer
     exists, its copy is removed.
 
     Args:
-        place: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
-            with everything in it except checkpoints. The `SIDECARS` in the folder of ``place`` are
+        source: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
+            with everything in it except checkpoints. The `SIDECARS` in the folder of ``source`` are
             copied too.
         leave_out: pattern of names of files that are not copied; "" to copy all files.
 
     Raises:
         UserError: the input cannot be read, or contains no file.
     """
-    if not is_url(place):
-        return place
-    fs, inside = opened(place)
+    if not is_url(source):
+        return source
+    fs, inside = opened(source)
     root = inside.partition("*")[0].rpartition("/")[0]
-    with telling(place):
+    with telling(source):
         below = _objects(fs, inside)
         objects = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
         if not objects:
-            raise UserError(f"{place}: there is no such file or folder; correct the address")
+            raise UserError(f"{source}: there is no such file or folder; correct the address")
         sides = {name: _optional(fs, name) for name in (join(root, name) for name in SIDECARS)}
         objects |= {name: info for name, info in sides.items() if info is not None}
         gone = functools.partial(_is_gone, inside, {**below, **objects}, sides)
-        folder = _copy(fs, objects, root, f"{scheme_of(place)}://{root}", gone)
+        folder = _copy(fs, objects, root, f"{scheme_of(source)}://{root}", gone)
     return str(folder / inside.removeprefix(root).lstrip("/"))
 
 
@@ -217,22 +217,22 @@ def _mark(info: Mapping[str, Any]) -> str:
     return f"{info.get('size')} {info.get('generation') or info.get('ETag') or info.get('mtime')}"
 
 
-def version(place: str) -> str:
+def version(path: str) -> str:
     """Returns a text that changes when a file's content changes; does not read the file.
 
     Args:
-        place: local path or URL of the file.
+        path: local path or URL of the file.
 
     Raises:
         UserError: the object at the URL does not exist or cannot be read.
         OSError: the local file does not exist.
     """
-    if not is_url(place):
-        file = Path(place).expanduser().resolve()
+    if not is_url(path):
+        file = Path(path).expanduser().resolve()
         return f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
-    fs, inside = opened(place)
-    with telling(place):
-        return f"{place} {_mark(fs.info(inside))}"
+    fs, inside = opened(path)
+    with telling(path):
+        return f"{path} {_mark(fs.info(inside))}"
 
 
 def exists(url: str) -> bool:
@@ -255,20 +255,20 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def output(place: str) -> Iterator[Path]:
+def output(target: str) -> Iterator[Path]:
     """Yields a local path for an output file or folder, which is uploaded at the end of the block.
 
     Args:
-        place: a local path, which is yielded unchanged; or a URL, at which the upload replaces
+        target: a local path, which is yielded unchanged; or a URL, at which the upload replaces
             existing objects.
 
     Raises:
         UserError: the upload fails. The local files are then lost.
     """
-    if not is_url(place):
-        yield Path(place)
+    if not is_url(target):
+        yield Path(target)
         return
-    url = place.rstrip("/")
+    url = target.rstrip("/")
     with tempfile.TemporaryDirectory(prefix="output-", dir=own_folder()) as folder:
         stands_for(Path(folder), url.rpartition("/")[0])
         path = Path(folder) / url.rpartition("/")[2]

@@ -15,7 +15,8 @@ _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
 
 _NAMES_FILES = re.compile(
     r"(?:--|.*\.)(?:workdir|replay|out|output|page|copy|model|policy|data|validation|tasks|source|traces"
-    r"|files|corpus|path|folder|cache|pass_rates|records|private_tests|prompt_style)"
+    r"|files|corpus|path|folder|cache|pass_rates|records|private_tests|prompt_style"
+    r"|adapters\.[^.]+)"
 )
 """Matches names of flags and settings whose values are paths or URLs of files."""
 _LOCAL_ONLY = ("--copy",)

@@ -31,22 +31,22 @@ _WEIGHTS = ("*.safetensors",)
 _PATIENCE = 5.0  # seconds to wait for the Hub if a command can continue without it
 
 
-def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
+def hub_id(source: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
     """Parses the id of a model on the Hub.
 
     Returns:
         The name ``Org/Name``, the revision and the name of a GGUF file (None if the id has no
-        revision or names no file). The whole result is None if ``place`` is not an id or is an
+        revision or names no file). The whole result is None if ``source`` is not an id or is an
         existing local path.
     """
-    text = os.fspath(place)
+    text = os.fspath(source)
     match = ID.fullmatch(text)
     if match is None or os.path.exists(text):
         return None
     return match["name"], match["revision"], match["file"]
 
 
-def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path:
+def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Returns the local folder, or the GGUF file, of a model; downloads the model if necessary.
 
     A model of the Hub is downloaded to the cache of huggingface_hub, which lets only one process
@@ -54,7 +54,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
     `weights_apart`. Several processes that load a model of the Hub together use `weights_on_hub`.
 
     Args:
-        place: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
+        source: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
             no safetensors and a single GGUF file, the model is this file.
         weights: whether the weights are needed. If False, only the config and the tokenizer are
             downloaded.
@@ -63,7 +63,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
         UserError: the model does not exist, access is refused, or the repository has several GGUF
             files and the id names none of them.
     """
-    text = os.fspath(place)
+    text = os.fspath(source)
     if is_url(text):
         return Path(local(text, leave_out="*.safetensors"))
     if (repository := hub_id(text)) is None:
@@ -84,38 +84,38 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
     return path
 
 
-def hub_cache(place: str | os.PathLike[str]) -> Path | None:
+def hub_cache(source: str | os.PathLike[str]) -> Path | None:
     """Returns the cache of huggingface_hub, if a model is downloaded to this cache.
 
-    The result is None if ``place`` is not an id of the Hub, and in offline mode.
+    The result is None if ``source`` is not an id of the Hub, and in offline mode.
     """
     from huggingface_hub import constants
 
-    if hub_id(place) is None or constants.HF_HUB_OFFLINE:
+    if hub_id(source) is None or constants.HF_HUB_OFFLINE:
         return None
     return Path(constants.HF_HUB_CACHE).expanduser().resolve()  # as huggingface_hub does
 
 
-def snapshot_of(place: str | os.PathLike[str], found: Path) -> Path:
-    """Returns the folder in the cache of the commit of a model; its name is the commit.
+def snapshot_of(source: str | os.PathLike[str], model: Path) -> Path:
+    """Returns the folder of a downloaded model in the Hub cache; the folder's name is the commit.
 
     Args:
-        place: id of the model, for which `hub_cache` is not None.
-        found: result of `model_folder`.
+        source: id of the model, for which `hub_cache` is not None.
+        model: result of `model_folder`.
     """
-    cache = hub_cache(place)
+    cache = hub_cache(source)
     assert cache is not None
-    return cache.joinpath(*found.relative_to(cache).parts[:3])  # REPOSITORY/snapshots/COMMIT
+    return cache.joinpath(*model.relative_to(cache).parts[:3])  # REPOSITORY/snapshots/COMMIT
 
 
-def cached_files(place: str | os.PathLike[str], *, weights: bool) -> list[Path]:
+def cached_files(source: str | os.PathLike[str], *, weights: bool) -> list[Path]:
     """Downloads a model of the Hub as `model_folder` does; returns the files in the cache.
 
     The model must be on the Hub (`hub_cache` returns a folder). See `model_folder` for the
     arguments and errors.
     """
-    model = model_folder(place, weights=weights)
-    snapshot = snapshot_of(place, model)
+    model = model_folder(source, weights=weights)
+    snapshot = snapshot_of(source, model)
     patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     there = {path for pattern in patterns for path in snapshot.glob(pattern) if path.is_file()}
     return sorted(there | ({model} if model.is_file() else set()))
@@ -210,16 +210,16 @@ class RemoteFiles:
         return bytes(data)
 
 
-def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
+def weights_apart(source: str | os.PathLike[str]) -> RemoteFiles | None:
     """Returns the safetensors files of a model in a bucket; None if the model is not in a bucket.
 
     Args:
-        place: path, URL or id of the model, as for `model_folder`.
+        source: path, URL or id of the model, as for `model_folder`.
 
     Raises:
         UserError: the bucket cannot be read.
     """
-    text = os.fspath(place)
+    text = os.fspath(source)
     if not is_url(text):
         return None
     fs, root = opened(text)
@@ -229,34 +229,36 @@ def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
     return RemoteFiles(url, tuple(names), url, fs)
 
 
-def weights_on_hub(place: str | os.PathLike[str]) -> bool:
+def weights_on_hub(source: str | os.PathLike[str]) -> bool:
     """Returns whether ranges of a model's safetensors files can be requested from the Hub.
 
-    The result is False if ``place`` is not an id of the Hub or names a GGUF file, and in offline
+    The result is False if ``source`` is not an id of the Hub or names a GGUF file, and in offline
     mode.
     """
     from huggingface_hub import constants
 
-    repository = hub_id(place)
+    repository = hub_id(source)
     return repository is not None and repository[2] is None and not constants.HF_HUB_OFFLINE
 
 
-def hub_files(place: str | os.PathLike[str], commit: str, names: Sequence[str]) -> RemoteFiles:
+def hub_files(source: str | os.PathLike[str], commit: str, names: Sequence[str]) -> RemoteFiles:
     """Returns files of a model on the Hub, without a download.
 
     Args:
-        place: id of the model, for which `weights_on_hub` is True.
+        source: id of the model, for which `weights_on_hub` is True.
         commit: commit of the repository.
         names: names of the files.
     """
     from huggingface_hub import HfFileSystem
 
-    repository = hub_id(place)
+    repository = hub_id(source)
     assert repository is not None
     root = f"{repository[0]}@{commit}"
     # Without this option, HfFileSystem reads more than the requested bytes.
     options = {"cache_type": "none"}
-    return RemoteFiles(os.fspath(place), tuple(names), root, HfFileSystem(), _telling_file, options)
+    return RemoteFiles(
+        os.fspath(source), tuple(names), root, HfFileSystem(), _telling_file, options
+    )
 
 
 @contextlib.contextmanager
@@ -269,13 +271,13 @@ def _telling_file(text: str) -> Iterator[None]:
             raise UserError(f"{text}: the repository has no such file") from error
 
 
-def hub_description(place: str | os.PathLike[str]) -> Path | None:
+def hub_description(source: str | os.PathLike[str]) -> Path | None:
     """Downloads the file of a model on the Hub that describes the architecture, and no other file.
 
     The file is ``config.json`` or, in a repository without it, ``adapter_config.json``.
 
     Returns:
-        The folder of the file; None if ``place`` is not an id of the Hub or names a GGUF file, or
+        The folder of the file; None if ``source`` is not an id of the Hub or names a GGUF file, or
         if the repository has neither file.
 
     Raises:
@@ -284,11 +286,11 @@ def hub_description(place: str | os.PathLike[str]) -> Path | None:
     """
     from huggingface_hub import HfApi, constants, errors, hf_hub_download
 
-    if (repository := hub_id(place)) is None or repository[2] is not None:
+    if (repository := hub_id(source)) is None or repository[2] is not None:
         return None
     name, revision, _ = repository
     reached, missing = not constants.HF_HUB_OFFLINE, errors.EntryNotFoundError()
-    with _telling(os.fspath(place)):
+    with _telling(os.fspath(source)):
         if reached:
             # `hf_hub_download` repeats its requests for minutes.
             try:

@@ -39,8 +39,8 @@ class Lease:
     def __init__(self, url: str):
         """Takes the lease of a directory.
 
-        If another run has the lease, the constructor waits until the lease expires, to see whether
-        this run renews the lease.
+        If another run has the lease, the constructor waits until that run renews the lease (then it
+        raises UserError) or the lease expires.
 
         Args:
             url: URL of the run directory.
@@ -98,7 +98,7 @@ class Lease:
 
     def _write(self, mode: str) -> None:
         now = time.monotonic()
-        held = {
+        holder = {
             "token": self._token,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -106,7 +106,7 @@ class Lease:
             "started": _start_time(os.getpid()),
             "renewed": time.time(),
         }
-        self._fs.pipe_file(self._path, json.dumps(held).encode(), mode=mode)
+        self._fs.pipe_file(self._path, json.dumps(holder).encode(), mode=mode)
         self._renewed = now
 
     def _renew(self) -> None:
@@ -153,11 +153,11 @@ def _start_time(pid: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-def _is_gone(held: dict[str, Any]) -> bool:
+def _is_gone(holder: dict[str, Any]) -> bool:
     """Returns whether the holder of a lease was a process of this machine that has ended."""
-    pid = held.get("pid")
+    pid = holder.get("pid")
     return (
-        held.get("place") == _machine_id()
+        holder.get("place") == _machine_id()
         and isinstance(pid, int)
-        and _start_time(pid) != held.get("started")
+        and _start_time(pid) != holder.get("started")
     )

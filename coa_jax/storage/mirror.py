@@ -40,7 +40,7 @@ WHOLE = 8 << 20
 ENTRIES = "entries-"
 """Prefix of the names of objects of `coa_jax.storage.shared`, which are not mirrored."""
 NAMES_ONLY = ("traces", "tensorboard", "profile", "model", "model-adapters")
-"""Names of folders of which a resumed run needs only the names of the files."""
+"""Names of folders in which a resumed run reads only the names of the files."""
 
 
 @dataclasses.dataclass
@@ -66,12 +66,12 @@ class _File:
 
     Attributes:
         chunks: the objects of the file, in order.
-        seen: inode, size and modification time of the local file at the last upload; None if it was
-            not uploaded.
+        stamp: inode, size and modification time of the local file at the last upload; None if it
+            was not uploaded.
     """
 
     chunks: list[_Chunk]
-    seen: tuple[int, int, int] | None = None
+    stamp: tuple[int, int, int] | None = None
 
 
 class Mirror:
@@ -121,7 +121,7 @@ class Mirror:
                     path.touch()
                 else:
                     self._download(file, path)
-                file.seen = _file_stamp(path)
+                file.stamp = _file_stamp(path)
                 self._files[relative] = file
             if own and stale:
                 self._fs.rm([f"{self._root}/{name}" for name in stale])
@@ -189,21 +189,21 @@ class Mirror:
         """Uploads a file from its first change on, which usually means only the new bytes."""
         file = self._files.get(relative, _File([]))
         try:
-            seen = _file_stamp(path)
-            if file.seen == seen:
+            stamp = _file_stamp(path)
+            if file.stamp == stamp:
                 return
             with open(path, "rb") as data:
-                unchanged = _unchanged(data, file.chunks) if _has_grown(file.seen, seen) else []
+                unchanged = _unchanged(data, file.chunks) if _has_grown(file.stamp, stamp) else []
                 start = unchanged[-1].offset + unchanged[-1].size if unchanged else 0
                 name = f"{relative}{PART}{start:015d}" if unchanged else relative
                 # If the file grows during the upload, it is uploaded up to this size.
-                chunk = self._put_chunk(data, _Chunk(name, start, seen[1] - start, 0))
+                chunk = self._put_chunk(data, _Chunk(name, start, stamp[1] - start, 0))
         except FileNotFoundError:
             if path.exists():
                 raise
             return  # The file was removed during the upload. The next `sync` removes its objects.
         self._remove(old for old in file.chunks[len(unchanged) :] if old.name != name)
-        self._files[relative] = _File([*unchanged, chunk], seen)
+        self._files[relative] = _File([*unchanged, chunk], stamp)
 
     def _put_chunk(self, data: IO[bytes], chunk: _Chunk) -> _Chunk:
         """Uploads a part of a file; returns the part with its size and its checksum."""
@@ -344,19 +344,19 @@ def _remove_own(folder: Path, owner: int) -> None:
 _mirrors: dict[Path, Mirror] = {}
 
 
-def run_folder(place: str | os.PathLike[str]) -> Path:
+def run_folder(path: str | os.PathLike[str]) -> Path:
     """Returns the local folder of a run directory.
 
     Args:
-        place: a local path, which is returned, or a URL. For a URL, the returned folder is a
+        path: a local path, which is returned, or a URL. For a URL, the returned folder is a
             mirror, which is empty until `RunDir` opens it.
 
     Raises:
         UserError: the scheme of the URL is not supported, or its store cannot be used.
     """
-    if not is_url(place):
-        return Path(place)
-    url = os.fspath(place).rstrip("/")
+    if not is_url(path):
+        return Path(path)
+    url = os.fspath(path).rstrip("/")
     mirror = next((each for each in _mirrors.values() if each.url == url), None) or Mirror(url)
     _mirrors[mirror.path] = mirror
     return mirror.path
@@ -370,26 +370,26 @@ def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
 
 @contextlib.contextmanager
 def visited(
-    place: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
+    url_or_path: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
 ) -> Iterator[Path]:
     """Yields the local folder of a run; at the end, uploads changes of its files.
 
     The run may be in progress.
 
     Args:
-        place: directory of the run, a local path or a URL.
+        url_or_path: directory of the run, a local path or a URL.
         names_only: names of top-level folders that are not downloaded, see `Mirror.fill`.
 
     Raises:
         UserError: the directory does not exist, or cannot be read or written.
     """
-    path = run_folder(place)
+    path = run_folder(url_or_path)
     mirror = mirror_of(path)
     if mirror is None:
         yield path
         return
     mirror.fill(names_only)
     if not any(path.iterdir()):
-        raise UserError(f"{os.fspath(place)}: there is no run directory; correct the address")
+        raise UserError(f"{os.fspath(url_or_path)}: there is no run directory; correct the address")
     yield path
     mirror.sync()

@@ -46,23 +46,23 @@ class Origin:
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def origin_of(place: str | os.PathLike[str]) -> Origin:
+def origin_of(source: str | os.PathLike[str]) -> Origin:
     """Returns the origin of a model, which its folder or its repository on the Hub states.
 
     Args:
-        place: a local path, a URL, or an id of the Hub. The card of a model of the Hub is
+        source: a local path, a URL, or an id of the Hub. The card of a model of the Hub is
             downloaded unless the cache has it.
     """
-    text = os.fspath(place)
+    text = os.fspath(source)
     # The commands of this package write models to these folders, which need not exist here.
-    named = None if text.startswith(("weights/", "runs/")) else hub_id(text)
+    hub_name = None if text.startswith(("weights/", "runs/")) else hub_id(text)
     try:
         header = read_header(model_folder(text, weights=False) if text else Path())
     except UserError:  # an origin is not worth an error
         header = {}
     about = {key: header[key] for key in _ABOUT if key in header}
-    if named is not None:
-        return Origin(text, named[0], named[0], "", about)
+    if hub_name is not None:
+        return Origin(text, hub_name[0], hub_name[0], "", about)
     base, relation = header.get("base_model"), header.get("base_model_relation")
     if not isinstance(base, str) or not ID.fullmatch(base):
         return Origin(text, about=about)

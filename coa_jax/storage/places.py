@@ -39,18 +39,18 @@ _BUSY = re.compile(
 )
 
 
-def is_url(place: str | os.PathLike[str]) -> bool:
+def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a place is the URL of a bucket instead of a local path.
 
     Raises:
         UserError: the place is a URL whose scheme is not supported.
     """
-    match = _URL.match(os.fspath(place))
+    match = _URL.match(os.fspath(path))
     if match is None:
         return False
     if match[1] not in SCHEMES:
         raise UserError(
-            f"{os.fspath(place)}: {match[0]} is not supported; give a local path, or an address "
+            f"{os.fspath(path)}: {match[0]} is not supported; give a local path, or an address "
             f"that begins with {' or '.join(f'{name}://' for name in SCHEMES)}"
         )
     return True

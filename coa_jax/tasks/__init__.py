@@ -115,7 +115,7 @@ def load_tasks(
     check_split(split)
     if n is not None and n < 0:
         raise UserError(f"tasks={source}: n is {n}; give 0 or more, or None for all")
-    name, rest = _name_of(source)
+    name, rest = source_name(source)
     where = f"tasks={source}"
     settings: dict[str, Any] = dict(options or {})
     if "source" not in parameters_of(find(SOURCES, name, where), name, where):
@@ -141,7 +141,7 @@ def source_needs(source: str, options: Mapping[str, Any] | None = None) -> Needs
         source, options: as in `load_tasks`.
     """
     try:
-        name, _ = _name_of(source)
+        name, _ = source_name(source)
     except UserError:  # `load_tasks` reports it
         return Needs()
     text = f"{source}:protocol={(options or {}).get('protocol', '')}"
@@ -149,8 +149,12 @@ def source_needs(source: str, options: Mapping[str, Any] | None = None) -> Needs
     return code_needs(SOURCES, name, options or {}, source=source) + (maths or Needs())
 
 
-def _name_of(source: str) -> tuple[str, str]:
-    """Splits a source into its name in `SOURCES` and the text after the colon of this name."""
+def source_name(source: str) -> tuple[str, str]:
+    """Splits a source into its name in `SOURCES` and the text after the colon of this name.
+
+    Raises:
+        UserError: the source is unknown.
+    """
     if isinstance(source, Reference):
         return source, ""
     name, _, rest = source.partition(":")

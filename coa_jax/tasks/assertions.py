@@ -1,13 +1,12 @@
-"""Runs assertions in a process of their own, which calls the functions of a program in another.
+"""Runs assertions and the programs that they test in separate, connected processes.
 
 Both processes run in the sandbox. The program sees the arguments of its functions, and returns
 values. It sees neither the text of the assertion nor the expected results, and cannot change how
 they are compared, see `coa_jax.tasks.crossing`.
 
-Whether an assertion can be separated from the program should depend on the assertion alone.
-Otherwise, a program could choose the kind of test that it can pass by cheating. One choice is left:
-a program that does not define the tested function, if this has the name of a function of the
-standard library, runs together with the assertion.
+Whether a program can pass an assertion by cheating should depend on the assertion alone, because
+otherwise a program could choose a test that it can pass in this way. The part ``cheatable`` of a
+reward therefore counts the tests in which a program has a choice.
 """
 
 from __future__ import annotations
@@ -31,6 +30,11 @@ from coa_jax.sandbox.run import ProgramResult, run
 from coa_jax.tasks import crossing
 
 _BUILTINS = frozenset(dir(builtins))
+_EXCEPTIONS = frozenset(
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+)
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _LITERAL = frozenset(
     name for kind in (int, float, str, list, BaseException, *crossing._TYPES) for name in dir(kind)
@@ -40,7 +44,7 @@ _SHARED = frozenset(
     {"eval", "exec", "compile", "globals", "locals", "vars", "setattr", "delattr", "open", "input"}
     | {"__import__", "asyncio", "threading", "multiprocessing", "subprocess", "inspect", "gc", "os"}
     | {"patch", "mock", "redirect_stdout", "redirect_stderr", "stdout", "stderr", "stdin", "seed"}
-    | {"pathlib", "tempfile", "importlib", "modules"}
+    | {"pathlib", "tempfile", "importlib", "modules", "types", "Generator", "Coroutine"}
 )
 """Names with which an assertion reaches into the process that executes the assertion."""
 
@@ -56,22 +60,23 @@ class Separate:
         source: source of the assertion.
         stubs: name in the assertion -> expression for a function of the program.
         modules: name in the assertion -> module that the assertion uses without an import.
+        cheatable: whether the program may supply more than the function under test, such as a
+            comparison.
+        fixed: whether the assertion compares only single values of the program with constants, so
+            that a program gains nothing by changing its arguments.
     """
 
     source: str
     stubs: dict[str, str]
     modules: dict[str, str]
-
-    @property
-    def cheatable(self) -> bool:
-        """Whether the program supplies more than the function under test, such as a comparison."""
-        return len(self.stubs) != 1
+    cheatable: bool
+    fixed: bool
 
 
 def separate(
     test: str, entry: str, setup: str, modules: Iterable[str], program: str
 ) -> Separate | None:
-    """Separates an assertion from the program.
+    """Prepares an assertion for running apart from the program that it tests.
 
     Args:
         test: source of the assertion.
@@ -87,7 +92,6 @@ def separate(
     try:
         tree, before = ast.parse(test), ast.parse(setup)
         assigned = _module_names(test, "assigned") | _module_names(setup, "assigned")
-        defined = _module_names(program, "assigned")
         used = _module_names(test, "used") - assigned
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -101,9 +105,13 @@ def separate(
     names -= set(aliases)
     if entry:
         names.add(_root_name(entry))
-    for others in (imported - _BUILTINS, _BUILTINS):
-        # The function under test may have the name of a function of the standard library.
-        names = names or used & others & defined & called
+    # The function under test may have the name of a function of the standard library.
+    candidates = set() if names else used - (roots & set(modules) - called) - _EXCEPTIONS
+    if len(candidates) > 1:  # the program decides which of them is meant
+        defined = _defined(program) & candidates & called
+        names = defined - _BUILTINS or defined
+    elif candidates <= called:
+        names = names or candidates
     if not names:
         return None
     stubs = {name: name for name in names}
@@ -111,7 +119,16 @@ def separate(
     known_roots = imported | _BUILTINS | set(aliases) | _imports(tree) | _imports(before)
     if _needs_object(tree, list(_reachable(tree, before)), set(stubs), known_roots):
         return None
-    return Separate(ast.unparse(tree), {k: v for k, v in stubs.items() if k in _ids(tree)}, aliases)
+    stubs = {name: function for name, function in stubs.items() if name in _ids(tree)}
+    cheatable = len(stubs) != 1 or len(candidates) > 1
+    return Separate(ast.unparse(tree), stubs, aliases, cheatable, _is_fixed(tree.body, set(stubs)))
+
+
+def _defined(program: str) -> set[str]:
+    try:
+        return _module_names(program, "assigned")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
 
 
 def _module_names(source: str, kind: str) -> set[str]:
@@ -184,6 +201,38 @@ class _Methods(ast.NodeTransformer):
         return ast.copy_location(ast.Name(name, node.ctx), node)
 
 
+def _is_fixed(body: list[ast.stmt], stubs: set[str]) -> bool:
+    """Returns whether each comparison is one of a constant with an argument or a result."""
+    stubs = stubs | {part.name for part in body if isinstance(part, ast.FunctionDef)}
+
+    def calls(node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and getattr(node.func, "id", "") in stubs
+
+    def is_constant(node: ast.expr) -> bool:
+        return not any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(node))
+
+    def compares(test: ast.expr) -> bool:
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            return all(map(compares, test.values))
+        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
+            return False
+        sides = [test.left, *test.comparators]
+        others = [side for side in sides if not is_constant(side)]
+        alone = len(sides) == 2 and len(others) == 1
+        return alone and (isinstance(others[0], ast.Name) or calls(others[0]))
+
+    def fixed(part: ast.stmt) -> bool:
+        if isinstance(part, ast.FunctionDef):
+            return _is_fixed(part.body, stubs | {argument.arg for argument in part.args.args})
+        if isinstance(part, ast.Assert):
+            return compares(part.test)
+        if isinstance(part, ast.Assign | ast.Expr):
+            return calls(part.value) or is_constant(part.value)
+        return False
+
+    return all(map(fixed, body))
+
+
 def _needs_object(tree: ast.AST, nodes: list[ast.AST], stubs: set[str], modules: set[str]) -> bool:
     """Returns whether an assertion needs more of a program than values.
 
@@ -246,16 +295,17 @@ async def run_separate(
     """Runs an assertion and the program in two connected processes.
 
     Args:
-        assertion: the assertion.
+        assertion: a check that must run apart from the program.
         setup: source that runs before the assertion and before the program.
         program: source of the program.
         ours: job of the assertion.
         theirs: job of the program.
 
     Returns:
-        The verdict, see `coa_jax.tasks.crossing.judge`, or ``stopped`` if the assertion itself
-        reached a limit; and the result of the process that ended the test, which is None if the
-        verdict does not depend on it.
+        (verdict, result of a process). The verdict is one of `coa_jax.tasks.crossing.judge`, or
+        ``stopped`` if the process of the assertion ended without a verdict, for example at a limit.
+        The result is that of the assertion's process after the verdict ``stopped``, that of the
+        program's process after ``gone``, and None after all other verdicts.
 
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.

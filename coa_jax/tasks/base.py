@@ -156,7 +156,7 @@ def fraction(*parts: object) -> float:
 
 @functools.cache
 def split_of(entity: str) -> str:
-    """Returns the split (``train``, ``validation`` or ``test``) of an entity, a hash of its name.
+    """Returns the split of an entity, by a hash of its name: ``train``, ``validation`` or ``test``.
 
     About 60 % of the entities belong to ``train``, 10 % to ``validation`` and 30 % to ``test``.
     """
@@ -167,13 +167,15 @@ def split_of(entity: str) -> str:
 TASK_TOOLS = ExtensionKind("source of tools", "coa_jax.task_tools", {}, offers=("protocol",))
 """Functions that return the tools that only one task has, by tag, from the task's protocol.
 
-A function is registered under the name of its task source.
+The metadata key ``task_tools`` of a task names its function. ``Task.source`` cannot, because a
+mixture changes it.
 """
 
 
 def tools_of(task: Task) -> Mapping[str, Any]:
     """Returns the tools that only this task has, by tag; {} for most task sources."""
-    if not TASK_TOOLS.knows(task.source):
+    name = task.metadata.get("task_tools")
+    if not name:
         return {}
-    tools: Mapping[str, Any] = bind(TASK_TOOLS, task.source, {}, "tasks")(protocol=task.protocol)
+    tools: Mapping[str, Any] = bind(TASK_TOOLS, name, {}, "tasks")(protocol=task.protocol)
     return tools

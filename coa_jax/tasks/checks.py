@@ -20,9 +20,9 @@ from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
+from coa_jax.tasks.foreign_rewards import as_reward
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths import is_expression
-from coa_jax.tasks.reward_functions import as_reward
 from coa_jax.tools.base import Tool
 
 REWARDS = ExtensionKind(
@@ -57,7 +57,7 @@ asynchronous. It gets its arguments by the names of its parameters:
 * ``trajectories``: all samples of the task. The function then returns one number per sample.
 * ``graders``: the `Graders` of the run.
 
-Functions with the signatures of TRL and verl are rewards too, see `reward_functions`.
+Functions with the signatures of TRL and verl are rewards too, see `foreign_rewards`.
 
 The key ``grader`` in the metadata of a task names its reward, see `coa_jax.tasks.graders`.
 """
@@ -108,8 +108,8 @@ def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
     Built-in tools are not checked.
 
     Args:
-        tools: tools of the run.
-        tasks: tasks of the run.
+        tools: the tools that the run gives to the policy.
+        tasks: the tasks of the run, each with its protocol.
     """
     protocols = sorted({task.protocol for task in tasks})
     callable_tools = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
@@ -125,7 +125,7 @@ def check_tools(tasks: Iterable[Task], names: Sequence[str], tags: Iterable[str]
     """Checks that each protocol of tasks has one of the run's tools, or every call would fail.
 
     Args:
-        tasks: the tasks.
+        tasks: the tasks of the run, each with its protocol.
         names: names of the tools of the run, used in the error message.
         tags: tags to which the tools or the environment of the run respond.
 

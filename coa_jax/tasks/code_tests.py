@@ -313,9 +313,9 @@ async def _run_case(
         return Outcome(await _run_together(program, tests, case, seconds, job))
     parts = separate(case.given, tests.entry, tests.prefix, _STAR, program)
     if parts is not None:
-        why = await _run_apart(parts, tests, program, seconds, job)
-        if why is not None:
-            return Outcome(why, int(parts.cheatable))
+        outcome = await _run_apart(parts, tests, program, seconds, job)
+        if outcome is not None:
+            return outcome
     return Outcome(await _run_together(program, tests, case, seconds, job), 1)
 
 
@@ -332,18 +332,21 @@ def _limits(case: Case, seconds: float, limits: CodeLimits) -> Limits:
 
 async def _run_apart(
     parts: Separate, tests: Tests, program: str, seconds: float, job: Job
-) -> str | None:
+) -> Outcome | None:
     """Runs an assertion apart from the program; None if the assertion needs an object."""
     # The process of the assertion waits for the process of the program.
     patient = dataclasses.replace(job.limits, wall_s=2 * seconds + 1)
     ours = dataclasses.replace(job, limits=patient)
     setup = _PRELUDE + tests.prefix
     verdict, result = await run_separate(parts, setup, program, ours, job)
-    if verdict in ("pass", "object"):
-        return "" if verdict == "pass" else None
-    if verdict == "garbled":
-        return "output"
-    return "error" if result is None else _stop_cause(result, seconds) or "output"
+    if verdict == "object":
+        return None
+    if verdict in ("pass", "changed"):
+        return Outcome("", int(parts.cheatable or (verdict == "changed" and not parts.fixed)))
+    why = "output" if verdict == "garbled" else "error"
+    if result is not None:
+        why = _stop_cause(result, seconds) or "output"
+    return Outcome(why, int(parts.cheatable))
 
 
 def _stop_cause(result: ProgramResult, seconds: float) -> str:

@@ -1,11 +1,16 @@
 """Runs in the sandbox: an assertion in one process, and the program that it tests in another.
 
 `coa_jax.tasks.assertions` starts two processes with the text of this file. `judge` executes the
-assertion, in whose names the functions of the program are objects of the class `Remote`. `serve`
-executes the program and answers the calls. Only values cross: numbers, texts, bytes, None,
-containers of such values, arrays of numbers, and exceptions. The program sees the arguments of its
-functions, but neither the text of the assertion nor the expected results. All comparisons take
-place in the process of the assertion, where an object of the program is nothing but a number.
+assertion, which sees the functions of the program as objects of the class `Remote`. `serve`
+executes the program and answers the calls. Only values cross from one process to the other:
+numbers, texts, bytes, None, containers of such values, arrays of numbers, and exceptions. The
+program sees the arguments of its functions, but neither the text of the assertion nor the expected
+results. All comparisons take place in the process of the assertion, where an object of the program
+is nothing but a number.
+
+A program may change its arguments, as functions that sort in place do. It could also empty an
+argument with which the assertion then compares the result. If arguments have changed, a passed
+assertion is therefore executed again with the same answers and unchanged arguments.
 
 A message is one line of JSON. The file needs nothing but the standard library of Python 3.9.
 """
@@ -20,7 +25,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NoReturn
 
 _LONGEST = 64 << 20  # bytes of a message
@@ -35,10 +40,7 @@ _TYPES: dict[type, Callable[[Any], list[Any]]] = {
     range: lambda v: [v.start, v.stop, v.step],
     collections.Counter: lambda v: [dict(v)],
     collections.OrderedDict: lambda v: [[list(pair) for pair in v.items()]],
-    collections.defaultdict: lambda v: [
-        v.default_factory if isinstance(v.default_factory, type) else None,
-        dict(v),
-    ],
+    collections.defaultdict: lambda v: [v.default_factory, dict(v)],
     collections.deque: lambda v: [list(v), v.maxlen],
     dict: lambda v: [[list(pair) for pair in v.items()]],
     fractions.Fraction: lambda v: [v.numerator, v.denominator],
@@ -53,12 +55,12 @@ _NAMES: dict[str, Callable[..., Any]] = {
     "dict_keys": lambda keys: dict.fromkeys(keys).keys(),
     "dict_values": lambda values: dict(enumerate(values)).values(),
     "dict_items": lambda items: dict(items).items(),
-    "ndarray": lambda flat, kind, shape: __import__("numpy").array(flat, kind).reshape(shape),
+    "ndarray": lambda *parts: _array(*parts),
 }
 
 
 class NotAValueError(Exception):
-    """Raised if something cannot cross."""
+    """Raised if an object is not a value that the processes can exchange."""
 
 
 def pack(value: Any, other: Callable[[Any], Any]) -> Any:
@@ -72,10 +74,13 @@ def pack(value: Any, other: Callable[[Any], Any]) -> Any:
         return {kind.__name__: [pack(item, other) for item in _TYPES[kind](value)]}
     if _is_array(value):
         return {"ndarray": [pack(part, other) for part in _parts(value)]}
-    name = getattr(value, "__name__", "")
-    if isinstance(value, type) and getattr(builtins, name, None) is value:
-        return {"type": name}
+    if isinstance(value, type) and _is_builtin(value):
+        return {"type": value.__name__}
     return other(value)
+
+
+def _is_builtin(kind: type) -> bool:
+    return getattr(builtins, kind.__name__, None) is kind
 
 
 def _is_array(value: Any) -> bool:
@@ -87,8 +92,15 @@ def _parts(array: Any) -> tuple[list[Any], str, list[int]]:
     return array.ravel().tolist(), array.dtype.str, list(array.shape)
 
 
+def _array(flat: list[Any], kind: str, shape: list[int]) -> Any:
+    array = __import__("numpy").array(flat, kind).reshape(shape)
+    if not _is_array(array):
+        raise ValueError(f"an array of {kind} is not a value")
+    return array
+
+
 def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Converts JSON back to a value; ``other`` converts what stands for another object."""
+    """Converts the result of `pack` back to a value; ``other`` restores objects of other kinds."""
     if isinstance(data, list):
         return [unpack(item, other) for item in data]
     if not isinstance(data, dict):
@@ -96,7 +108,7 @@ def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
     ((name, content),) = data.items()
     if name == "type":
         kind = getattr(builtins, content)
-        if not isinstance(kind, type):
+        if not isinstance(kind, type) or not _is_builtin(kind):
             raise ValueError(f"{content} is not a type")
         return kind
     if name not in _NAMES:
@@ -105,7 +117,7 @@ def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Gives an argument the value that it has after the call, in place if it is mutable."""
+    """Returns an argument with its value after a call; a mutable argument is changed in place."""
     if type(old) is not type(new):
         return new
     if isinstance(old, (list, collections.deque)):
@@ -149,9 +161,17 @@ class _Link:
         self.reads, self.writes, self.verdicts = _channel()
         self.mark = mark
         self.objects: dict[int, Remote] = {}
+        self.exchanges: list[tuple[bytes, bytes]] = []  # requests and their answers
+        self.replayed: Iterator[tuple[bytes, bytes]] | None = None
+        self.changed = False
+
+    def write(self, verdict: str) -> None:
+        """Writes a verdict, which replaces an earlier one."""
+        os.write(self.verdicts, f"\n{self.mark}{verdict}\n".encode())
 
     def end(self, verdict: str) -> NoReturn:
-        os.write(self.verdicts, f"\n{self.mark}{verdict}\n".encode())
+        if self.replayed is None or verdict == "pass":
+            self.write(verdict)
         os._exit(0)
 
     def ask(self, action: str, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -162,30 +182,48 @@ class _Link:
         except NotAValueError:
             # An object of the program must not be a way to another kind of test.
             self.end("fail" if self.objects else "object")
+        line = self._answer(json.dumps(data).encode() + b"\n")
+
+        def other(name: str, content: Any) -> Any:
+            if name == "argument":
+                changed = content in changes and self.replayed is not None
+                return unpack(changes[content], other) if changed else values[content]
+            return self.objects.setdefault(int(content), Remote(self, int(content)))
+
         try:
-            self.writes.write(json.dumps(data).encode() + b"\n")
+            result, error, after = json.loads(line)
+            changes = dict(after)
+            self.changed |= bool(changes)
+            for number, change in changes.items() if self.replayed is None else ():
+                update(values[number], unpack(change, other))
+            value = _exception(*unpack(error, other)) if error else unpack(result, other)
+        except Exception:
+            self.end("garbled")
+        if error and action == "call" and isinstance(value, StopIteration):
+            # The exception ends a loop such as ``map``, and what follows would not be tested.
+            self.changed = True
+            value = RuntimeError("StopIteration") if self.replayed else value
+        if error:
+            raise value
+        return value
+
+    def _answer(self, request: bytes) -> bytes:
+        """Returns the answer of the program, which is an earlier one in the second execution."""
+        if self.replayed is not None:
+            earlier, line = next(self.replayed, (b"", b""))
+            if earlier != request:
+                self.end("changed")
+            return line
+        try:
+            self.writes.write(request)
             self.writes.flush()
             line = self.reads.readline(_LONGEST)
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
             self.end("gone" if len(line) < _LONGEST else "garbled")
-
-        def other(name: str, content: Any) -> Any:
-            if name == "argument":
-                return values[content]
-            return self.objects.setdefault(int(content), Remote(self, int(content)))
-
-        try:
-            result, error, after = json.loads(line)
-            for number, change in after:
-                update(values[number], unpack(change, other))
-            value = _exception(*unpack(error, other)) if error else unpack(result, other)
-        except Exception:
-            self.end("garbled")
-        if error:
-            raise value
-        return value
+        self.exchanges.append((request, line))
+        return line
 
 
 class Remote:
@@ -245,8 +283,10 @@ def judge(
 ) -> None:
     """Executes an assertion, and writes the mark and the verdict on the standard error stream.
 
-    The verdict is ``pass``, ``fail``, ``object`` (the assertion needs an object of the program),
-    ``gone`` (the process of the program ended) or ``garbled`` (its answer was no message).
+    The verdict is ``pass``, ``changed`` (passes only with the arguments as the program changed
+    them), ``fail``, ``object`` (the assertion needs an object of the program), ``gone`` (the
+    process of the program ended) or ``garbled`` (its answer was no message). If several verdicts
+    are written, the last one counts.
 
     Args:
         namespace: global variables of the assertion.
@@ -256,15 +296,26 @@ def judge(
         modules: name in the assertion -> module that the assertion uses without an import.
         mark: text before the verdict.
     """
-    link = _Link(mark)
-    try:
-        exec(compile(setup, "<setup>", "exec", dont_inherit=True), namespace)
-        for name, module in modules.items():
-            namespace[name] = __import__(module)
-        namespace.update({name: Remote(link, target) for name, target in stubs.items()})
-        exec(compile(test, "<test>", "exec", dont_inherit=True), namespace)
-    except BaseException:
+    link, again = _Link(mark), dict(namespace)
+
+    def passes(names: dict[str, Any]) -> bool:
+        try:
+            exec(compile(setup, "<setup>", "exec", dont_inherit=True), names)
+            for name, module in modules.items():
+                names[name] = __import__(module)
+            names.update({name: Remote(link, target) for name, target in stubs.items()})
+            exec(compile(test, "<test>", "exec", dont_inherit=True), names)
+        except BaseException:
+            return False
+        return True
+
+    if not passes(namespace):
         link.end("fail")
+    if link.changed:
+        link.write("changed")  # in case that the second execution reaches a limit
+        link.replayed = iter(link.exchanges)
+        if not passes(again):
+            link.end("changed")
     link.end("pass")
 
 

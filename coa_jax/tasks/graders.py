@@ -3,7 +3,7 @@
 A task names its reward in ``metadata["grader"]`` (see `coa_jax.tasks.checks.REWARDS`):
 
 * ``exact_match``, or no name: the reward that the setting ``answer`` names. If the setting
-  ``judge_all`` is set and a judge is configured, the judge grades the answer instead.
+  ``judge_all`` is set and a judge is configured, the judge grades the answer.
 * ``judge``: a language model judges the answer. If no judge is configured, the answer is graded as
   with ``exact_match``.
 * Any other name, such as ``math`` or ``code``: the reward of this name.
@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
+import numpy as np
 from absl import logging
 
 from coa_jax.config.extensions import (
@@ -151,11 +152,13 @@ class GradersConfig(Bounded):
         return sum(rewards, self.judge.chat.needs().under("judge.chat"))
 
     def probes(self, tasks: Sequence[Task] = ()) -> dict[str, Probe]:
-        """Returns the probes of the judge, the private tests and the rewards.
+        """Returns functions that check before a run whether the answers can be graded.
+
+        They check the judge, the private tests and the rewards, see `config.preflight`.
 
         Args:
-            tasks: tasks that are graded. The judge is asked only if it grades one of the tasks, or
-                if the tasks are unknown (there are none).
+            tasks: tasks that are graded; () if they are unknown. The judge is checked only if it
+                grades one of the tasks, or if they are unknown.
         """
         probes: dict[str, Probe] = {}
         if self.judge and (not tasks or "judge" in map(self.measure, tasks)):
@@ -184,12 +187,14 @@ class GradersConfig(Bounded):
 class _Weighted:
     """A reward of the setting ``rewards``.
 
-    ``call`` is None for the reward ``grader``, because each task names another function.
+    ``call`` is None for the reward ``grader``, because each task names another function. ``own``
+    says whether the function is not one of this package.
     """
 
     name: str
     weight: float
     call: BoundFunction | None
+    own: bool = False
 
     @property
     def of_group(self) -> bool:
@@ -219,6 +224,7 @@ class Graders:
         self._warned: set[str] = set()
         self._found = {config.answer: bind(REWARDS, config.answer, {}, "graders.answer")}
         self._rewards = [self._weighted(name, reward) for name, reward in config.rewards.items()]
+        self._untried = [reward for reward in self._rewards if reward.own]
 
     def _weighted(self, name: str, settings: Mapping[str, Any]) -> _Weighted:
         where = f"graders.rewards.{name}"
@@ -226,15 +232,23 @@ class Graders:
         if name == TASKS_OWN:
             return _Weighted(name, reward.weight, None)
         call = bind(REWARDS, reward.path or name, reward.options, where)
-        return _Weighted(name, reward.weight, call)
+        own = bool(reward.path) or name not in REWARDS.built_in
+        return _Weighted(name, reward.weight, call, own)
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Checks that this machine can grade the tasks.
 
+        The first check calls each reward function that is not of this package once, with an empty
+        trajectory.
+
         Raises:
-            UserError: a reward, package, sandbox or folder of tests that the tasks need is missing.
+            UserError: a reward, package, sandbox or folder of tests that the tasks need is missing,
+                or a reward function returns neither a number nor None.
         """
         tasks = list(tasks)
+        if tasks and self._untried:
+            run_blocking(self._try_own(tasks[0]))
+            self._untried = []
         for name in dict.fromkeys(map(self.config.measure, tasks)):
             self._bound(name)
             if name == "reasoning_gym":
@@ -248,6 +262,24 @@ class Graders:
                 isolation_here()
                 if self.config.private_tests:
                     check_folder(self.config.private_tests)
+
+    async def _try_own(self, task: Task) -> None:
+        """Calls the user's reward functions with a trajectory in which the policy wrote nothing."""
+        sample = Trajectory(
+            task.id, 0, task.question, task.protocol, *(np.empty(0),) * 3,
+            "", (), (), StopReason.EOS, None, task.gold,
+        )  # fmt: skip
+        for reward in self._untried:
+            try:
+                if reward.of_group:
+                    await self._scores_of_group(reward, task, [sample])
+                else:
+                    offered = self._arguments_for(task, sample)
+                    await _score(reward.name, cast(BoundFunction, reward.call), offered, {})
+            except MisfitError:
+                raise
+            except Exception:  # the function may need a text; its errors are counted in the run
+                pass
 
     def _bound(self, name: str) -> BoundFunction:
         if name not in self._found:
@@ -358,13 +390,13 @@ class Graders:
     async def grade_together(
         self, task: Task, trajectories: Sequence[Trajectory], alone: Sequence[Reward]
     ) -> list[Reward]:
-        """Adds the rewards that compare the samples of a task.
+        """Returns the rewards of a task's samples, including those that compare the samples.
 
         The functions of these rewards get only the samples whose reward has a value so far. Samples
         whose reward has the value None stay masked.
 
         Args:
-            task: the task.
+            task: the task that all samples try to solve.
             trajectories: the samples of the task.
             alone: result of `grade_alone` for each sample.
         """
@@ -373,13 +405,9 @@ class Graders:
             there = [number for number, reward in enumerate(graded) if reward.value is not None]
             if not there:
                 break
-            assert each.call is not None
             group = [trajectories[number] for number in there]
-            offered = {"task": task, "trajectories": group, "question": task.question,
-                       "gold": task.gold, "graders": self}  # fmt: skip
             try:
-                result = await _result(each.call, offered)
-                scores = _numbers(each.name, result, len(there))
+                scores = await self._scores_of_group(each, task, group)
             except (MisfitError, BudgetSpentError):
                 raise
             except Exception as error:
@@ -390,6 +418,14 @@ class Graders:
             for number, score in zip(there, scores, strict=True):
                 graded[number] = _with_part(graded[number], each, score)
         return graded
+
+    async def _scores_of_group(
+        self, reward: _Weighted, task: Task, trajectories: Sequence[Trajectory]
+    ) -> list[float | None]:
+        assert reward.call is not None
+        offered = {"task": task, "trajectories": trajectories, "question": task.question,
+                   "gold": task.gold, "graders": self}  # fmt: skip
+        return _numbers(reward.name, await _result(reward.call, offered), len(trajectories))
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
         """Grades like `grade`, for synchronous code. An event loop may run in the same thread."""
@@ -427,7 +463,7 @@ async def _score(
 
 async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:
     """Returns the result of a reward; a custom synchronous reward runs in a thread."""
-    if _is_plain(call) or inspect.iscoroutinefunction(call.found):
+    if _is_plain(call) or inspect.iscoroutinefunction(call.function):
         result = call(**offered)
     else:
         result = await asyncio.to_thread(call, **offered)
@@ -436,8 +472,8 @@ async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:
 
 def _is_plain(call: BoundFunction) -> bool:
     """Returns whether a reward is a synchronous function of this package."""
-    built_in = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
-    return built_in and not inspect.iscoroutinefunction(call.found)
+    built_in = str(getattr(call.function, "__module__", "")).startswith("coa_jax.")
+    return built_in and not inspect.iscoroutinefunction(call.function)
 
 
 def _number(name: str, result: Any) -> float | None:

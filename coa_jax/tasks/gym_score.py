@@ -15,9 +15,10 @@ PACKAGES = ("reasoning-gym",)
 
 
 def score(generator: str, answer: str, entry: dict[str, Any]) -> float:
-    """Returns the score of an answer from 0 to 1, which a process of its own computes.
+    """Returns the score of an answer, from 0 to 1, computed in a new process.
 
-    What an answer changes in that process ends with it, so it cannot change the score of another.
+    Some scorers evaluate an answer as code. The process ends after the call, so that an answer
+    cannot change the score of another answer.
 
     Args:
         generator: name of the generator of the task.

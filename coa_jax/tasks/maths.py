@@ -151,8 +151,8 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
 
     Raises:
         UserError: math-verify is not installed.
-        MathsUnsureError: there is no result after six times ``timeout``, because the machine or
-            all processes are busy.
+        MathsUnsureError: there is no result within a wall time of six times ``timeout``, because
+            the machine or all worker processes are busy.
     """
     if answer is None:
         return False

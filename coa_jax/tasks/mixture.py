@@ -133,7 +133,8 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
     """Loads about ``n`` tasks in total, divided among the sources in proportion to their weights.
 
     A source that sets ``num_tasks`` gives this number of tasks instead of its share. Shares are
-    rounded, so the total may differ from ``n``. If the number is 0, the source is not read.
+    rounded, so the total may differ from ``n``. A source without ``num_tasks`` whose rounded share
+    is 0 is not read.
 
     Args:
         sources: the settings of the sources.

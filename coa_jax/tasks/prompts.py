@@ -13,10 +13,9 @@ a path      the instructions in the file with this path, and the question
 ==========  =======================================================================================
 
 The file with instructions is a text file, an ``agent.json``, or a data file (such as a parquet file
-of the release) whose rows all have the same instructions. In a text file,
-``{question}`` marks the place of the question. Without this mark, ``Question: `` and the question
-follow after a blank line. ``{libraries}`` marks the place of the sentence about the packages that
-programs can import.
+of the release) whose rows all have the same instructions. In a text file, ``{question}`` marks the
+place of the question. Without this mark, ``Question: `` and the question follow after a blank line.
+``{libraries}`` marks the place of the sentence about the packages that programs can import.
 
 Training writes the file ``agent.json``, called the card, next to the weights. The card contains the
 protocol, the prompt and the system message with which the policy was trained.
@@ -364,7 +363,7 @@ def warn_of_prompts(
 
     Args:
         asked: tasks or records, or their summary.
-        prompt: prompt of the run.
+        prompt: the prompt style and the instructions.
         what: plural noun for the tasks or records in the warning, for example ``tasks``.
         setting: name of the setting in the warning, for example ``config.rollout.prompt_style``.
     """

@@ -29,7 +29,7 @@ from coa_jax.tasks.prompts import read_messages
 QUESTIONS = ("question", "problem", "Question", "Problem")
 ANSWERS = (
     *("answer", "answers", "golden_answers", "gold", "Final answer", "Answer"),
-    *("ground_truth", "solution", "target"),
+    *("ground_truth", "solution", "target", "expected_answer", "reference_answer", "expected"),
 )
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
 """Customary column names of the parts of a task."""
@@ -86,11 +86,13 @@ def _gold(row: Fields, protocol: str, metadata: dict[str, Any]) -> tuple[tuple[s
         # The reward of such a task may come from its environment alone.
         if metadata.get("grader", "environment" if protocol == "turns" else "") == "environment":
             return (), ""
-        raise ValueError(
-            ("there is no field 'answer'" if key is None else "the answer is empty")
-            + "; only a task of an environment needs none: the protocol 'turns', or "
-            '"metadata": {"grader": "environment"}'
-        )
+        if key is None:
+            raise ValueError(
+                f"there is no answer: no field is called {', '.join(ANSWERS)}; rename the field, "
+                "or name it by task_options.columns.answer (a task that only its environment "
+                "grades needs none: the protocol 'turns', or metadata with grader=environment)"
+            )
+        raise ValueError(f"the answer, field {key!r}, is empty")
     if isinstance(row[key], dict):  # the tests of a program
         return (json.dumps(row[key], ensure_ascii=False),), "code"
     return golds(row[key]), ""
@@ -114,7 +116,7 @@ def golds(value: Any) -> tuple[str, ...]:
     return gold
 
 
-def tasks_of_rows(rows: Iterable[Fields], protocol: str, *, graded: bool) -> list[Task]:
+def tasks_of_rows(rows: Iterable[Fields], mapping: Columns, *, graded: bool) -> list[Task]:
     """Converts rows from Python, such as a list of dicts or a ``datasets.Dataset``, to tasks.
 
     The question is the column ``question``, ``problem`` or ``prompt``, which may also be a list of
@@ -122,8 +124,8 @@ def tasks_of_rows(rows: Iterable[Fields], protocol: str, *, graded: bool) -> lis
     `ANSWERS`. All other columns become metadata, which reward functions read.
 
     Args:
-        rows: the rows.
-        protocol: protocol of rows that name none.
+        rows: one row per question, as a dict from columns to values.
+        mapping: other names of the columns, the grader, and the protocol of rows that name none.
         graded: whether a row needs an answer; False if rewards do not need one.
 
     Raises:
@@ -132,16 +134,17 @@ def tasks_of_rows(rows: Iterable[Fields], protocol: str, *, graded: bool) -> lis
     tasks = []
     for index, row in enumerate(rows):
         try:
-            tasks.append(_task_of_row(row, index, protocol, graded))
+            tasks.append(_task_of_row(row, index, mapping, graded))
         except ValueError as error:
             raise UserError(f"tasks[{index}]: {error}") from None
     return tasks
 
 
-def _task_of_row(row: Fields, index: int, protocol: str, graded: bool) -> Task:
+def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Task:
     if not isinstance(row, Mapping):
         raise ValueError(f"it is {type(row).__name__}; give a dict with a question and an answer")
     row = {key: value for key, value in row.items() if value is not None}
+    row |= {part: _column_value(row, column) for part, column in mapping.columns.items()}
     if "prompt" in row and not any(name in row for name in QUESTIONS):
         row["question"] = read_messages(row["prompt"]).user
         if isinstance(row["prompt"], str):
@@ -153,10 +156,14 @@ def _task_of_row(row: Fields, index: int, protocol: str, graded: bool) -> Task:
     fields: dict[str, Any] = {"id": str(row.pop("id", index)), "question": row.pop(name)}
     answer = next((key for key in ANSWERS if key in row), "answer")
     fields |= {key: row.pop(key) for key in ("prompt", "protocol", answer) if key in row}
+    if mapping.answer_after and answer in fields:
+        fields[answer] = mapping.shortened(fields[answer])
     metadata = {**row.pop("metadata", {}), **row}
+    if mapping.grader:
+        metadata["grader"] = mapping.grader
     if not graded and answer not in fields:
         metadata.setdefault("grader", "environment")
-    task = question_task({**fields, "metadata": metadata}, "", protocol, "rows")
+    task = question_task({**fields, "metadata": metadata}, "", mapping.protocol, "rows")
     assert task is not None  # the row names no split
     return task
 
@@ -239,7 +246,7 @@ class Columns:
         return [name for name in there if name in used or name == "split"]
 
     def reader(self, split: str) -> Callable[[Fields, int], Task | None]:
-        """Returns a function that converts the rows of a file, given a row and its number.
+        """Returns a function that converts a row of a file and its number to a task.
 
         Args:
             split: split to read. For a row whose field ``split`` names another split, the function
@@ -255,14 +262,15 @@ class Columns:
             value = {part: _column_value(row, column) for part, column in names.items()}
             fields = {part: value.pop(part) for part in _PARTS if part in value}
             if self.answer_after:
-                fields["answer"] = self._shortened(fields["answer"])
+                fields["answer"] = self.shortened(fields["answer"])
             fields["id"] = str(number if fields.get("id") is None else fields["id"])
             fields["metadata"] = value | ({"grader": self.grader} if self.grader else {})
             return question_task(fields, split, self.protocol, self.where)
 
         return make
 
-    def _shortened(self, answer: Any) -> list[Any]:
+    def shortened(self, answer: Any) -> list[Any]:
+        """Returns the accepted answers without the text before the separator `answer_after`."""
         return [
             text.rpartition(self.answer_after)[2] if isinstance(text, str) else text
             for text in (answer if isinstance(answer, list) else [answer])

@@ -43,7 +43,7 @@ def release_task(row: Fields, number: int, protocol: str, source: str, default: 
     """Converts a row to a task.
 
     Args:
-        row: the row.
+        row: fields of a row of a published file.
         number: number of the task, used as id of a row without an id.
         protocol: protocol of the task; "" to let the fields of the row determine the protocol.
         source: source of the task.
@@ -117,8 +117,8 @@ def _verl_task(
         metadata["question_id"] = str(truth.get("question_id") or "")
     else:
         gold = golds(truth)
-        named = any(word in data_source.lower() for word in _MATHS)
-        maths = named or row.get("ability") in ("math", "fact-reasoning")
+        maths_source = any(word in data_source.lower() for word in _MATHS)
+        maths = maths_source or row.get("ability") in ("math", "fact-reasoning")
         grader = "math" if maths else "exact_match"
     metadata["grader"] = grader
     default = "code" if grader in ("code", "math") else _by_tools(extra) or default
@@ -129,9 +129,9 @@ def _verl_task(
 
 def _by_tools(extra: Fields) -> str:
     """Returns the protocol whose tools are exactly those that a row names; "" if there is none."""
-    named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
+    tools = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
     protocols = ("mhqa", "web", "code", "universal")
-    return next((name for name in protocols if named == {*get_protocol(name).tools}), "")
+    return next((name for name in protocols if tools == {*get_protocol(name).tools}), "")
 
 
 def _ground_truth(value: Any) -> Any:
@@ -154,7 +154,7 @@ def contest_task(
     """Parses a row of LiveCodeBench or CodeContests, with the field names of the authors.
 
     Args:
-        row: the row.
+        row: fields of a row as the authors publish it.
         number: row number in the file. A CodeContests row without a name gets this number as its
             id.
         protocol: protocol of the task; "" for ``code``.

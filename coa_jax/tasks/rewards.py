@@ -40,9 +40,7 @@ _MATHS_S = 10.0
 def exact_match(answer: str, gold: Sequence[str]) -> float:
     """Returns 1.0 if an answer equals an accepted answer after normalisation, else 0.0.
 
-    `grade_answer` explains the comparison.
-
-    An empty answer is wrong.
+    An empty answer is wrong. `grade_answer` explains the comparison.
     """
     return grade_answer(answer, gold)
 

@@ -75,21 +75,21 @@ def load_files(
             raise UserError(f"{source}: the option {name} belongs to a data set {its}:NAME")
     path, text = split_path(source)
     options = read_options(text, source)
-    named = options.pop("protocol", "")
-    if named:
-        get_protocol(named)
+    protocol_option = options.pop("protocol", "")
+    if protocol_option:
+        get_protocol(protocol_option)
     if options:
         raise UserError(f"{source}: there is no option {min(options)}; use :protocol=NAME")
     mapping = Columns(
-        columns or {}, answer_after, grader, named or protocol or "generalist", source
+        columns or {}, answer_after, grader, protocol_option or protocol or "generalist", source
     )
     mapped = bool(columns or answer_after or grader)
 
     def question(row: Fields, number: int) -> Task | None:
-        return question_task(row, split, named or protocol or "generalist", source)
+        return question_task(row, split, protocol_option or protocol or "generalist", source)
 
     def release(row: Fields, number: int) -> Task:
-        return release_task(row, number, named, source, protocol or "mhqa")
+        return release_task(row, number, protocol_option, source, protocol or "mhqa")
 
     tasks: list[Task] = []
     for file in find_files(path):
@@ -106,9 +106,9 @@ def load_files(
         raise UserError(
             f"{path}: there is no task of the split {split!r}; add rows or use another split"
         )
-    others = sorted({task.protocol for task in tasks} - {named})
-    if named and others:
-        number = sum(task.protocol != named for task in tasks)
+    others = sorted({task.protocol for task in tasks} - {protocol_option})
+    if protocol_option and others:
+        number = sum(task.protocol != protocol_option for task in tasks)
         logging.warning(
             "%s: %d of %d rows have a protocol of their own (%s), which is used for them",
             source, number, len(tasks), ", ".join(others),
@@ -138,7 +138,7 @@ def add_tasks(tasks: list[Task], rows: Iterable[Row], make: Make, *, rename: boo
 
     Args:
         tasks: tasks of earlier files; the function changes this list.
-        rows: the rows.
+        rows: the rows of one file.
         make: function that converts a row.
         rename: whether several tasks may have the same id. The first task then keeps the id. The id
             of a later task becomes ``ID#ROW``, with the row number of this task. If another file
@@ -170,7 +170,7 @@ def draw(tasks: Sequence[Task], n: int | None, seed: int) -> list[Task]:
 
     Args:
         tasks: tasks to choose from.
-        n: number of tasks, at most all. None returns all tasks in their present order.
+        n: number of tasks; all if there are fewer. None returns all in their present order.
         seed: seed of the random choice and order.
     """
     if n is None:

@@ -99,7 +99,8 @@ class Tool(Protocol):
     """The interface of a tool, an asynchronous function from text to an observation.
 
     A tool may define ``async probe(seconds)``, which checks before a run whether the tool can be
-    called. It returns (whether it can, one line of text), or raises UserError with that line.
+    called. It returns (whether it can be called, one line of text). An exception UserError with
+    that line means the same as False.
 
     A tool whose state differs between trajectories may define ``begin()``, which returns a tool for
     one trajectory. At the end of the trajectory, ``async close()`` of the returned tool is called.
@@ -127,8 +128,8 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
 
     Args:
         name: tag of the tool.
-        arguments: arguments of the call.
-        context: context of the call.
+        arguments: text between the tags of the tool.
+        context: the trajectory, with its earlier calls.
     """
     words = arguments.split()
     return any(tool == name and earlier.split() == words for tool, earlier in context.history)
@@ -140,7 +141,7 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
     Args:
         name: tag of the search tool.
         arguments: arguments of the call, which are the query.
-        context: context of the call.
+        context: the trajectory, with its earlier calls.
 
     Returns:
         The observation; None if the query must be searched.
@@ -243,9 +244,9 @@ async def call_tool(tool: Tool, arguments: str, context: ToolContext) -> Observa
     characters are cut.
 
     Args:
-        tool: the tool.
-        arguments: arguments of the call.
-        context: context of the call.
+        tool: the tool to call.
+        arguments: text between the tags of the tool.
+        context: the trajectory so far, and the time that is left.
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
     start = time.monotonic()
@@ -341,12 +342,12 @@ async def server_answers(
     Args:
         tool: tool that calls the server.
         url: URL of the server.
-        arguments: arguments of the call.
+        arguments: arguments that make the call harmless.
         key_env: environment variable with the API key; "" for no key.
         seconds: time limit for the answer.
 
     Returns:
-        (whether the server answers, text for the finding).
+        (whether the server answers, one line of text about the result).
     """
     if key_env and not Secret(key_env):
         return with_key(False, url, key_env)

@@ -1,7 +1,7 @@
 """Finds passages by their words (BM25), in this process and without a server.
 
-`tools.dense` finds passages by vectors instead. An index is built once, which takes seconds, and is
-stored on disk. Of passages with equal scores, the earlier passage of the corpus
+`tools.dense` finds passages by vectors and not by words. An index is built once, which takes
+seconds, and is stored on disk. Of passages with equal scores, the earlier passage of the corpus
 comes first.
 """
 
@@ -41,7 +41,7 @@ _STOP_WORDS = frozenset(
     {"a", "an", "and", "are", "by", "does", "for", "has", "how", "in", "is", "it", "of", "on"}
     | {"or", "that", "the", "to", "was", "what", "when", "where", "which", "who", "whose", "with"}
 )
-_WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|{words.WORD}")
+_WORD = r"(?<![\w.])\.[a-z]{2}\b|WORD"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Index(abc.ABC):
         """Returns (index of a passage, score) of the best passages, the best first.
 
         Args:
-            query: the query.
+            query: words to search for.
             top_k: maximum number of passages.
         """
 
@@ -84,10 +84,10 @@ def tokenize(text: str) -> list[str]:
 
     The words are in lower case and without accents. Stop words are left out. A number such as
     "1,234" is one word. An internet country code such as ".is" keeps its dot, so that it differs
-    from the word "is". `words.WORD` defines words.
+    from the word "is". `words.compiled` defines words.
     """
     text = re.sub(r"(?<=\d),(?=\d{3})", "", fold(text).lower())
-    return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
+    return [word for word in words.compiled(_WORD).findall(text) if word not in _STOP_WORDS]
 
 
 class WikiIndex(Index):

@@ -30,7 +30,7 @@ class Budgeted(Wrapper):
         """Wraps a tool.
 
         Args:
-            tool: the tool.
+            tool: the tool whose calls are limited.
             budget: limits on the calls of the tool, and their price. A budget without limits only
                 records the cost of the calls.
         """
@@ -39,7 +39,7 @@ class Budgeted(Wrapper):
         self.deadline = tool.deadline + LONGEST_WAIT_S
 
     def __getattr__(self, name: str) -> object:
-        """Returns attributes of the tool that `Recorded` and prompts read."""
+        """Returns an attribute of the wrapped tool, because `Recorded` and prompts read them."""
         if name in ("settings", "remembers", "tailored", "depends_on", "schema", "description"):
             return getattr(self.tool, name)
         raise AttributeError(name)

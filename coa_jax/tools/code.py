@@ -401,7 +401,7 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 
 @declares(needs, probe)
 def make(config: Any) -> Tool:
-    """Creates ``code``, which calls a server if ``url`` is set, else the local sandbox."""
+    """Creates the tool ``code``: a client of a server if ``url`` is set, else a local sandbox."""
     code: CodeConfig = config.code
     limits: dict[str, Any] = {
         "timeout_s": code.timeout_s,

@@ -200,9 +200,9 @@ def _packages(directories: Sequence[str]) -> Iterator[Package]:
             files = [file.parts[0] for file in distribution.files or () if file.suffix == ".py"]
             modules = sorted({part.removesuffix(".py") for part in files})
         public = [module for module in modules if not module.startswith(("_", "."))]
-        named = [module for module in public if _normal(module) == _normal(distribution.name)]
+        same_name = [module for module in public if _normal(module) == _normal(distribution.name)]
         if public:
-            yield Package(distribution.name, distribution.version, (named or public)[0])
+            yield Package(distribution.name, distribution.version, (same_name or public)[0])
 
 
 def _normal(name: str) -> str:

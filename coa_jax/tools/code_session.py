@@ -144,9 +144,9 @@ def run(programs, cpu_s, wall_s, starved_s):
     os._exit = leave
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    wanted = int(used.ru_utime + used.ru_stime + cpu_s + 0.999)
-    if soft == resource.RLIM_INFINITY or wanted < soft:
-        resource.setrlimit(resource.RLIMIT_CPU, (wanted, hard))
+    limit = int(used.ru_utime + used.ru_stime + cpu_s + 0.999)
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
     before, end = waited(), now() + wall_s
     if starved_s and before and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         handle(signal.SIGALRM, end_late)

@@ -57,7 +57,7 @@ def default_corpus() -> Corpus:
 
 
 def corpus_needs(path: str) -> Needs:
-    """Returns the needs of a corpus: the default corpus (``path`` is "") has an extra."""
+    """Returns what a corpus needs: an extra for the default corpus (``path`` is ""), or nothing."""
     return Needs() if path else Needs(("demo",))
 
 

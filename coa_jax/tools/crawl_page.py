@@ -83,7 +83,7 @@ class CrawlConfig(Bounded):
 
     @property
     def call_money(self) -> float:
-        """Highest cost of a call: a request about its aim, and a request about each page."""
+        """Highest cost of a call, with a request about each page and one about the policy's aim."""
         return (_MAX_PAGES + 1) * self.summarizer.money(8 * self.page_chars)
 
 

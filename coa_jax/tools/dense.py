@@ -92,7 +92,7 @@ class DenseIndex(Index):
 
 
 class HybridIndex(Index):
-    """A search index that combines several indexes over the same passages, like BM25 and dense."""
+    """A search index that combines other indexes over the same passages, such as BM25 and dense."""
 
     def __init__(self, indexes: Sequence[Index]):
         super().__init__(indexes[0].passages)
@@ -136,11 +136,10 @@ def load_retriever(
     Args:
         retrieval: kind of retrieval.
         encoder: model that computes the vectors for dense and hybrid retrieval.
-        passages, folder: see `coa_jax.tools.wiki_search.load_index`.
+        passages, folder: see `coa_jax.tools.bm25.load_index`.
 
     Raises:
-        UserError: the encoder is missing or cannot be read, or
-            the corpus is missing or empty.
+        UserError: the encoder is missing or cannot be read, or the corpus is missing or empty.
     """
     check_retrieval(retrieval, encoder)
     if retrieval == "bm25":

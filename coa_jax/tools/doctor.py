@@ -1,30 +1,13 @@
-"""Shows how programs are isolated on this machine, and tests the isolation.
-
-``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs hostile programs, each of
-which tries a forbidden action, and measures how much of a processor busy programs leave to others.
-The exit code is 0 if all programs were contained, 1 if a program was not contained, and 2 if no
-isolation works on this machine.
-
-``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]] [--config.KEY=VALUE]``
-reports how each tool is configured, and whether its server answers. Without a file, the command
-checks all built-in tools with their default settings; tools that no config names by default are
-then optional. The exit code is 0 if all tools can be called except optional ones, 1 if a tool
-cannot be called, and 2 if the settings cannot be read.
-
-Both commands first warn if the version of Python or JAX is outside the tested range.
-"""
+"""Checks the isolation of programs, and the tools; ``coa-jax doctor`` calls these functions."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
-from coa_jax.config.installed import warn_untested
 from coa_jax.errors import UserError
 from coa_jax.sandbox import landlock, trial
 from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
@@ -54,18 +37,16 @@ async def overhead(job: Job) -> tuple[float, str]:
     return 1000 * statistics.median(seconds[1:]), result.totals
 
 
-async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = True) -> bool:
+async def prove(isolation: Isolation) -> bool:
     """Tests an isolation with hostile programs, and prints a line about each program.
 
     Args:
         isolation: isolation in which the programs run.
-        namespaces: whether Landlock may be combined with namespaces.
-        cgroup: whether a control group may limit the memory of a program.
 
     Returns:
         Whether all programs were contained.
     """
-    job = isolation.job(TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
+    job = isolation.job(TRIAL_LIMITS)
     contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
     with trial.scene() as around:
         for canary in canaries(around.targets):
@@ -105,7 +86,20 @@ def _print_facts(isolation: Isolation) -> None:
     )
 
 
-def _show_tools(path: str, overrides: list[str]) -> int:
+def check_tools(path: str, overrides: list[str]) -> int:
+    """Prints how each tool is configured, and whether its server answers.
+
+    Args:
+        path: config file with a group ``tools``; "" for all built-in tools with their defaults.
+            With "", the tools that `ToolsConfig.names` does not contain by default are optional.
+        overrides: arguments ``--config.KEY=VALUE``.
+
+    Returns:
+        0 if all tools can be called except optional ones, otherwise 1.
+
+    Raises:
+        UserError: the settings cannot be read.
+    """
     # These imports are local, because the test of the isolation needs only the standard library.
     from ml_collections import ConfigDict
 
@@ -115,53 +109,37 @@ def _show_tools(path: str, overrides: list[str]) -> int:
     from coa_jax.run.settings import build_config, complete_config
     from coa_jax.tools.make import TOOLS, ToolsConfig
 
+    importable(Path())
+    default = ConfigDict({"tools": complete_config(ToolsConfig, {"names": tuple(TOOLS.built_in)})})
     try:
-        importable(Path())
-        default = ConfigDict(
-            {"tools": complete_config(ToolsConfig, {"names": tuple(TOOLS.built_in)})}
-        )
-        try:
-            settings = overridden(load_config(path) if path else default, overrides)["tools"]
-        except (KeyError, SyntaxError) as error:
-            raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
-        config = build_config(ToolsConfig, settings, "config.tools")
-        chosen = path or config.names != tuple(TOOLS.built_in)
-        optional = () if chosen else set(TOOLS.built_in) - set(ToolsConfig().names)
-        checks = preflight(config.probes(), SECONDS)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        settings = overridden(load_config(path) if path else default, overrides)["tools"]
+    except (KeyError, SyntaxError) as error:
+        raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
+    config = build_config(ToolsConfig, settings, "config.tools")
+    chosen = path or config.names != tuple(TOOLS.built_in)
+    optional = () if chosen else set(TOOLS.built_in) - set(ToolsConfig().names)
+    checks = preflight(config.probes(), SECONDS)
     for check in checks:
         missing = "optional" if check.name in optional else "NOT READY"
         print(f"{'ready' if check.ok else missing:10} {check.name:17} {check.text}")
     return 0 if all(check.ok for check in checks if check.name not in optional) else 1
 
 
-def define_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line options that `run_checks` reads to a parser."""
-    parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
-    parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
-    parser.add_argument("--config", default="", help="config file with a group 'tools'")
+def check_isolation(backend: str) -> int:
+    """Runs hostile programs, each of which tries a forbidden action, and prints the outcomes.
 
-
-def run_checks(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Runs the checks that command-line options select: of the isolation, or of the tools.
+    The function also measures how much of a processor busy programs leave to others.
 
     Args:
-        options: the parsed options of `define_options`.
-        overrides: the other arguments, which must be overrides ``--config.KEY=VALUE``.
+        backend: name of the isolation; ``auto`` for the best that works on this machine.
 
     Returns:
-        The exit code, see the docstring of the module.
+        0 if all programs were contained, otherwise 1.
+
+    Raises:
+        UserError: no isolation works on this machine.
     """
-    warn_untested()
-    if options.tools or options.config or overrides:
-        return _show_tools(options.config, overrides)
-    try:
-        isolation = isolation_here(options.backend)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    isolation = isolation_here(backend)
     _print_facts(isolation)
     milliseconds, totals = asyncio.run(overhead(isolation.job(Limits())))
     print(f"totals       {totals}")
@@ -175,14 +153,3 @@ def run_checks(options: argparse.Namespace, overrides: list[str]) -> int:
         print(f"SLOW: programs leave the trainer less than {trial.LEAST_SHARE:.0%} of a processor")
     print("all contained" if contained else "NOT CONTAINED: do not run programs of a model here")
     return 0 if contained else 1
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command ``tools.doctor``; the module docstring explains the exit code."""
-    parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
-    define_options(parser)
-    return run_checks(*parser.parse_known_args(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

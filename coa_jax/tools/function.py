@@ -42,7 +42,7 @@ class FunctionTool:
         """Reads the schema of the arguments from the types and the docstring of the function.
 
         Args:
-            function: the function.
+            function: a typed function with a docstring.
             name: name of the tool; "" for the name of the function.
 
         Raises:
@@ -100,7 +100,8 @@ def _misfit(values: dict[str, Any], schema: dict[str, Any]) -> str:
 def is_function_tool(found: Any) -> bool:
     """Returns whether an object is a function that does the work of a tool.
 
-    A function that creates a tool differs from it by its result, which is a tool.
+    All other functions are taken for functions that create a tool. An async function does the work
+    of a tool. So does a function whose declared return type is plain, such as ``str``.
     """
     if not inspect.isfunction(found):
         return False
@@ -114,7 +115,7 @@ def is_function_tool(found: Any) -> bool:
 
 
 def as_tool(found: Any) -> Any:
-    """Returns a function that creates a `FunctionTool`, if ``found`` is a typed function."""
+    """Converts a typed function to one that creates its tool; returns other objects unchanged."""
     if not is_function_tool(found):
         return found
     create = functools.partial(FunctionTool, found)

@@ -29,6 +29,7 @@ from coa_jax.protocol import (
     add_protocol,
     get_protocol,
     names_with_levels,
+    protocol_names,
     protocol_with_tools,
     split_level,
 )
@@ -64,6 +65,9 @@ TOOLS = ExtensionKind(
 ``config`` (the `ToolsConfig`), ``search`` (the `WikiSearch` of the run) and options of its own.
 A typed function that does the work of a tool is one too, see `FunctionTool`.
 """
+
+OWN_TOOLS = "own_tools"
+"""Name of the new protocol of a run whose tools no registered protocol has."""
 
 _WANTED = (
     "an object with a name, a deadline in seconds, and "
@@ -149,11 +153,14 @@ class ToolsConfig(Bounded):
         return sum((_needs(name, self) for name in self.names), Needs())
 
     def probes(self, made: bool = False) -> dict[str, Probe]:
-        """Returns the probe of each tool, and of the store of answers, see `config.preflight`.
+        """Returns for each tool a function that checks it before a run, see `config.preflight`.
+
+        The key ``store`` checks the file or bucket in which answers of tools are stored.
 
         Args:
-            made: whether the tools were created already. If True, only tools that call a server are
-                asked. A tool whose answers are replayed from a recording calls no server.
+            made: whether the tools were created already. If True, three kinds of checks are left
+                out: those of ``store``, of built-in tools that call no server, and of tools whose
+                answers are replayed from ``store``.
         """
         names, store = self.names, self.store
         if made:
@@ -239,9 +246,10 @@ def _make_tool(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
     if name in config.mcp:
         return McpTool(name, build_config(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
     where = f"config.tools.own.{name}" if name in config.own else "config.tools.names"
-    named = _extension(name, config)
-    path = named.path or name
-    tool = bind(TOOLS, path, named.options, where)(config=config, search=search)
+    extension = _extension(name, config)
+    path = extension.path or name
+    _check_result_type(find(TOOLS, path, where), path, extension.options, where)
+    tool = bind(TOOLS, path, extension.options, where)(config=config, search=search)
     fits = isinstance(tool, Tool) and isinstance(tool.name, str)
     if not fits or not isinstance(tool.deadline, int | float) or not _takes_a_call(tool):
         raise refuse_result(TOOLS, path, tool, _WANTED, where)
@@ -250,6 +258,27 @@ def _make_tool(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
         mismatch = f"has the name {tool.name!r}, and the config calls it {tag!r}"
         raise UserError(f"{where}: the tool {path} {mismatch}; give both the same")
     return tool
+
+
+def _check_result_type(code: Any, path: str, options: Mapping[str, Any], where: str) -> None:
+    """Refuses a function if neither types nor options say whether it is or creates a tool."""
+    if not inspect.isfunction(code) or options or "return" in code.__annotations__:
+        return
+    parameters = inspect.signature(code).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.name not in TOOLS.offers]
+    if required:
+        raise UserError(
+            f"{where}: {path} has no result type, so it is not clear whether it does the work of a "
+            f"tool; write its type, such as -> str (or give the option {required[0]})"
+        )
+
+
+def names_function(config: ToolsConfig) -> bool:
+    """Returns whether the settings name a typed function as a tool, by its import path."""
+    names = [name for name in config.names if name not in config.mcp]
+    paths = [_extension(name, config).path or name for name in names]
+    codes = [find(TOOLS, path, "config.tools.names") for path in paths]
+    return any(isinstance(c, functools.partial) and c.func is FunctionTool for c in codes)
 
 
 def _needs(name: str, config: ToolsConfig) -> Needs:
@@ -316,6 +345,39 @@ def _description(tool: Tool) -> str:
             "a docstring or an attribute description"
         )
     return description
+
+
+def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
+    """Chooses a protocol (the tags that the policy may write) for the given tools.
+
+    The first protocol in this list whose condition holds is chosen:
+
+    1. the protocol that the settings of the tools name, if they name one,
+    2. the protocol ``trained``, if it has a tag for at least one of the tools,
+    3. ``generalist``, if it has a tag for each of the tools,
+    4. a registered protocol with exactly these tools, if there is one,
+    5. a new protocol with these tools, `OWN_TOOLS`.
+
+    Args:
+        tools: settings of the tools.
+        trained: name of the protocol with which the policy was trained; "" if unknown.
+
+    Returns:
+        (name of the protocol, settings of the tools). This function does not create a new protocol:
+        the returned settings contain its name, and `make_tools` creates and registers the protocol
+        together with the tools.
+    """
+    names = set(tools.names)
+    if tools.protocol:
+        return tools.protocol, tools
+    if trained and names & set(get_protocol(trained).tools):
+        return trained, tools
+    if names <= set(get_protocol("generalist").tools):
+        return "generalist", tools
+    same = [name for name in protocol_names() if set(get_protocol(name).tools) == names]
+    if same:
+        return same[0], tools
+    return OWN_TOOLS, dataclasses.replace(tools, protocol=OWN_TOOLS)
 
 
 def tools_for(

@@ -33,7 +33,6 @@ from coa_jax.tools.base import Observation, ToolContext, observe, time_for
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
 from coa_jax.tools.net.text import clip_text
-from coa_jax.tools.stderr_tail import LastWords
 
 T = TypeVar("T")
 
@@ -286,7 +285,7 @@ class McpTool:
         return copied
 
     async def close(self) -> None:
-        """Ends the session with the server."""
+        """Ends the tool's session with its MCP server."""
         await self._session.close()
 
     async def describe(self) -> str:
@@ -305,7 +304,7 @@ class McpTool:
         return f"{' '.join(self._description.split())} {arguments_hint(self.schema)}"
 
     async def find(self, seconds: float) -> Any:
-        """Asks the server for its entry about the tool, with description and schema.
+        """Returns the server's entry about the tool, with its description and schema.
 
         Args:
             seconds: time limit for the answer of the server.
@@ -437,3 +436,42 @@ def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str
     if not shown and structured is not None:
         shown = [json.dumps(structured, ensure_ascii=False)]
     return "\n".join(shown) or "(no content)"
+
+
+# --- the last lines of stderr -------------------------------------------------------------
+
+
+_BYTES, _LINES = 8192, 3
+
+
+class LastWords:
+    """Keeps the end of a program's stderr. A thread reads it continuously, so that no file grows.
+
+    Attributes:
+        file: file object that the program gets as its stderr.
+    """
+
+    def __init__(self) -> None:
+        """Opens a pipe for stderr, and starts the thread that reads the pipe."""
+        reader, writer = os.pipe()
+        self.file = open(writer, "w")  # noqa: SIM115 - the caller that starts the program closes it
+        self._kept = b""
+        self._thread = threading.Thread(target=self._read, args=(reader,), daemon=True)
+        self._thread.start()
+
+    def _read(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as stream:
+            while piece := stream.read(1 << 16):
+                self._kept = (self._kept + piece)[-_BYTES:]
+
+    def text(self) -> str:
+        """Returns the last lines of stderr, joined into one line.
+
+        If the program has ended, this method first waits for the end of stderr.
+        """
+        self._thread.join(1.0 if self.file.closed else 0.0)
+        tail = self._kept
+        if len(tail) == _BYTES:  # the first line may begin in the middle of an API key
+            tail = tail.partition(b"\n")[2]
+        lines = tail.decode("utf-8", "replace").strip().splitlines()
+        return " ".join(" ".join(lines[-_LINES:]).split())

@@ -26,10 +26,20 @@ PACKAGES = ("trafilatura", "lxml", "lxml_html_clean", "pypdf")
 """Distributions that `extract` imports."""
 
 _PDF_PAGES = 200
-_WORDS = 10_000  # maximum number of words in a tag; the time of libxml2 is quadratic in them
+_ATTRIBUTES = 10_000  # maximum number in a tag; the time of libxml2 is quadratic in them
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
-_TAG = re.compile(r"<[a-zA-Z/!?][^<>]*>")
+# As in the standard of HTML: ``>`` in a quoted value does not end a tag, and no space is needed
+# between attributes. Possessive quantifiers keep the time linear.
+_ATTRIBUTE = r"""[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+"?|'[^']*+'?|[^\s>]*+))?+"""
+_NEXT_ATTRIBUTE = re.compile(_ATTRIBUTE, re.ASCII)
+_COMMENT = r"<!--(?:-?>|.*?(?:--!?>|\Z))|<(?:[!?]|/(?![a-z]))[^>]*"
+_PLAIN_TEXT = "script|style|title|textarea|xmp|iframe|noembed|noframes"  # hold no tags
+_TAG = re.compile(
+    rf"{_COMMENT}|<(?:({_PLAIN_TEXT})(?=[\s/>])|/?[a-z][^\s/>]*+)"
+    rf"(?P<attributes>(?:{_ATTRIBUTE})*+)(?(1).*?(?=</\1[\s/>]|\Z))",
+    re.ASCII | re.IGNORECASE | re.DOTALL,
+)
 _MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNORECASE)
 
 
@@ -58,7 +68,7 @@ def extract(content: str | bytes, kind: str, url: str, max_chars: int) -> dict[s
         characters of the whole text). Text and title may be "".
 
     Raises:
-        ValueError: a tag is too long. The libraries raise exceptions of any kind.
+        ValueError: a tag has too many attributes. The libraries raise exceptions of any kind.
     """
     if isinstance(content, bytes):
         title, text = _pdf(content, max_chars)
@@ -69,6 +79,12 @@ def extract(content: str | bytes, kind: str, url: str, max_chars: int) -> dict[s
     return {"title": title, "text": text[:max_chars], "chars": len(text)}
 
 
+def most_attributes(content: str) -> int:
+    """Returns the largest number of attributes that a single tag of an HTML page has."""
+    tags = (match["attributes"] or "" for match in _TAG.finditer(content))
+    return max((len(_NEXT_ATTRIBUTE.findall(tag)) for tag in tags), default=0)
+
+
 def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
     if kind == "application/json":
         try:
@@ -77,11 +93,11 @@ def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
             return "", content
     if kind.startswith("text/") and kind != "text/html" and not _MARKUP.search(content[:4096]):
         return "", content
-    if any(len(tag.split()) > _WORDS for tag in _TAG.findall(content)):
-        raise ValueError(f"a tag has more than {_WORDS} words")
+    if most_attributes(content) > _ATTRIBUTES:
+        raise ValueError(f"a tag has more than {_ATTRIBUTES} attributes")
     import trafilatura
 
-    logging.disable(logging.CRITICAL)
+    _silence("trafilatura", "htmldate", "courlan")
     # By default the library drops short texts, but short pages with figures or lists are useful.
     text = trafilatura.extract(
         content, url=url, include_links=True, include_tables=True, favor_recall=True
@@ -95,7 +111,7 @@ def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
 def _pdf(body: bytes, max_chars: int) -> tuple[str, str]:
     import pypdf
 
-    logging.disable(logging.CRITICAL)
+    _silence("pypdf")
     reader = pypdf.PdfReader(io.BytesIO(body))
     parts: list[str] = []
     for page in reader.pages[:_PDF_PAGES]:
@@ -104,3 +120,9 @@ def _pdf(body: bytes, max_chars: int) -> tuple[str, str]:
             break
     title = reader.metadata.title if reader.metadata else None
     return title or "", "\n\n".join(parts)
+
+
+def _silence(*packages: str) -> None:
+    """Keeps what the packages of a parser log about a page out of the standard error."""
+    for package in packages:
+        logging.getLogger(package).setLevel(logging.CRITICAL + 1)

@@ -150,11 +150,11 @@ class Recorded(Wrapper):
         self._warned = False
 
     def key(self, arguments: str, context: ToolContext) -> str:
-        """Returns the key under which the answer to a call is stored.
+        """Returns the key under which the result of a tool call is stored.
 
         Args:
-            arguments: arguments of the call.
-            context: context of the call.
+            arguments: text that the policy wrote between the tags of the tool.
+            context: the trajectory so far; the result may depend on its earlier calls.
         """
         return self._key(arguments, context, getattr(self.tool, "tailored", False))
 

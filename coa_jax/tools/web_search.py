@@ -330,8 +330,8 @@ def format_results(results: Sequence[SearchResult], query: str, snippet_chars: i
     """Writes search results as the text of an observation, in the format of the AFM release.
 
     Args:
-        results: the results.
-        query: the query.
+        results: what the search service returned, the best first.
+        query: what the policy searched for.
         snippet_chars: maximum length of a snippet in characters.
     """
     if not results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 import unicodedata
@@ -14,27 +15,33 @@ def _ranges(codes: list[int]) -> str:
     return "".join(f"{chr(a)}-{chr(b)}" for a, b in zip(starts, ends, strict=True))
 
 
-# ``\w`` does not match combining marks, such as the vowel signs of Hindi and Thai.
-_MARKS = _ranges([c for c in range(0x20000) if unicodedata.category(chr(c)).startswith("M")])
-
 # Thai and Lao, Burmese, Khmer, Japanese and Chinese are written without spaces between words.
 _SIGNS = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 )
 _LETTER = rf"[^\W_{_SIGNS}]"
 
-WORD = rf"(?=\w)[{_SIGNS}][{_MARKS}]*|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*"
-"""Pattern of a word: letters and digits with their combining marks.
 
-In scripts without spaces between words, every character is a word.
-"""
+@functools.cache
+def _word() -> str:
+    # ``\w`` does not match combining marks, such as the vowel signs of Hindi and Thai.
+    marks = _ranges([c for c in range(0x20000) if unicodedata.category(chr(c)).startswith("M")])
+    return rf"(?=\w)[{_SIGNS}][{marks}]*|{_LETTER}+(?:[{marks}]+{_LETTER}*)*"
 
-_WORD = re.compile(WORD)
+
+@functools.cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Compiles a regular expression in which WORD stands for a word.
+
+    A word consists of letters and digits with their combining marks. In scripts without spaces
+    between words, every character is a word.
+    """
+    return re.compile(pattern.replace("WORD", _word()))
 
 
 def words(text: str) -> list[str]:
-    """Returns the words of a text in lower case, in order; `WORD` defines a word."""
-    return _WORD.findall(text.lower())
+    """Returns the words of a text in lower case, in order; `compiled` defines a word."""
+    return compiled("WORD").findall(text.lower())
 
 
 _ACCENTS = re.compile("(?<=[A-Za-z\u00aa-\u02af\u0370-\u03ff])[\u0300-\u036f]+")
@@ -49,11 +56,12 @@ _TYPOGRAPHY = str.maketrans(
 
 
 def fold(text: str) -> str:
-    """Simplifies a text: removes markup, accents and typographic characters.
+    """Simplifies a text: removes markup and accents, and replaces typographic characters.
 
-    HTML tags, double spaces and accents are removed. HTML entities and typographic characters are
-    replaced by simple characters. All combining marks of Latin and Greek letters count as accents.
-    In other scripts, a mark that forms another letter is kept, for example in the Cyrillic й.
+    HTML tags and accents are removed, and repeated spaces become one. HTML entities and typographic
+    characters are replaced by simple characters. All combining marks of Latin and Greek letters
+    count as accents. In other scripts, a mark that forms another letter is kept, for example in the
+    Cyrillic й.
     """
     if "<" in text:
         text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)

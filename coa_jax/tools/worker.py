@@ -7,8 +7,8 @@ an idle worker because its connection ends, and a busy worker because one of its
 a second whether the parent process is alive. If this thread cannot run, the timer that is set with
 every call kills the worker.
 
-`coa_jax.tools.isolated` starts workers in the sandbox instead. Its programs contain the source of
-this module, which therefore uses only the standard library.
+The workers of this module are not isolated; those of `coa_jax.tools.isolated` run in the sandbox.
+Their programs contain the source of this module, which therefore uses only the standard library.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Workers:
             function: the function as ``module:name``. Its arguments must be picklable, and its
                 result must be a JSON value.
             count: maximum number of processes; None for one per processor, but at most four.
-            start: function that starts a process, from ``function`` and the process's end of the
-                connection; None for a process of the current user without isolation.
+            start: function that starts a process. Its arguments are ``function`` and the process's
+                end of the connection. None for a process of the current user without isolation.
         """
         self._function, self._start = function, start or _start
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
@@ -112,7 +112,7 @@ class Workers:
         """Calls the function in a process, and returns its result.
 
         Args:
-            arguments: arguments of the function.
+            arguments: values with which the function is called.
             timeout: limit on the processor time of the call in seconds. This limit does not depend
                 on the load of the machine.
             wait: maximum wall time in seconds to wait for a free process and for the result; None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from coa_jax.train.pool import Pool, Score
 
 ATTEMPTS = 3
-"""Number of attempts after which a task is given up, if its group is too old each time."""
+"""Number of dropped (too old) groups of a task after which the task is given up."""
 _MEMORY = 0.5  # decay of earlier steps in the moving estimate of `Ledger.share`
 _LOWEST_SHARE = 0.05
 
@@ -123,7 +123,7 @@ class Ledger:
         self._dropped: list[int] = []
         self._given_up = 0
         # Decayed counts over earlier steps: groups with a signal, and all examined groups.
-        self._found = self._looked = 0.0
+        self._signals = self._examined = 0.0
 
     @classmethod
     def restore(
@@ -145,7 +145,7 @@ class Ledger:
             ledger._next = int(state["next"])
             ledger._open = {int(index): int(attempts) for index, attempts in state["open"]}
             ledger._again = list(ledger._open)
-            ledger._found, ledger._looked = map(float, state["share"])
+            ledger._signals, ledger._examined = map(float, state["share"])
         return ledger
 
     @property
@@ -183,10 +183,10 @@ class Ledger:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
-        """Drops the group of a task because it is older than `AdmissionRules.max_staleness`.
+        """Drops a task's group that is older than `AdmissionRules.max_staleness` allows.
 
-        The task is sampled again. Once its groups have been dropped `ATTEMPTS` times, the task is
-        given up instead.
+        The task is sampled again. Once `ATTEMPTS` groups of a task have been dropped, the task is
+        given up: it is not sampled any more.
 
         Args:
             index: index of the group's task.
@@ -246,15 +246,15 @@ class Ledger:
             # finished.
             discarded, self._next = len(self._open), examined[-1] + 1
             self._open, self._ended, self._again = {}, {}, []
-        self._found = _MEMORY * self._found + len(used)
-        self._looked = _MEMORY * self._looked + len(examined)
+        self._signals = _MEMORY * self._signals + len(used)
+        self._examined = _MEMORY * self._examined + len(examined)
         dropped, self._dropped = tuple(self._dropped), []
         given_up, self._given_up = self._given_up, 0
         state = {
             "step": self.step,
             "next": self._next,
             "open": [list(pair) for pair in self._open.items()],
-            "share": [self._found, self._looked],
+            "share": [self._signals, self._examined],
         }
         return Composition(
             self.step, tuple(used), tuple(examined), dropped, discarded, given_up, state, scores
@@ -263,8 +263,8 @@ class Ledger:
     @property
     def share(self) -> float:
         """Estimated share of groups with a signal (different rewards); 1 at the start of a run."""
-        found = self._found + sum(ended.signal for ended in self._ended.values())
-        return max((found + 1) / (self._looked + len(self._ended) + 1), _LOWEST_SHARE)
+        signals = self._signals + sum(ended.signal for ended in self._ended.values())
+        return max((signals + 1) / (self._examined + len(self._ended) + 1), _LOWEST_SHARE)
 
     def admit(self) -> list[int]:
         """Returns the indices of the tasks to sample now, and counts their groups as in flight.
@@ -292,12 +292,12 @@ class Ledger:
         if missing <= 0:
             return again
         in_flight = len(self._open) - len(self._ended)
-        room = (rules.in_flight or math.ceil(missing / self.share)) - in_flight
+        number = (rules.in_flight or math.ceil(missing / self.share)) - in_flight
         limit = rules.most * (last - self.step)
         if rules.max_staleness > 0:  # surplus groups in flight: the steps take the quickest
             limit = max(limit, rules.in_flight)
-        room = min(room, limit - len(self._open))
-        new = [self._take_next() for _ in range(room)]
+        number = min(number, limit - len(self._open))
+        new = [self._take_next() for _ in range(number)]
         self._open.update(dict.fromkeys(new, 0))
         return [*again, *new]
 

@@ -38,13 +38,13 @@ def advantages_of(
     other samples.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         group: the samples of one task.
 
     Returns:
         Pairs of a graded trajectory and its advantage, float32. The advantage is a scalar ``[]``
         that holds for all tokens, or an array ``[T]`` with one number per token. If
-        `Algorithm.whitened` is true, each pair holds rewards instead, which
+        `Algorithm.whitened` is true, each pair holds rewards in place of advantages, which
         `experience.complete_experience` turns into advantages of tokens.
 
     Raises:
@@ -57,30 +57,30 @@ def advantages_of(
     name, where = algorithm.advantage, "algorithm.advantage"
     values = [t.reward.value for t in graded if t.reward is not None]
     with blaming(algorithm.advantage_call, name, where):
-        found = algorithm.advantage_call(
+        returned = algorithm.advantage_call(
             rewards=np.array(values, np.float64),
             lengths=np.array([t.num_policy_tokens for t in graded]),
             trajectories=graded,
         )
     try:
-        given = [np.asarray(value, np.float32) for value in found]
+        arrays = [np.asarray(value, np.float32) for value in returned]
     except (TypeError, ValueError):
-        given = []
-    fit = len(given) == len(graded) and all(
-        value.shape in ((), t.tokens.shape) for value, t in zip(given, graded, strict=True)
+        arrays = []
+    fit = len(arrays) == len(graded) and all(
+        value.shape in ((), t.tokens.shape) for value, t in zip(arrays, graded, strict=True)
     )
-    if not fit or not all(np.isfinite(value).all() for value in given):
+    if not fit or not all(np.isfinite(value).all() for value in arrays):
         raise UserError(
-            f"{where}: {name} returned {shown(found)} for the rewards {values}; an advantage "
+            f"{where}: {name} returned {shown(returned)} for the rewards {values}; an advantage "
             f"function returns, for each of the {len(graded)} samples, a finite number or an array "
             "with a finite number per token"
         )
-    if algorithm.of_sequence and any(value.ndim for value in given):
+    if algorithm.of_sequence and any(value.ndim for value in arrays):
         raise UserError(
             f"{where}: {name} returned a number per token; the sequence-level ratio of "
             f"algorithm.loss={algorithm.loss} needs one advantage per sequence: give loss=clip"
         )
-    return list(zip(graded, given, strict=True))
+    return list(zip(graded, arrays, strict=True))
 
 
 def has_signal(rewards: Sequence[float | None] | np.ndarray) -> bool:
@@ -192,8 +192,8 @@ def gae(
         same = segment == next_segment
         delta = reward + gamma * jnp.where(same, next_value, 0.0) - value
         advantage = delta + gamma * lam * jnp.where(same, next_advantage, 0.0)
-        found = (advantage, value, segment)
-        carry = tuple(jnp.where(on, new, old) for new, old in zip(found, carry, strict=True))
+        current = (advantage, value, segment)
+        carry = tuple(jnp.where(on, new, old) for new, old in zip(current, carry, strict=True))
         return carry, jnp.where(on, advantage, 0.0)
 
     on = jnp.asarray(batch.mask).T > 0
@@ -206,17 +206,15 @@ def gae(
     return advantages.T, jnp.where(on, advantages + columns[1], 0.0).T
 
 
-def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
+def whiten(batches: Sequence[Batch]) -> list[Batch]:
     """Standardises advantages to mean 0 and variance 1 over all policy tokens of a step.
 
     REINFORCE++ calls this global normalisation (arXiv 2501.03262); for PPO see Andrychowicz et al.
     (arXiv 2006.05990 §3.5). If all advantages are equal, they become 0.
 
     Args:
-        batches: all micro-batches of the step, of which the function reads ``advantage``, ``mask``
-            and ``copies``.
-        eps: number that is added to the variance, so that a variance of 0 causes no division by
-            zero.
+        batches: all micro-batches of the step; the function reads only ``advantage``, ``mask`` and
+            ``copies``.
 
     Returns:
         The batches with standardised advantages, which are 0 at tokens that the policy did not
@@ -231,7 +229,7 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
     mean, _ = moments(0.0)
     _, variance = moments(mean)
     # A smaller variance is rounding error of the mean.
-    scale = 1.0 / np.sqrt(variance + eps) if variance > (1e-6 * mean) ** 2 else 0.0
+    scale = 1.0 / np.sqrt(variance + 1e-8) if variance > (1e-6 * mean) ** 2 else 0.0
     how = jnp.float32(mean), jnp.float32(scale)
     return [b._replace(advantage=_standardise(b.advantage, b.mask, *how)) for b in batches]
 

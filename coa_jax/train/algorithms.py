@@ -1,4 +1,4 @@
-"""Reinforcement-learning algorithms: named presets, in which every setting can be overridden.
+"""Reinforcement-learning algorithms: named presets, each of whose settings can be overridden.
 
 An algorithm is a combination of an advantage estimator, a loss, a normalisation and clip bounds. A
 config names a preset. A setting that the config leaves unset (-1 for a number, "" for a string) has
@@ -130,8 +130,8 @@ class Algorithm(Bounded):
             same name.
         normalise: how the losses of tokens are averaged. ``token`` takes the mean over all tokens
             of the update; ``sequence`` takes the mean over sequences of the mean of each sequence;
-            ``constant`` divides the sum of each sequence by ``loss_length`` instead. See
-            `objectives.weigh`.
+            ``constant`` takes the mean over sequences of the sum of each sequence divided by
+            ``loss_length``. See `objectives.weigh`.
         learn_from: groups to train on. ``all`` takes every group. ``signal`` takes only groups with
             a signal, whose rewards differ; sampling continues until the step has enough such
             groups.
@@ -151,8 +151,8 @@ class Algorithm(Bounded):
             ``k1``, ``k2`` or ``k3``, see `objectives.kl_estimate`.
         kl_in: where the KL penalty enters: ``loss`` adds the penalty to the loss, ``reward``
             subtracts the penalty from the reward of each token.
-        kl_coef: factor of the KL penalty; -1 for the preset's. With 0 there is no penalty, so the
-            run needs no frozen copy of the initial parameters.
+        kl_coef: factor of the KL penalty; -1 takes the value of the preset. With 0 there is no
+            penalty, so the run needs no frozen copy of the initial parameters.
         entropy_coef: factor of the entropy bonus; 0 for no bonus.
         opd_coef: factor by which a teacher's advantages of tokens (on-policy distillation) are
             multiplied before they are added to the advantages that ``advantage`` gives; 0 for no
@@ -173,12 +173,13 @@ class Algorithm(Bounded):
             with a larger ratio has no loss. 0 for no bound.
         mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound: ``token``,
             ``sequence`` or ``geometric``, as in ``tis_level``.
-        overlong_buffer: size of the buffer, which is the last part of the token budget
-            ``rollout.max_tokens``, in tokens. A trajectory that reaches into the buffer gets a
-            lower reward. 0 for no length penalty. See `train.shaping`.
+        overlong_buffer: number of tokens at the end of the budget ``rollout.max_tokens`` that lower
+            the reward. A trajectory gets a lower reward if its length is above
+            ``rollout.max_tokens`` minus this number, see ``overlong_penalty``. 0 for no length
+            penalty. See `train.shaping`.
         overlong_penalty: amount by which the reward is lowered if the trajectory uses up the token
-            budget ``rollout.max_tokens``. Within the buffer, the reduction grows linearly from 0 to
-            this amount.
+            budget ``rollout.max_tokens``. Over the last ``overlong_buffer`` tokens of the budget,
+            the reduction grows linearly from 0 to this amount.
         gamma: discount factor of generalised advantage estimation.
         lam: trace decay (lambda) of generalised advantage estimation.
         value_clip: bound on the change of the critic's values within a step: where a value has
@@ -318,7 +319,7 @@ def has_mark(call: BoundFunction, name: str) -> bool:
         call: advantage or loss function with its options.
         name: name of the property.
     """
-    return bool(getattr(call.found, name, False))
+    return bool(getattr(call.function, name, False))
 
 
 def presets(budget: int) -> dict[str, Algorithm]:

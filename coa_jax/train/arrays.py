@@ -253,12 +253,14 @@ def export_bytes(setup: Setup) -> int:
 
     With several hosts, the result includes the largest tensor, because every chip gathers one whole
     tensor at a time. The parameters of stacked layers are gathered layer by layer. If adapters are
-    trained, the result includes the exported model, to which they are added.
+    trained, the result includes one layer, to which the adapters are added in float32, and the
+    result of this addition.
     """
     merged = largest = 0
     if setup.model.lora.rank:
-        item = jnp.dtype(setup.config.export_dtype).itemsize
-        merged = chip_bytes(parameters(setup)) * item // 4
+        layers = chip_bytes(policy(setup).frozen["layers"]) // setup.model.num_layers
+        items = [jnp.dtype(x).itemsize for x in (setup.config.loaded_dtype, "float32")]
+        merged = layers // items[0] * (items[0] + 2 * items[1])
     if setup.hosts > 1:
         layers = setup.model.num_layers
         for path, x in jax.tree_util.tree_leaves_with_path(parameters(setup)):
@@ -341,10 +343,10 @@ def engine_compute(setup: Setup) -> Compute:
     case = paged_case(
         setup.model, engine, setup.engine_chips, platform, setup.where.chip.capability
     )
-    wanted = "xla" if setup.simulated else engine.attention
+    attention = "xla" if setup.simulated else engine.attention
     return Compute(
         engine.dtype,
-        attention=resolve("paged", wanted, case, "engine.attention"),
+        attention=resolve("paged", attention, case, "engine.attention"),
         backend=backend_for(setup.platform),
         mesh=engine_mesh(setup),
         collectives="none",
@@ -359,7 +361,9 @@ def decoding_params(setup: Setup) -> DecodeParams:
     program = publish_program(model, dtype, None, kernels)
     shapes = jax.eval_shape(program, abstract_params(model, setup.mesh))
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        places,
     )
 
 
@@ -454,7 +458,7 @@ def kept_bytes(setup: Setup) -> int:
 
 
 def rollout_waves(setup: Setup, spare: int) -> str:
-    """Describes the waves of a step of RL, and which settings make one wave in the memory.
+    """Describes in how many waves an RL step is sampled, and settings with which one wave suffices.
 
     Args:
         setup: configuration on a slice.

@@ -87,7 +87,7 @@ class Batch(NamedTuple):
 
 
 def merge_identical(examples: Sequence[Example]) -> list[Example]:
-    """Merges examples in which every array is the same, such as samples that share all tokens.
+    """Merges examples whose arrays are all equal, such as samples that share all tokens.
 
     An update is a sum over sequences, and each loss treats every sequence by itself. So a merged
     example, counted as often as it occurred, gives the same gradients.
@@ -155,7 +155,7 @@ def unpack(
     """
     gained = [name for name in _GAINED if getattr(batches[0], name) is not None]
     arrays = {name: np.concatenate([getattr(b, name) for b in batches]) for name in gained}
-    found: dict[int, Example] = {}
+    shortened: dict[int, Example] = {}
     for number, row in enumerate(_fill(examples, length, unfolded)):
         at = 0
         for example, skipped, _ in row.members:
@@ -163,11 +163,11 @@ def unpack(
             # The skipped tokens of a shared prompt have no loss.
             more = {k: np.pad(v[number, at:end], (skipped, 0)) for k, v in arrays.items()}
             advantage = more.pop("advantage")
-            found[id(example)] = dataclasses.replace(
+            shortened[id(example)] = dataclasses.replace(
                 example, advantage=advantage, more={**example.more, **more}
             )
             at = end
-    return [found[id(example)] for example in examples]
+    return [shortened[id(example)] for example in examples]
 
 
 _GAINED = ("advantage", "old_logp", "ref_logp", "value", "returns")
@@ -188,14 +188,14 @@ def first_fit(sizes: Sequence[int] | np.ndarray, length: int) -> list[list[int]]
     """
     rows: list[list[int]] = []
     sizes = np.asarray(sizes, np.int64)
-    room = np.full(len(sizes), length)
+    free = np.full(len(sizes), length)
     for number in np.argsort(-sizes, kind="stable").tolist():
         _check_size(int(sizes[number]), length)
-        row = int(np.argmax(room >= sizes[number]))
+        row = int(np.argmax(free >= sizes[number]))
         if row == len(rows):
             rows.append([])
         rows[row].append(number)
-        room[row] -= sizes[number]
+        free[row] -= sizes[number]
     return rows
 
 

@@ -247,8 +247,9 @@ class Checkpoints:
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
         """Reads the newest undamaged checkpoint; returns None if there is no checkpoint.
 
-        Damaged checkpoints that are newer than the one that is read are renamed to
-        ``damaged-STEP``. A warning names each of them.
+        The method tries the newest checkpoint first, then older ones. Once one has been read, all
+        newer checkpoints, which are damaged, are renamed to ``damaged-STEP``, with a warning for
+        each.
 
         Args:
             like: a state whose shapes, dtypes and shardings the result will have, see `restore`.
@@ -314,16 +315,16 @@ class Checkpoints:
                 refuses access.
             Damaged: the contents differ from the contents that were saved.
         """
-        found, fault = None, None
+        read_state, fault = None, None
         try:
-            found = self._read(step, like, more or {})
+            read_state = self._read(step, like, more or {})
         except (UserError, Damaged) as error:
             fault = error
         # All processes compute the fingerprints below together. A process whose reading failed
         # would not take part, and the other processes would wait for that process.
         self._agree(fault)
-        assert found is not None
-        read, likes = found
+        assert read_state is not None
+        read, likes = read_state
         torn = [
             name
             for name, tree in likes.items()
@@ -351,9 +352,9 @@ class Checkpoints:
         passes = isinstance(fault, Outage)
         damaged = isinstance(fault, Damaged)
         mine = [isinstance(fault, UserError) and not passes, passes, damaged, str(fault)]
-        told = processes.exchange(mine, "reading of a checkpoint", self._wait_seconds)
+        verdicts = processes.exchange(mine, "reading of a checkpoint", self._wait_seconds)
         for at, kind in enumerate((UserError, Outage, Damaged)):
-            for number, verdict in enumerate(told):
+            for number, verdict in enumerate(verdicts):
                 if verdict[at]:
                     raise kind(f"{verdict[-1]} (says process {number})") from fault
 

@@ -66,14 +66,15 @@ class TrainingConfig(Bounded):
             updates of the run.
         checkpoint_every: number of steps between two checkpoints.
         checkpoint_seconds: number of seconds after the last checkpoint at which the next one is
-            due. It is saved at the end of the step in progress, in addition to the checkpoints of
-            ``checkpoint_every``, unless a checkpoint is still being written. If steps take longer
-            than this and the storage writes a checkpoint within one step, the run saves every step.
-            A preemption then costs the step in progress, and also the step before if its checkpoint
-            was not complete. Training continues while a checkpoint is written.
+            due. A checkpoint that is due is saved at the end of the step in progress, in addition
+            to the checkpoints of ``checkpoint_every``, unless a checkpoint is still being written.
+            If steps take longer than this and the storage writes a checkpoint within one step, the
+            run saves every step. A preemption then costs the step in progress, and also the step
+            before if its checkpoint was not complete. Training continues while a checkpoint is
+            written.
         mesh: sizes of the mesh axes over which parameters and rows are sharded.
-        lora: LoRA adapters to train instead of the whole model, whose parameters then have the
-            dtype ``dtype``.
+        lora: LoRA adapters to train instead of the whole model. The parameters of the model are
+            then frozen, and have the dtype ``dtype``.
         attention: implementation of attention in training: ``auto``, or a name, see
             docs/kernels.md.
         keep_last: number of newest checkpoints to keep.
@@ -304,13 +305,13 @@ class DPOConfig(FitConfig):
 
 @dataclasses.dataclass(frozen=True)
 class DistilledConfig(Bounded):
-    """Settings for *distilled* tasks, which a training record of the policy asks, too.
+    """Treatment of *distilled* tasks: RL tasks that a training record of the policy also asks.
 
     A task is distilled in two cases:
 
     - A record has the same question: the same words in the same order, in any case and with any
-      punctuation. If the record and the task have accepted answers, an answer must be the same, so
-      that 3 + 4 differs from 3 - 4.
+      punctuation. If both the record and the task have accepted answers, they must have an answer
+      in common, so that 3 + 4 differs from 3 - 4.
     - A record asks for the same fact in other words: the fields ``kind``, ``relation`` and
       ``entities`` of its metadata (the entities in any order) and its accepted answers are those of
       the task. Only generated tasks have entities; all others are compared by their questions.
@@ -319,8 +320,9 @@ class DistilledConfig(Bounded):
         tasks: treatment of distilled tasks. ``leave_out`` leaves them out before the tasks are
             shuffled, so fewer than ``num_tasks`` may remain; ``count`` trains on them; ``refuse``
             ends the run if there are any.
-        records: the records that the policy was trained on, see `SFTConfig.data`. "" finds them if
-            ``model`` is still in the work directory of its SFT or pipeline; see `trained_on`.
+        records: the records that the policy was trained on, see `SFTConfig.data`. "" finds the
+            records if ``model`` is still in the work directory of its SFT or pipeline; see
+            `trained_on`.
     """
 
     tasks: Literal["leave_out", "count", "refuse"] = "leave_out"

@@ -67,24 +67,24 @@ class RecordReader:
     level: str = ""
     format: str = ""
 
-    def record(self, place: int) -> DistilledRecord:
-        """Reads the record at the row with the index ``place``.
+    def record(self, index: int) -> DistilledRecord:
+        """Reads the record at the row ``index``.
 
         Raises:
             UserError: the row is invalid. Because the row was valid when the lengths were computed,
                 the file must have changed since.
         """
-        found = self.records[place]
-        if isinstance(found, LeftOut):
-            raise UserError(f"{found.row.where}: {found.reason}; the file changed during the run")
-        return one_with_level(found.record, self.level, self.format)
+        entry = self.records[index]
+        if isinstance(entry, LeftOut):
+            raise UserError(f"{entry.row.where}: {entry.reason}; the file changed during the run")
+        return one_with_level(entry.record, self.level, self.format)
 
     def example(self, record: DistilledRecord) -> Example:
         """Tokenises a record in the prompt style, level and format of this reader."""
         return record_example(self.tokenizer, record, self.prompt)
 
-    def __call__(self, place: int) -> Example:
-        return self.example(self.record(place))
+    def __call__(self, index: int) -> Example:
+        return self.example(self.record(index))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,14 +98,14 @@ class Examples:
         makers: functions that create examples. A maker is called with an index into its own data.
         owner: for each example, the index in ``makers`` of the function that creates the example,
             int32 ``[N]``.
-        place: index of each example in the data of its maker, int64 ``[N]``.
+        indices: index of each example in the data of its maker, int64 ``[N]``.
     """
 
     sizes: np.ndarray
     losses: np.ndarray
     makers: tuple[Callable[[int], Example], ...]
     owner: np.ndarray
-    place: np.ndarray
+    indices: np.ndarray
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -117,7 +117,7 @@ class Examples:
             UserError: the number of tokens of the example differs from ``sizes``: the data have
                 changed.
         """
-        example = self.makers[self.owner[index]](int(self.place[index]))
+        example = self.makers[self.owner[index]](int(self.indices[index]))
         if len(example.tokens) != self.sizes[index]:
             raise UserError(
                 f"an example has {len(example.tokens)} tokens and had {self.sizes[index]} when the "
@@ -126,7 +126,7 @@ class Examples:
         return example
 
     def changed(self, index: int, length: int, change: Change, rng: np.random.Generator) -> Example:
-        """Applies a change to the record of an example, and returns the example of the result.
+        """Changes the record of an example, and returns the tokenised result.
 
         Args:
             index: index of the example; its maker must be a `RecordReader`.
@@ -137,23 +137,23 @@ class Examples:
         """
         maker = self.makers[self.owner[index]]
         assert isinstance(maker, RecordReader)
-        record = maker.record(int(self.place[index]))
+        record = maker.record(int(self.indices[index]))
         example = maker.example(change(record, rng))
         return example if len(example.tokens) <= length else maker.example(record)
 
 
 def examples_of(
-    maker: Callable[[int], Example], sizes: np.ndarray, losses: np.ndarray, place: np.ndarray
+    maker: Callable[[int], Example], sizes: np.ndarray, losses: np.ndarray, indices: np.ndarray
 ) -> Examples:
-    """Creates `Examples` whose examples all come from a single maker.
+    """Creates `Examples` from a single function that makes all of the examples.
 
     Args:
         maker: function that creates the example at an index of its data.
         sizes: number of tokens of each example, int32 ``[N]``.
         losses: number of tokens with a loss in each packed example, int32 ``[N]``.
-        place: index of each example in the data of the maker, int64 ``[N]``.
+        indices: index of each example in the data of the maker, int64 ``[N]``.
     """
-    return Examples(sizes, losses, (maker,), np.zeros(len(sizes), np.int32), place)
+    return Examples(sizes, losses, (maker,), np.zeros(len(sizes), np.int32), indices)
 
 
 def examples_in_memory(examples: Sequence[Example]) -> Examples:
@@ -183,7 +183,7 @@ def join(parts: Sequence[Examples]) -> Examples:
         np.concatenate([part.losses for part in parts]),
         tuple(maker for part in parts for maker in part.makers),
         np.concatenate(owners).astype(np.int32),
-        np.concatenate([part.place for part in parts]),
+        np.concatenate([part.indices for part in parts]),
     )
 
 
@@ -246,7 +246,7 @@ class UpdateSequence(Sequence[Update]):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Updates(UpdateSequence):
-    """Successive updates with packed examples, of which each process has its own rows.
+    """Successive updates with packed examples; each process creates only its own rows.
 
     Attributes:
         examples: examples with at most ``length`` tokens each.
@@ -347,7 +347,7 @@ def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain
 
 @contextlib.contextmanager
 def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[Iterator[T]]:
-    """Yields an iterator over a sequence, which creates items before they are needed.
+    """Yields an iterator over a sequence that creates items in the background, ahead of their use.
 
     Args:
         source: sequence that creates an item when the item is accessed.

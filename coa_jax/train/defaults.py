@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
+from coa_jax.engine.config import EngineConfig
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.model.config import ModelConfig, cpu_dtype
 from coa_jax.parallel import processes
+from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.settings import changes_of, default_values, merged, plain
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.config import SFTConfig, TrainingConfig
@@ -28,10 +31,10 @@ _SHARE = {"cpu": 0.7}
 """Share of the free memory that the arrays counted here may take, if it is not 0.85."""
 _TOKENS = {"cpu": 4096}
 """Number of tokens of a micro-batch on one device, if it is not 16,384. More are hardly faster."""
-_SLOTS = {"cpu": 64}
-"""Maximum number of sequences that an engine decodes at the same time, if it is not 256."""
-_TOGETHER = {"engine": {"slots": 256, "max_length": 2**20, "dtype": "auto"}, "mesh": {"fsdp": -1}}
+_TRAINING = {"mesh": {"fsdp": -1}}
+_ENGINE = {"engine": {"slots": 0, "max_length": 2**20, "dtype": "auto"}}
 """Settings of a config that leaves the sizes to the machine."""
+_KINDS = {"sft": SFTConfig, "rl": RLConfig, "evaluate": EvaluateRun}
 
 
 class Machine(NamedTuple):
@@ -64,14 +67,17 @@ def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigD
     """Adds all settings that a config lacks, with their defaults.
 
     Args:
-        stage: ``sft`` or ``rl``.
+        stage: ``sft``, ``rl`` or ``evaluate``.
         config: settings of the stage; ``model``, and ``data`` or ``tasks``, have no default.
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
-    kind, source = (SFTConfig, "data") if stage == "sft" else (RLConfig, "tasks")
-    base = {"model": "", source: "", "tools": default_values(ToolsConfig)}
-    base = merged({**base, **default_values(kind)}, _TOGETHER)
-    return ConfigDict(merged(base, values))
+    base = {"model": "", "tools": default_values(ToolsConfig), **default_values(_KINDS[stage])}
+    if stage == "evaluate":
+        base |= {"stage": "policy", "engine": default_values(EngineConfig)}
+        base |= {"rollout": {**default_values(RolloutConfig), "prompt_style": "model"}}
+    else:
+        base = merged({"data" if stage == "sft" else "tasks": "", **base}, _TRAINING)
+    return ConfigDict(merged(merged(base, _ENGINE), values))
 
 
 def completed(
@@ -88,8 +94,12 @@ def completed(
     - ``remat`` is the fastest of none, dots and full with which a row fits into memory, and
       ``rows`` the number of rows that fit, up to 4,096 tokens on CPUs and 16,384 on accelerators.
     - ``mesh.decode_tensor`` is the number of chips that hold a copy of the model for decoding.
-    - If ``rows`` is open, ``engine`` states upper bounds, which are lowered to what the run can use
-      and what fits into a third of the memory that all parameters leave.
+    - ``engine.slots`` is the number of samples of a step for each engine, up to 64 on CPUs and 256
+      on accelerators. If memory is too small for this many sequences of full length, the slots
+      share ``engine.pages``: as many pages as fit. An engine that decodes during updates, or beside
+      SFT, takes at most a third of the memory that all parameters leave.
+    - If the config leaves ``rows`` open, the sizes that it gives in ``engine`` are upper bounds,
+      which are lowered in the same way.
     - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4.
     - A run of RL has 100 steps; other runs make three passes over their examples.
 
@@ -128,6 +138,25 @@ def completed(
     return chosen
 
 
+def open_sizes(config: SFTConfig, longest: int, examples: int) -> SFTConfig:
+    """Replaces the settings that an SFT run leaves open, if it trains a user's own module.
+
+    Args:
+        config: settings of the run.
+        longest: number of tokens of the longest example.
+        examples: number of examples.
+    """
+    optimizer, length = config.optimizer, config.row_length or -(-longest // 128) * 128
+    steps = optimizer.total_steps or max(1, -(-_PASSES * examples // config.batch_size))
+    rate = optimizer.learning_rate if optimizer.learning_rate >= 0 else _RATES["fit", False]
+    return dataclasses.replace(
+        config,
+        row_length=length,
+        rows=config.rows or max(1, min(config.batch_size, _TOKENS["cpu"] // length)),
+        optimizer=dataclasses.replace(optimizer, total_steps=steps, learning_rate=rate),
+    )
+
+
 def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> C:
     """Returns the settings of a run on a slice, see `completed`; no data are read.
 
@@ -150,7 +179,6 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
 
 def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:
     """Chooses engine, rows and rematerialisation by the memory that they need on a device."""
-    from coa_jax.engine.memory import fitted
     from coa_jax.model.params import num_params, without_adapters
 
     platform, cpu = machine.platform, machine.platform == "cpu"
@@ -159,37 +187,69 @@ def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -
     trained = num_params(model) - bare if model.lora.rank else bare
     # All parameters; gradients and two moments of those that are trained.
     state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
+        reference = config.chosen.needs_reference and not model.lora.rank
+        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
     left = int(_SHARE.get(platform, 0.85) * machine.free) - state // parts
-    engine = getattr(config, "engine", None)
     changes: dict[str, Any] = {}
-    if engine is not None and engine.dtype == "auto":
-        engine = dataclasses.replace(engine, dtype=engine.on_platform(platform).dtype)
-        changes["engine"] = engine
-    if engine is not None and not config.rows:
-        samples = config.groups * config.group_size if isinstance(config, RLConfig) else 64
-        bounds = dataclasses.replace(engine, slots=min(engine.slots, _SLOTS.get(platform, 256)))
-        copy, chips = bare * (2 if engine.dtype == "bfloat16" else 4), config.mesh.decode_tensor
-        if not chips and config.mesh.tensor == 1:  # as few chips as hold the model beside the rest
-            chips = 1
-            while chips < machine.devices and 2 * copy // chips > left:
-                chips *= 2
-            changes["mesh"] = dataclasses.replace(
-                config.mesh, decode_tensor=chips if chips > 1 else 0
-            )
-        chips = max(chips, 1)
-        room = copy // chips + max(left - copy // chips, 0) // 3
-        changes["engine"] = fitted(bounds, model, platform, samples, longest, chips * room)
-        left -= room if isinstance(config, RLConfig) else 0
-    wanted = config.groups * config.group_size if isinstance(config, RLConfig) else 0
-    wanted = wanted or getattr(config, "batch_size", 1)
+    if hasattr(config, "engine"):
+        changes, reserved = _engine(config, model, longest, machine, left)
+        left -= reserved
+    samples = config.groups * config.group_size if isinstance(config, RLConfig) else 0
+    samples = samples or getattr(config, "batch_size", 1)
     policies = ("none", "dots", "full") if config.remat == "auto" else (config.remat,)
     sizes = [(policy, _row_bytes(model, config, policy, cpu)) for policy in policies]
-    changes["remat"], row = next((each for each in sizes if each[1] <= left), sizes[-1])
+    rows = max(1, -(-config.rows // parts))
+    changes["remat"], row = next((each for each in sizes if rows * each[1] <= left), sizes[-1])
     if not config.rows:
         most = max(1, _TOKENS.get(platform, 16_384) // config.row_length)
-        rows = max(1, min(most, left // row, -(-wanted // parts)))
+        rows = max(1, min(most, left // row, -(-samples // parts)))
         changes["rows"] = parts << (rows.bit_length() - 1)
     return dataclasses.replace(config, **changes)
+
+
+def _engine(
+    config: Any, model: ModelConfig, longest: int, machine: Machine, left: int
+) -> tuple[dict[str, Any], int]:
+    """Chooses an engine for the samples of a run and the memory of its devices.
+
+    Args:
+        config: settings of a run that has engines.
+        model, longest, machine: arguments of `completed`.
+        left: bytes on a device that the parameters and their moments leave.
+
+    Returns:
+        The settings that are chosen, and the bytes on a device that the engine keeps during
+        updates.
+    """
+    from coa_jax.engine.memory import fitted
+    from coa_jax.model.params import num_params, without_adapters
+
+    platform, mesh = machine.platform, config.mesh
+    engine = dataclasses.replace(config.engine, dtype=config.engine.on_platform(platform).dtype)
+    if config.rows and engine.slots:
+        return {"engine": engine}, 0
+    copy = num_params(without_adapters(model)) * (2 if engine.dtype == "bfloat16" else 4)
+    chips = mesh.decode_tensor
+    if not config.rows and not chips and mesh.tensor == 1:
+        chips = 1  # as few chips as hold the model beside the rest
+        while chips < machine.devices and 2 * copy // chips > left:
+            chips *= 2
+        mesh = dataclasses.replace(mesh, decode_tensor=chips if chips > 1 else 0)
+    chips = max(chips or mesh.tensor, 1)
+    rl, reserved, samples = isinstance(config, RLConfig), 0, 64
+    if mesh.rollout_devices:  # they hold two copies while new parameters arrive
+        memory = int(_SHARE.get(platform, 0.85) * machine.free) - copy // chips
+    elif rl and not config.max_staleness:  # the engine frees its memory before an update
+        memory = left
+    else:
+        memory = copy // chips + max(left - copy // chips, 0) // 3
+        reserved = memory if rl else 0
+    if rl:
+        engines = max(1, (mesh.rollout_devices or machine.devices) // chips)
+        samples = -(-config.groups * config.group_size // engines)
+    engine = fitted(engine, model, platform, samples, longest, chips * memory)
+    return {"engine": engine, "mesh": mesh}, reserved
 
 
 def _parts(config: TrainingConfig, devices: int) -> int:

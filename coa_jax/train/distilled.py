@@ -1,4 +1,4 @@
-"""Finds the tasks of an RL run that training records of the policy ask, too.
+"""Finds the tasks of an RL run that training records of the policy also ask.
 
 In the Chain-of-Agents paper, no task of the web agent's RL is a question of its SFT.
 """
@@ -34,13 +34,13 @@ _LONGEST_ANSWER = 1000  # characters; longer ones are the tests of programs
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """The distilled tasks of a run; `str` describes them in one sentence.
+    """The distilled tasks of a run, see `DistilledConfig`; `str` describes them in one sentence.
 
     Attributes:
         tasks: number of tasks that the sources of the run have.
         records: number of records that the tasks were compared with; 0 if none were found.
-        same_question: number of tasks whose question a record has.
-        same_fact: number of further tasks that ask for the fact of a record in other words.
+        same_question: number of tasks with the same question as a record.
+        same_fact: number of further tasks that ask for the same fact as a record, in other words.
         left_out: ids of the tasks that are left out.
     """
 
@@ -62,7 +62,7 @@ class Overlap:
         )
 
     def keep(self, run: RunDir) -> None:
-        """Writes the tasks, with which the run is resumed and replayed, and a line of results."""
+        """Writes this result to a file, for resumed runs and replays, and to the run's summary."""
         run.keep_json(FILE, dataclasses.asdict(self))
         run.summary({"RL tasks": str(self)})
 
@@ -85,19 +85,19 @@ def find_distilled(
             ``config.tasks`` is ``refuse``, or the processes of the run find different tasks.
     """
     if run is not None and (run / FILE).exists():
-        found = Overlap(**durable.read_json_object(run / FILE, None))
+        overlap = Overlap(**durable.read_json_object(run / FILE, None))
     elif run is not None and (run / "steps.jsonl").exists():  # a version without this file began it
-        found = Overlap(sum(map(len, parts.values())))
+        overlap = Overlap(sum(map(len, parts.values())))
     else:
-        found = _search(config, model, [task for tasks in parts.values() for task in tasks])
+        overlap = _search(config, model, [task for tasks in parts.values() for task in tasks])
     if processes.index() == 0:
-        print(found, flush=True)
-    if len(set(processes.exchange(digest(found.left_out), "the distilled tasks", 600.0))) > 1:
+        print(overlap, flush=True)
+    if len(set(processes.exchange(digest(overlap.left_out), "the distilled tasks", 600.0))) > 1:
         raise UserError(
             "the processes find different training records of the model; name them by "
             "config.distilled.records, a place that all hosts can read"
         )
-    return found
+    return overlap
 
 
 def _search(config: DistilledConfig, model: str, tasks: Sequence[Task]) -> Overlap:
@@ -117,10 +117,12 @@ def _search(config: DistilledConfig, model: str, tasks: Sequence[Task]) -> Overl
             same_fact.append(task.id)
     left_out = same_question + same_fact if config.tasks == "leave_out" else []
     number = sum(map(len, questions.values()))
-    found = Overlap(len(tasks), number, len(same_question), len(same_fact), left_out)
+    overlap = Overlap(len(tasks), number, len(same_question), len(same_fact), left_out)
     if config.tasks == "refuse" and (same_question or same_fact):
-        raise UserError(f"distilled.tasks is refuse: {found}; give tasks of another seed or source")
-    return found
+        raise UserError(
+            f"distilled.tasks is refuse: {overlap}; give tasks of another seed or source"
+        )
+    return overlap
 
 
 def _answers(asked: Task | DistilledRecord) -> frozenset[str]:
@@ -134,16 +136,16 @@ def _fact(asked: Task | DistilledRecord) -> tuple[Any, ...] | None:
     entities = about.get("entities")
     if not entities or not isinstance(entities, list):
         return None
-    named = frozenset(map(str, entities))
-    return str(about.get("kind")), str(about.get("relation")), named, _answers(asked)
+    names = frozenset(map(str, entities))
+    return str(about.get("kind")), str(about.get("relation")), names, _answers(asked)
 
 
 def _records(config: DistilledConfig, model: str) -> Iterator[DistilledRecord]:
     """Yields the records that ``config`` names, or else those that `trained_on` finds."""
     for source, protocol in [(config.records, "")] if config.records else trained_on(model):
         try:
-            found = iterate_records(source, protocol)
-            yield from (each.record for each in found if isinstance(each, Read))
+            rows = iterate_records(source, protocol)
+            yield from (each.record for each in rows if isinstance(each, Read))
         except UserError as error:
             if config.records:
                 raise
@@ -163,9 +165,9 @@ def trained_on(model: str) -> Iterator[tuple[str, str]]:
     Yields:
         (records as in `SFTConfig.data`, protocol of the records that name none).
     """
-    seen = set()
-    while model not in seen:
-        seen.add(model)
+    visited = set()
+    while model not in visited:
+        visited.add(model)
         workdir, config = _run_of(model)
         if "distill" in config and not model.rstrip("/").endswith("/base"):
             yield f"{workdir}/data/train.*", ""

@@ -1,6 +1,7 @@
 """Converts trajectories and distilled records to sequences of tokens with a loss mask.
 
-A trajectory is converted from its token ids and their authors; its text is not tokenised again.
+A trajectory has token ids, and the author (policy or environment) of each token, so its text is not
+tokenised again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
 
     Args:
         tokenizer: tokenizer of the policy.
-        record: the record.
+        record: the question, and the text as parts with one author each.
         prompt: prompt style in which the policy sees the record's question.
 
     Returns:
@@ -64,7 +65,7 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
 def environment_ids(
     tokenizer: Any, protocol: Protocol, text: str, follows: bool = False, continues: bool = False
 ) -> list[int]:
-    """Encodes what the environment wrote to the token ids that the agent loop would produce.
+    """Encodes a text of the environment as the token ids that the agent loop would produce.
 
     Args:
         tokenizer: tokenizer of the policy.

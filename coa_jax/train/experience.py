@@ -75,10 +75,10 @@ def scores_old(algorithm: Algorithm, updates: int) -> bool:
     The old log-probabilities are those of the policy before the step's first update. In a step with
     a single update, the loss itself computes them, because the parameters are still those of the
     old policy. Two settings need the log-probabilities before the loss: a KL penalty in the
-    rewards, and the advantages of a teacher.
+    rewards, and advantages that are computed from the log-probabilities of a teacher.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         updates: number of updates of the step.
     """
     early = (algorithm.needs_reference and algorithm.kl_in == "reward") or algorithm.opd_coef > 0
@@ -102,7 +102,7 @@ def complete_experience(
     """Adds to the batches of a step those arrays that the algorithm needs for its loss.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         batches: micro-batches of the whole step. If `Algorithm.whitened` is true, ``advantage``
             holds the reward of each sequence, at the sequence's last token; otherwise ``advantage``
             holds the advantage of each token. ``teacher_logp`` is present if a server has already
@@ -129,8 +129,8 @@ def complete_experience(
 
     def each(name: str, program: Callable[[Batch], Any]) -> list[Batch]:
         placed = (put_batch(inputs(batch), compute.mesh) for batch in filled)
-        found: Iterator[Any] = (to_host(in_turn(compute.mesh, program, b)) for b in placed)
-        return [b._replace(**{name: values}) for b, values in zip(filled, found, strict=True)]
+        columns: Iterator[Any] = (to_host(in_turn(compute.mesh, program, b)) for b in placed)
+        return [b._replace(**{name: values}) for b, values in zip(filled, columns, strict=True)]
 
     def scored(name: str, params: Params, model: ModelConfig, allowed: Any) -> list[Batch]:
         static = {"model": model, "compute": compute, "temperature": temperature}

@@ -40,8 +40,8 @@ def _checksum(array: jax.Array) -> jax.Array:
     width = min(array.dtype.itemsize * 8, 32)
     bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
     for axis in range(bits.ndim):
-        place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        bits = _scramble(bits + (place + 1) * jnp.uint32(0x9E3779B1))
+        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        bits = _scramble(bits + (index + 1) * jnp.uint32(0x9E3779B1))
     return jnp.sum(_scramble(bits), dtype=jnp.uint32)
 
 

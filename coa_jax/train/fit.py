@@ -10,7 +10,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.evaluation.held_out import HeldOut
 from coa_jax.model.api import Model
 from coa_jax.model.compute import Compute
-from coa_jax.model.config import warn_of_positions
+from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import Params, split_trained
 from coa_jax.parallel import processes
 from coa_jax.run.run_dir import RunDir
@@ -88,53 +88,99 @@ def fit(
         cursor=trained.extra["cursor"],
         number=trained.total - trained.step,
     )
+
+    def speed(update: Update, tokens: float, seconds: float) -> dict[str, float]:
+        return train_speed(model.config, update.lengths, tokens, seconds)
+
+    loop = Loop(
+        config=config,
+        run=run,
+        phase=phase,
+        trained=trained,
+        parts=("data", "update", "validation", "checkpoint"),
+        shown={"loss": "loss"},
+        held_out=held_out,
+        evaluate_every=evaluate_every,
+        engines=lambda: engines(trained.state),
+    )
+    make_updates(
+        loop,
+        config,
+        planned,
+        loss=loss,
+        model=model.config,
+        compute=compute,
+        epoch=epoch,
+        speed=speed,
+        complete=complete,
+        validate=validate,
+    )
+    export(config, trained, output, phase)
+
+
+def make_updates(
+    loop: Loop,
+    config: FitConfig,
+    planned: UpdateSequence,
+    *,
+    loss: Loss,
+    model: ModelConfig,
+    epoch: int,
+    compute: Compute | None = None,
+    speed: Callable[[Update, float, float], dict[str, float]] = lambda *_: {},
+    complete: Callable[[Update], Update] | None = None,
+    validate: Callable[[TrainState], float] | None = None,
+) -> None:
+    """Makes the planned updates of a run, and writes their metrics and checkpoints.
+
+    Args:
+        loop: the loop of the run; its checkpoints are closed at the end.
+        config: settings of the run.
+        planned: the data of the updates, in order.
+        loss: loss of an update.
+        model: architecture of the model, which the loss gets.
+        epoch: number of examples in one pass over the data.
+        compute: see `fit`; None computes in float32 on the first device.
+        speed: computes the throughput from an update, its tokens with a loss, and its seconds.
+        complete: see `fit`.
+        validate: see `fit`.
+    """
+    trained = loop.trained
     with (
         contextlib.closing(trained.checkpoints),
-        Loop(
-            config=config,
-            run=run,
-            phase=phase,
-            trained=trained,
-            parts=("data", "update", "validation", "checkpoint"),
-            shown={"loss": "loss"},
-            held_out=held_out,
-            evaluate_every=evaluate_every,
-            engines=lambda: engines(trained.state),
-        ) as loop,
+        loop,
         read_ahead(planned, config.data_workers) as ahead,
     ):
         for clock in loop:
             name = f"update {trained.step + 1}"
             processes.doing(f"data of {name}")
             with clock("data"):
-                data = next(ahead)
+                update = next(ahead)
             if complete is not None:
                 with clock("score"):
-                    data = complete(data)
+                    update = complete(update)
             processes.meet(name, config.mesh.wait_seconds)
             processes.doing(name)
             with clock("update"):
                 trained.state, stats = train_step(
                     trained.state,
-                    data.batches,
+                    update.batches,
                     loss=loss,
-                    model=model.config,
+                    model=model,
                     compute=compute,
                     optimizer=config.optimizer,
                     capacity=-(-config.batch_size // config.rows),
-                    rows=data.rows,
-                    count=data.tokens,
+                    rows=update.rows,
+                    count=update.tokens,
                 )
             trained.step += 1
-            trained.extra["cursor"] = data.cursor
-            stats["epoch"] = data.cursor / epoch
-            seconds = clock.seconds["update"]
-            stats |= train_speed(model.config, data.lengths, stats["tokens"], seconds)
+            trained.extra["cursor"] = update.cursor
+            stats["epoch"] = update.cursor / epoch
+            stats |= speed(update, stats["tokens"], clock.seconds["update"])
             if validate is not None and loop.due(config.validate_every):
                 with clock("validation"):
                     stats["validation/loss"] = validate(trained.state)
             loop.end_step(stats | loop.evaluate())
-    export(config, trained, output, phase)
 
 
 def _begin(

@@ -96,8 +96,8 @@ async def graded(
     Args:
         config: settings of the run; ``config.stops`` may remove the reward because of the stop
             reason.
-        graders: graders of the run.
-        task: task of the trajectory.
+        graders: the graders that the config names.
+        task: the task that the trajectory tries to solve.
         trajectory: a finished trajectory.
     """
     reward = await graders.grade_alone(task, trajectory)

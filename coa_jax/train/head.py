@@ -233,7 +233,7 @@ def weighted_sum(
         targets: token ids, int32 ``[K, R, C]``.
         factors: factor of each log-probability, float32 ``[K, R, C]``. No gradient flows into the
             factors.
-        live: int32, number of chunks to compute; the chunks after these add nothing to the sum.
+        live: int32, number of chunks (the axis K) to compute; later chunks add nothing.
 
     Returns:
         The sum, float32 ``[]``.

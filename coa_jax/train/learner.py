@@ -39,8 +39,9 @@ _States = tuple[TrainState, TrainState | None, Params | None]
 class Learner(Trained):
     """The policy of a run of RL, the engines that sample from it, and the position in the run.
 
-    ``extra`` has ``ledger``, which is `admission.Composition.state` after ``step`` steps, and
-    ``pool``, the state of the task pool (`pool.Pool`), if the run has one.
+    The mapping ``extra``, see `loop.Trained`, has the key ``ledger``, which is
+    `admission.Composition.state` after ``step`` steps. If the run has a task pool (`pool.Pool`),
+    the key ``pool`` has the state of the pool.
 
     Attributes:
         engines: decoding engines of this process.
@@ -51,7 +52,8 @@ class Learner(Trained):
             without such a teacher.
         compute: dtype, operations and sharding of the updates.
         constraint: constraint under which the policy samples; None without a constraint.
-        norm_before: norm of the adapters of the run before, see `movement.norm_before`.
+        norm_before: norm of the adapters that an earlier run added to the initial model, see
+            `movement.norm_before`.
     """
 
     def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):

@@ -24,16 +24,18 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from coa_jax.data.records import Counts, LeftOut
+from coa_jax.data.records import Counts, LeftOut, Records
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
 from coa_jax.model.chat_template import chat_template
 from coa_jax.parallel import processes
 from coa_jax.parallel.transfer import gather
+from coa_jax.protocol import Prompt
 from coa_jax.run.progress import progress
 from coa_jax.storage import cache_folder, is_url
 from coa_jax.tasks.base import one_with_level
 from coa_jax.tasks.prompts import Wording, wording_of
+from coa_jax.train.config import SFTConfig
 from coa_jax.train.data import Examples, RecordReader, examples_of, loss_tokens, read_ahead
 
 _VERSION = 1  # version of the cache's file format
@@ -48,8 +50,8 @@ class TokenCounts:
     Attributes:
         sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
         losses: number of tokens with a loss in each record, int32 ``[N]``.
-        counts: number of rows that are left out, by reason; and number of records whose protocol
-            was inferred from tags, by protocol.
+        counts: two counts: rows that are left out, by reason; and records with a protocol that was
+            inferred from their tags, by protocol.
         wording: summary of the prompts of all records, see `tasks.prompts.Wording`.
     """
 
@@ -65,11 +67,11 @@ def _measured(reader: RecordReader, chunk: int) -> TokenCounts:
     sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
     counts, wording = Counts(), Wording()
     for at, row in enumerate(rows):
-        found = reader.records[row]
-        counts.add(found)
-        if isinstance(found, LeftOut):
+        entry = reader.records[row]
+        counts.add(entry)
+        if isinstance(entry, LeftOut):
             continue
-        record = one_with_level(found.record, reader.level, reader.format)
+        record = one_with_level(entry.record, reader.level, reader.format)
         wording += wording_of(record, reader.prompt)
         example = reader.example(record)
         sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
@@ -92,8 +94,8 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
     """
     path = _folder(reader.records.source) / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
-    told = processes.exchange(known is not None, "known lengths of records", seconds)
-    if known is not None and all(told):
+    known_everywhere = processes.exchange(known is not None, "known lengths of records", seconds)
+    if known is not None and all(known_everywhere):
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))
     count = functools.partial(_measured, reader)
@@ -114,6 +116,25 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
     with contextlib.suppress(OSError):  # the cache only saves time
         _write(path, whole)
     return whole
+
+
+def read_parts(
+    config: SFTConfig, tokenizer: Any, prompt: Prompt, paths: Sequence[str]
+) -> tuple[list[RecordReader], list[TokenCounts]]:
+    """Opens files of records with the settings of a run, and counts the tokens of their records.
+
+    Args:
+        config: settings of the run.
+        tokenizer: tokenizer of the policy.
+        prompt: prompt of the policy.
+        paths: the files or data sets.
+    """
+    readers = [
+        RecordReader(Records(path, config.protocol), tokenizer, prompt, config.level, config.format)
+        for path in paths
+    ]
+    workers, seconds = config.data_workers, config.mesh.wait_seconds
+    return readers, [measure(reader, workers, seconds) for reader in readers]
 
 
 def _merged(parts: Sequence[TokenCounts]) -> TokenCounts:
@@ -167,19 +188,19 @@ def fitting(reader: RecordReader, measured: TokenCounts, length: int) -> Example
 
 
 def _folder(source: str) -> Path:
-    named = os.environ.get("COA_JAX_LENGTHS")
-    if named and is_url(named):
-        raise UserError(f"COA_JAX_LENGTHS is {named}; give a local folder")
-    return Path(named) if named else cache_folder("lengths", source)
+    folder = os.environ.get("COA_JAX_LENGTHS")
+    if folder and is_url(folder):
+        raise UserError(f"COA_JAX_LENGTHS is {folder}; give a local folder")
+    return Path(folder) if folder else cache_folder("lengths", source)
 
 
 def _digest(reader: RecordReader) -> str:
     """Returns a hash of everything that the lengths depend on."""
     first: list[int] = []
-    if len(reader.records) and not isinstance(found := reader.records[0], LeftOut):
+    if len(reader.records) and not isinstance(entry := reader.records[0], LeftOut):
         # If another version of this package tokenises differently, the token ids of this record
         # differ.
-        record = one_with_level(found.record, reader.level, reader.format)
+        record = one_with_level(entry.record, reader.level, reader.format)
         first = reader.example(record).tokens.tolist()
     tokenizer = reader.tokenizer
     parts = (
@@ -195,9 +216,9 @@ def _digest(reader: RecordReader) -> str:
 def _read(path: Path, number: int) -> TokenCounts | None:
     """Reads the counts of ``number`` rows from the cache; returns None if the file is unusable."""
     try:
-        with np.load(path, allow_pickle=False) as held:
-            sizes, losses = held["sizes"], held["losses"]
-            notes = json.loads(str(held["notes"]))
+        with np.load(path, allow_pickle=False) as stored:
+            sizes, losses = stored["sizes"], stored["losses"]
+            notes = json.loads(str(stored["notes"]))
         counts = notes["counts"]
         if not sizes.shape == losses.shape == (number,):
             return None
@@ -223,7 +244,7 @@ def _tuples(value: Any) -> Any:
 def _write(path: Path, measured: TokenCounts) -> None:
     counts: dict[str, Any] = {
         "left_out": measured.counts.left_out,
-        "told": measured.counts.told,
+        "told": measured.counts.inferred,
         "tags": {name: sorted(tags) for name, tags in measured.counts.tags.items()},
     }
     notes = json.dumps({"counts": counts, "wording": dataclasses.asdict(measured.wording)})

@@ -144,24 +144,24 @@ class _Order(NamedTuple):
         places: int32 ``[R, K, C]``, index of the position that each place holds; the last position
             is repeated to fill its chunk.
         back: int32 ``[R, P]``, place that holds each position: the inverse permutation.
-        wanted: bool ``[R, P]``, whether a position is scored.
+        scored: bool ``[R, P]``, whether a position is scored.
         live: int32 ``[]``, number of chunks that contain a position to score; these chunks come
             first.
     """
 
     places: jax.Array
     back: jax.Array
-    wanted: jax.Array
+    scored: jax.Array
     live: jax.Array
 
 
 def chunked(rows: int, length: int, compute: Compute) -> tuple[int, int, int]:
-    """Computes the shape in which a batch reaches the output head.
+    """Computes the numbers of rows, positions and chunk positions at the output head.
 
     Args:
         rows: number of rows of the batch.
         length: number of tokens of a row.
-        compute: settings of the computation, of which the function reads only the mesh.
+        compute: settings of the computation; the function reads only the mesh.
 
     Returns:
         Three numbers: rows R, positions P per row, and positions C per chunk; there are ceil(P / C)
@@ -190,21 +190,21 @@ def _hidden(
         unfolded=batch.unfolded,
     )
     weight = decoder.embed.embedding if decoder.head is None else decoder.head.kernel
-    wanted = jnp.ones(batch.tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
+    scored = jnp.ones(batch.tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
     rows, length = batch.tokens.shape
     rows, positions, chunk = chunked(rows, length, compute)
-    order = _sort(wanted[:, 1:].reshape(rows, positions), chunk)
+    order = _sort(scored[:, 1:].reshape(rows, positions), chunk)
     chunks = _arrange(order, compute.constrain(hidden, "batch", None, None)[:, :-1])
     return compute.constrain(chunks, None, "batch", None, None), weight[...], order
 
 
-def _sort(wanted: jax.Array, chunk: int) -> _Order:
-    """Returns a stable permutation that puts wanted positions first."""
-    places = jnp.argsort(~wanted, axis=1, stable=True)
+def _sort(scored: jax.Array, chunk: int) -> _Order:
+    """Returns a stable permutation that puts scored positions first."""
+    places = jnp.argsort(~scored, axis=1, stable=True)
     back = jnp.argsort(places, axis=1)
     places = jnp.pad(places, ((0, 0), (0, -places.shape[1] % chunk)), mode="edge")
-    live = -(-jnp.max(jnp.sum(wanted, axis=1)) // chunk)
-    return _Order(places.reshape(len(places), -1, chunk), back, wanted, live)
+    live = -(-jnp.max(jnp.sum(scored, axis=1)) // chunk)
+    return _Order(places.reshape(len(places), -1, chunk), back, scored, live)
 
 
 def _arrange(order: _Order, x: jax.Array) -> jax.Array:
@@ -223,7 +223,7 @@ def _counted(order: _Order) -> jax.Array:
 
 
 def _restore(order: _Order, x: jax.Array, batch: Batch) -> jax.Array:
-    """Inverts `_arrange`; the result is 0 at index 0 and at positions that are not wanted."""
+    """Inverts `_arrange`; the result is 0 at index 0 and at positions that are not scored."""
     x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-    x = jnp.where(order.wanted, jnp.take_along_axis(x, order.back, axis=1), 0.0)
+    x = jnp.where(order.scored, jnp.take_along_axis(x, order.back, axis=1), 0.0)
     return jnp.pad(x.reshape(len(batch.tokens), -1), ((0, 0), (1, 0)))

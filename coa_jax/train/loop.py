@@ -1,20 +1,24 @@
-"""What the steps of SFT, DPO, RFT and RL have in common.
+"""The training loop that SFT, DPO, RFT and RL share.
 
-A step is measured and written to the metrics; warnings, evaluations and checkpoints follow it; and
-SIGTERM ends the run after it. `fit` and `rl` say how a step trains.
+After each step, the loop writes metrics and warnings, evaluates the model and saves a checkpoint if
+these are due, and ends the run if SIGTERM has arrived. `fit` and `rl` define how a step trains.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 
 from coa_jax.engine.engine import Engine
+from coa_jax.errors import UserError
 from coa_jax.evaluation.held_out import HeldOut
 from coa_jax.model.api import Model
 from coa_jax.model.peft_io import save_trained
@@ -22,7 +26,6 @@ from coa_jax.parallel import processes
 from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.checkpoint import Checkpoints
-from coa_jax.train.clock import Clock, Profile
 from coa_jax.train.config import TrainingConfig
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.metrics import peak_memory
@@ -33,12 +36,12 @@ from coa_jax.train.watch import Watch
 
 @dataclasses.dataclass
 class Trained:
-    """What a run trains, and how far the run is.
+    """The model that a run trains, with its optimiser state, checkpoints and completed steps.
 
     Attributes:
         model: architecture and tokenizer of the model, without parameters.
         state: parameters and state of the optimiser.
-        checkpoints: checkpoints of the run.
+        checkpoints: where checkpoints are written and read.
         step: number of completed steps.
         total: number of steps of the run.
         extra: further values of a checkpoint, such as the position in the data.
@@ -53,7 +56,7 @@ class Trained:
 
     @property
     def unmeasured(self) -> bool:
-        """Whether a signal ended the evaluation after ``step``; a resumed run repeats it."""
+        """Whether SIGTERM cut off the evaluation after ``step``; a resumed run evaluates again."""
         return self.extra.get("unmeasured", False)
 
     def save(self, metrics: Mapping[str, float]) -> None:
@@ -83,13 +86,13 @@ class Loop:
         config: settings of the run.
         run: directory of the run, for metrics.
         phase: name of the training stage in metrics.
-        trained: what the run trains.
-        parts: names of the parts of a step whose time every row of metrics states.
+        trained: model, optimiser state and progress of the run.
+        parts: names of the parts of a step; every row of metrics states the time of each part.
         shown: metrics that the progress bar shows, as {label: name}.
         held_out: evaluates the model during the run; None for no evaluations.
         evaluate_every: number of steps between two evaluations.
         engines: function that returns engines with the parameters of the newest step.
-        hurry: function that ends what a step waits for. A signal handler calls it.
+        hurry: function that a signal handler calls to end what a step waits for, such as rollouts.
         saved: function that is called after each checkpoint.
     """
 
@@ -147,7 +150,7 @@ class Loop:
             self._save()
 
     def due(self, every: int) -> bool:
-        """Returns whether something that happens every few steps, and at the end, is due now."""
+        """Returns whether ``step`` is a multiple of ``every``, or the last step of the run."""
         return self.trained.step % every == 0 or self.trained.step == self.trained.total
 
     @property
@@ -172,7 +175,7 @@ class Loop:
         return figures or {}
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step, warns about them, and saves a checkpoint if one is due.
+        """Writes the metrics of a step, warns of bad values, and saves a checkpoint if one is due.
 
         All processes agree on whether to save and whether to stop.
 
@@ -210,3 +213,87 @@ def export(config: TrainingConfig, trained: Trained, output: Path, phase: str) -
     model = trained.model.replace(params=trained.state.model)
     settings = dataclasses.asdict(config)
     save_trained(model, config.model, output, config.export_dtype, phase, settings)
+
+
+# --- time and profile ---------------------------------------------------------------------
+
+
+class Clock:
+    """Measures the wall-clock seconds that each named phase of a step takes.
+
+    A phase is a block ``with clock(name):``. `report` returns the seconds of each phase, and the
+    time outside all phases since the clock was created.
+    """
+
+    def __init__(self, *names: str) -> None:
+        """Starts the clock; the report includes the phases ``names`` even if they never run."""
+        self.seconds: dict[str, float] = collections.defaultdict(float, dict.fromkeys(names, 0.0))
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Context manager that adds the time of its block to a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - began
+
+    def report(self) -> dict[str, float]:
+        """Returns the seconds spent in each phase so far, as metrics ``time/...``.
+
+        ``time/step`` is the time since the clock was created, and ``time/unaccounted`` is the part
+        of this time outside all phases.
+        """
+        total, parts = time.monotonic() - self._began, dict(self.seconds)
+        return {
+            **{f"time/{name}": seconds for name, seconds in parts.items()},
+            "time/step": total,
+            "time/unaccounted": max(total - sum(parts.values()), 0.0),
+        }
+
+
+class Profile:
+    """Records a profile of a range of training steps with `jax.profiler`.
+
+    TensorBoard and xprof can show the profile.
+    """
+
+    def __init__(self, steps: tuple[int, ...], directory: Path):
+        """Checks that the range of steps is valid; recording starts with `before`.
+
+        Args:
+            steps: the first and the last step to record; () for no recording.
+            directory: folder to which the profile is written.
+
+        Raises:
+            UserError: ``steps`` is neither () nor two positive numbers in ascending order.
+        """
+        if steps and (len(steps) != 2 or not 0 < steps[0] <= steps[1]):
+            raise UserError(
+                f"profile_steps is {', '.join(map(str, steps))}; give the first and the last step "
+                "to record, such as 3,5"
+            )
+        self._steps, self._directory = steps, directory
+        self._recording = False
+
+    def before(self, step: int) -> None:
+        """Starts the recording if the step is in the range and no recording has started yet.
+
+        The first call may be for a step in the middle of the range, because a resumed run may start
+        there.
+        """
+        if self._steps and self._steps[0] <= step <= self._steps[1] and not self._recording:
+            jax.profiler.start_trace(self._directory)
+            self._recording = True
+
+    def after(self, step: int) -> None:
+        """Stops the recording if ``step`` is the last step of the range, or a later one."""
+        if self._recording and step >= self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stops recording, and writes the profile to the directory."""
+        if self._recording:
+            self._recording = False
+            jax.profiler.stop_trace()

@@ -91,7 +91,7 @@ class PolicyLoss:
     """The loss of a policy-gradient algorithm; see `objectives.policy_objective`.
 
     Attributes:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         temperature: sampling temperature, by which the logits are divided in training too.
     """
 
@@ -153,7 +153,7 @@ def check_loss(algorithm: Algorithm) -> None:
         batch = Batch(segments, segments, segments, mask, old, advantages)  # type: ignore[arg-type]
         arguments = loss_arguments(algorithm, logp, old, advantages, jnp.ones_like(old), batch)
         with blaming_loss(algorithm):
-            result = algorithm.loss_call.found(**arguments)
+            result = algorithm.loss_call.function(**arguments)
         loss, _ = checked_loss(algorithm, result, logp)
         return jnp.sum(loss), loss
 

@@ -94,10 +94,11 @@ def variety(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 
     Returns:
         ``group/distinct``, the share of samples that remain if every text of a group counts once;
-        ``group/distinct_tokens``, the same for policy tokens; and, if there are samples below and
-        above the mean reward of their group, ``group/gradient_ratio``, the ratio of their mean
-        squared gradients. The squared gradient of a sample is estimated by the sum of ``(1 -
-        p)^2`` over its policy tokens, which have the probabilities p.
+        ``group/distinct_tokens``, the share of policy tokens that remain then; and, if there are
+        samples below and above the mean reward of their group, ``group/gradient_ratio``, the mean
+        squared gradient of those below, divided by that of those above. The squared gradient of a
+        sample is estimated by the sum of ``(1 - p)^2`` over its policy tokens, which have the
+        probabilities p.
     """
     texts = [{t.tokens.tobytes(): t.num_policy_tokens for t in group} for group in groups]
     samples = [t for group in groups for t in group]
@@ -180,20 +181,21 @@ def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
         Metrics by name; {} if no turn has a reward.
     """
     rewards = [[c.reward for c in t.tool_calls if c.reward is not None] for t in flat]
-    given = [reward for of_turns in rewards for reward in of_turns]
-    if not given:
+    turn_rewards = [reward for of_turns in rewards for reward in of_turns]
+    if not turn_rewards:
         return {}
     return {
-        "env/turn_reward": float(np.mean(given)),
+        "env/turn_reward": float(np.mean(turn_rewards)),
         "env/return": float(np.mean([sum(of_turns) for of_turns in rewards])),
-        "env/turns": len(given) / len(flat),
+        "env/turns": len(turn_rewards) / len(flat),
     }
 
 
 def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Computes the metrics ``agent/...`` of trajectories that an external program produced.
 
-    They are the mean numbers of turns and of sequences; {} if there are no such trajectories.
+    The metrics are the mean numbers of turns and of sequences of these trajectories. The result is
+    {} if there are none.
     """
     turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
     if not turns:

@@ -48,7 +48,8 @@ def movement(
         compute: dtype, operations and sharding of the computation.
         temperature: sampling temperature.
         allowed: tokens that the run's constraint allows; None without constrained decoding.
-        norm_before: norm of the adapters of the run before, see `norm_before`; 0 if unknown.
+        norm_before: norm of the adapters that an earlier run added to the initial model, see
+            `norm_before`; 0 if unknown.
 
     Returns:
         ``moved/kl``, the k3 estimate of the KL divergence from the initial policy, in nats per
@@ -101,7 +102,7 @@ def adapter_norm(adapters: Params, scale: float) -> jax.Array:
 
 
 def norm_before(model: str) -> float:
-    """Returns the norm of the adapters that made a model; 0 if no such adapters are on this disk.
+    """Returns the norm of the adapters at, or merged into, a model; 0 if they are not here.
 
     Args:
         model: path of an adapter directory, or of a merged model that a training run wrote beside

@@ -145,7 +145,7 @@ def loss_arguments(
     by itself, because the other sequences of a row depend on packing.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         logp, old_logp, advantages, entropy: arrays as described above, float32 ``[R, T]``.
         batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
     """
@@ -177,7 +177,7 @@ def checked_loss(algorithm: Algorithm, result: Any, logp: jax.Array) -> tuple[ja
     """Checks what the algorithm's loss function returned.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         result: what the loss function returned.
         logp: log-probabilities of the tokens, float32 ``[R, T]``.
 
@@ -191,9 +191,9 @@ def checked_loss(algorithm: Algorithm, result: Any, logp: jax.Array) -> tuple[ja
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     shape = jnp.shape(logp)
     if not isinstance(loss, jax.Array) or loss.shape != shape or loss.dtype != logp.dtype:
-        given = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else shown(loss)
+        kind = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else shown(loss)
         raise UserError(
-            f"{where}: {name} returned {given}; a loss returns an array with one number per token, "
+            f"{where}: {name} returned {kind}; a loss returns an array with one number per token, "
             f"here {logp.dtype}{[*shape]}, or a pair of such an array and a dictionary of metrics"
         )
     wrong = _misfit(metrics, shape)
@@ -339,7 +339,7 @@ def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.
     before the step's updates; rho corrects for tokens that another policy sampled.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         gap: log(p_trainer / p_sampler) of the policy's tokens, else 0, float32 ``[R, T]``.
         batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
 
@@ -384,7 +384,7 @@ def policy_objective(
         batch: packed rows. ``weight``, ``old_logp`` and ``ref_logp`` may be None if the algorithm
             does not need them. If ``algorithm.old_logp`` is ``trainer`` and ``batch.old_logp`` is
             None, the current policy is the old policy.
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
 
     Returns:
         The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.
@@ -401,7 +401,7 @@ def policy_objective(
     weighted = advantage * jnp.where(advantage < 0, algorithm.negative_weight, 1.0)
     arguments = loss_arguments(algorithm, logp, old, weighted, entropy, batch)
     with blaming_loss(algorithm):
-        result = algorithm.loss_call.found(**arguments)
+        result = algorithm.loss_call.function(**arguments)
     per_token, metrics = checked_loss(algorithm, result, logp)
     difference = (trainer - sampler) * batch.mask
     gap = jnp.abs(difference)

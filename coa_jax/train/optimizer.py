@@ -169,7 +169,7 @@ def _call(config: OptimizerConfig) -> BoundFunction:
 
 
 def reference_to(optimizer: Any) -> Reference:
-    """Returns a value of the setting ``path`` that carries an optax object.
+    """Wraps an optax object as a value of the setting `OptimizerConfig.path`.
 
     Raises:
         UserError: the object is no optax optimiser.

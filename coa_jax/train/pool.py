@@ -88,12 +88,13 @@ class PoolConfig(Bounded):
 
 
 class Known(NamedTuple):
-    """The counts and the rest that a pool keeps for a task.
+    """What a pool knows of a task: the newest results, and until when the task is not sampled.
 
     Attributes:
         solved: number of trajectories of the newest group that solved the task.
         graded: number of graded trajectories of the newest group.
-        until: last step of the rest of the task; 0 if the task has not rested yet.
+        until: last step for which the task rests (is not sampled); 0 if the task has not rested
+            yet.
     """
 
     solved: int = 0
@@ -161,7 +162,7 @@ class Pool:
 
         Args:
             first: index at which the search begins.
-            step: number of steps so far whose groups have been chosen.
+            step: number of steps for which groups have been chosen so far.
         """
         if self._all_rest[0] != step:
             self._all_rest = step, not any(self._awake(task, step) for task in self._tasks)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from coa_jax.errors import UserError
+from coa_jax.model.encode import prompt_ids
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.environments.session import graded_by_environment
 from coa_jax.tasks import Graders, Task
@@ -23,11 +26,13 @@ def questions(
 
     Args:
         config: settings of the run.
-        run: directory of the run, which may have begun; None to check its settings only.
+        run: directory of the run; if the run has begun, it leaves out the same tasks as at its
+            start. None only checks the settings.
 
     Returns:
-        Four parts: a dictionary from the name of a source to its tasks, the prompt style, the
-        graders of the answers, and the distilled tasks.
+        Four values: the tasks to train on, by name of their source; the prompt style; the graders
+        of the answers; and the result of `find_distilled`, which counts the tasks that training
+        records of the policy also ask.
 
     Raises:
         UserError: a source cannot be loaded, its tasks cannot be graded, all of them are left out,
@@ -53,3 +58,21 @@ def questions(
         parts[name] = with_level(tasks, config.rollout.level, config.rollout.format)
         warn_of_prompts(parts[name], prompt, "tasks", "config.rollout.prompt_style")
     return parts, prompt, graders, overlap
+
+
+def check_prompt_lengths(
+    config: RLConfig, tasks: Sequence[Task], prompt: Prompt, tokenizer: Any
+) -> None:
+    """Checks that prompts leave room for the policy, with up to 64 of the tasks.
+
+    Raises:
+        UserError: each of these prompts is as long as the longest trajectory.
+    """
+    limit = config.longest
+    shortest = min((len(prompt_ids(tokenizer, task, prompt)) for task in tasks[:64]), default=0)
+    if shortest >= limit:
+        raise UserError(
+            f"the prompts have {shortest} tokens and more, but a trajectory has at most {limit} "
+            "(the smaller of rollout.max_tokens and engine.max_length), so the policy could write "
+            "nothing; raise both, or choose a shorter rollout.prompt_style, such as brief"
+        )

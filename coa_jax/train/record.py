@@ -58,7 +58,7 @@ GRADING = "grading"
 class Spool:
     """Stores the finished trajectories of this process until a checkpoint makes them unnecessary.
 
-    The folder has one file for each pair of a process and a policy version under which trajectories
+    The folder has one file per process and per version of the policy with which trajectories
     started.
     """
 
@@ -88,7 +88,7 @@ class Spool:
             by the policy version under which they started, oldest version first. A trajectory whose
             grades are not in the folder has `GRADING` in its metadata.
         """
-        found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         for path in paths:
             for row in jsonl.read_objects(path):
@@ -97,7 +97,7 @@ class Spool:
                 if self._is_mine(path):
                     self._tasks[path].add(index)
                 if index % processes.count() == processes.index():
-                    known = found[index, trajectory.sample_id]
+                    known = groups[index, trajectory.sample_id]
                     # The folder may have a trajectory twice: with `GRADING`, and with its grades.
                     # In files of different processes, either row may come first.
                     if known and GRADING in known[-1].metadata:
@@ -105,7 +105,7 @@ class Spool:
                     twice = known and oldest_of(known[-1:]) == oldest_of([trajectory])
                     if not (twice and GRADING in trajectory.metadata):
                         known.append(trajectory)
-        return found
+        return groups
 
     def add(self, trajectory: Trajectory) -> None:
         """Appends a trajectory to the file of the policy version under which it started.
@@ -240,10 +240,10 @@ def checksum(trajectory: Trajectory) -> int:
 
     The checksum includes all branches (further sequences) of the trajectory.
     """
-    found = 0
+    checksum = 0
     for one in trajectory.sequences:
-        found = zlib.crc32(one.logp.tobytes(), zlib.crc32(one.tokens.tobytes(), found))
-    return found
+        checksum = zlib.crc32(one.logp.tobytes(), zlib.crc32(one.tokens.tobytes(), checksum))
+    return checksum
 
 
 class StepLog:
@@ -326,21 +326,21 @@ def recorded_groups(
         step.
     """
     groups: dict[int, list[Trajectory]] = {}
-    wanted = dict(zip(record.composition.used, record.samples, strict=True))
-    wanted |= dict(zip(record.composition.unused, record.unused, strict=True))
+    samples = dict(zip(record.composition.used, record.samples, strict=True))
+    samples |= dict(zip(record.composition.unused, record.unused, strict=True))
     for index in record.composition.examined:
         if index % processes.count() != processes.index():
             continue
         members = []
-        for sample in wanted[index]:
-            found = [
+        for sample in samples[index]:
+            matching = [
                 trajectory
                 for trajectory in spool.get((index, sample["sample"]), ())
                 if checksum(trajectory) == sample["checksum"]
             ]
-            if not found:
+            if not matching:
                 return None
-            reward = Reward(**sample["reward"]) if sample["reward"] else found[-1].reward
-            members.append(dataclasses.replace(found[-1], reward=reward))
+            reward = Reward(**sample["reward"]) if sample["reward"] else matching[-1].reward
+            members.append(dataclasses.replace(matching[-1], reward=reward))
         groups[index] = members
     return groups

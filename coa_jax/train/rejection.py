@@ -116,7 +116,7 @@ def read_graded(path: str, phase: str) -> list[Trajectory]:
             f"{path}: holds records, not graded trajectories; sft and rft read records as "
             "config.data"
         ) from error
-    found = [
+    graded = [
         t
         for t in every
         if (not phase or t.metadata.get("phase") == phase)
@@ -124,13 +124,13 @@ def read_graded(path: str, phase: str) -> list[Trajectory]:
         and t.reward.value is not None
         and t.num_policy_tokens
     ]
-    if not found:
+    if not graded:
         phases = Counter(str(t.metadata.get("phase")) for t in every)
         raise UserError(
             f"{path}: no graded trajectory of phase {phase!r}; the file has trajectories of these "
             f"phases: {dict(phases) or 'none'}; set config.phase, or give another file"
         )
-    return found
+    return graded
 
 
 def _holds_records(path: str) -> bool:

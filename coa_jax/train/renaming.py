@@ -33,7 +33,7 @@ def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt],
     Words that occur in many records do not count as names, see `scratch.template_words`.
 
     Args:
-        share: probability that the entities of a record are renamed each time it is used.
+        share: probability that the entities of a record are renamed each time the record is used.
 
     Returns:
         A function that takes the tokenizer, the records and the prompt style, and returns the
@@ -70,7 +70,7 @@ class NamePieces:
 
     @classmethod
     def of(cls, tokenizer: Any) -> NamePieces:
-        """Collects the pieces of new names from the vocabulary of a tokenizer."""
+        """Collects the pieces of random names from a tokenizer's vocabulary."""
         tokens = {tokenizer.decode([index]).strip() for index in range(len(tokenizer))}
         words = sorted(token for token in tokens if _WORD.fullmatch(token))
         capitalised = tuple(word for word in words if word == word.capitalize())
@@ -99,7 +99,7 @@ def rename(
     remain the same number.
 
     Args:
-        record: the record.
+        record: the record whose names are replaced.
         keep: words that do not count as names.
         pieces: pieces of the new names.
         rng: random generator for the new names and numbers.
@@ -107,8 +107,8 @@ def rename(
     around = (record.prompt, *(text for _, text in record.context))
     texts = (record.question, *around, *(t for _, t in record.parts), record.answer, *record.gold)
     written = _words(text for author, text in record.parts if author == "policy")
-    given = _words([record.question, *(t for author, t in record.parts if author != "policy")])
-    names = sorted(w for w in written & given if w not in keep and w != w.lower())
+    others = _words([record.question, *(t for author, t in record.parts if author != "policy")])
+    names = sorted(w for w in written & others if w not in keep and w != w.lower())
     table = {name: _capitals(name, rng) if name.isupper() else pieces.name(rng) for name in names}
     numbers = dict.fromkeys(m.replace(",", "") for m in _NUMBER.findall("\n".join(texts)))
     digits = {number: _new_number(number, rng) for number in numbers}
@@ -149,6 +149,7 @@ def _like(number: str, table: dict[str, str]) -> str:
 
 
 def texts_of(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
+    """Returns the text of each record, with the text of the prompt before it."""
     return [
         "\n".join((*(text for _, text in messages_of(record, prompt).turns), record.text))
         for record in records
@@ -163,7 +164,7 @@ def template_words(
     These words belong to the templates of questions and trajectories, and are not names.
 
     Args:
-        records: the records.
+        records: the training records.
         prompt: prompt style of the questions.
         share: a word is returned if at least this share of the records contains it.
     """

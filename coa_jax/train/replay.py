@@ -143,10 +143,10 @@ def replay_run(
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step
-            found = runner.run(again.sample(step - 1))
+            replayed = runner.run(again.sample(step - 1))
             groups = []
             for index, samples in zip(record.composition.used, record.samples, strict=True):
-                groups.append([found[index, sample["sample"]] for sample in samples])
+                groups.append([replayed[index, sample["sample"]] for sample in samples])
                 different += [
                     (step, index, sample["sample"])
                     for sample, trajectory in zip(samples, groups[-1], strict=True)
@@ -221,7 +221,7 @@ class _Again:
         # policy versions with which they begin.
         self._ready: list[Request] = []
         self._sessions: dict[Key, Any] = {}  # samples of an agent program
-        self._found: dict[Key, Trajectory] = {}
+        self._finished: dict[Key, Trajectory] = {}
         calls: dict[str, list[ToolCall]] = {}
         for record in records:
             for index, samples in zip(record.composition.used, record.samples, strict=True):
@@ -282,7 +282,7 @@ class _Again:
                 self._sampler.submit(request)
                 self._running += 1
             if settled and not chosen:
-                return self._found
+                return self._finished
             if self._reader.done():
                 self._reader.result()
             await asyncio.sleep(_LOOK_S)
@@ -292,17 +292,17 @@ class _Again:
             async for trajectory in finished:
                 self._running -= 1
                 key = trajectory.metadata["prompt_id"], trajectory.sample_id
-                found: Trajectory | None = trajectory
+                whole: Trajectory | None = trajectory
                 if self._sessions:
                     key = trajectory.metadata["session"]
                     for request in self._sessions[key].add(trajectory):
                         bisect.insort(self._ready, request, key=_first_version)
-                    found = self._sessions[key].trajectory()
-                self._take(key, found)
+                    whole = self._sessions[key].trajectory()
+                self._take(key, whole)
 
     def _take(self, key: Key, trajectory: Trajectory | None) -> None:
         if trajectory is not None:
-            self._found[key] = dataclasses.replace(trajectory, reward=self._rewards[key])
+            self._finished[key] = dataclasses.replace(trajectory, reward=self._rewards[key])
 
     def publish(self) -> None:
         """Publishes the current parameters to the sampler."""

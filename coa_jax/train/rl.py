@@ -42,7 +42,7 @@ from coa_jax.train.learner import Learner, group_rows
 from coa_jax.train.loop import Loop, export
 from coa_jax.train.losses import check_loss
 from coa_jax.train.pool import Pool
-from coa_jax.train.questions import questions
+from coa_jax.train.questions import check_prompt_lengths, questions
 from coa_jax.train.record import Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.train.replay import ReplayResult, replay_run
 from coa_jax.train.rl_config import RLConfig
@@ -70,10 +70,13 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     """
     check_loss(config.chosen)
     download_once(config.model)
-    config = completed(config, describe_model(config.model, config.lora).config, config.longest)
+    model = describe_model(config.model, config.lora)
+    config = completed(config, model.config, config.longest)
     parts, prompt, graders, overlap = questions(config, run.path)
     tasks = [task for part in parts.values() for task in part]
     warn_of_tools(tools, tasks)
+    if not config.environment and not config.agent:
+        check_prompt_lengths(config, tasks, prompt, model.tokenizer)
     environments = Environments(config.environment, prompt) if config.environment else None
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")
@@ -154,20 +157,22 @@ class Source:
         tools: Sequence[Tool],
         environments: Environments | None = None,
     ):
-        """Reads the records of the run; sampling begins when `step` first needs a new group."""
+        """Reads the recorded steps of the run; `step` starts sampling when it needs a new group."""
         self._config, self._learner, self._tools = config, learner, tools
         self._pool = pool  # as it was after the newest step trained on
         self._spool = Spool(run.path / "spool")
         self.log = StepLog(run.path / "steps.jsonl", run.active)
         self._kept = {
             key: learnable
-            for key, found in self._spool.read().items()
-            if (learnable := [t for t in found if learner.still_learnable(t)])
+            for key, trajectories in self._spool.read().items()
+            if (learnable := [t for t in trajectories if learner.still_learnable(t)])
         }
         if environments is not None and environments.together:
             there = Counter(index for index, _ in self._kept)
             whole = {index for index, count in there.items() if count == config.group_size}
-            self._kept = {key: found for key, found in self._kept.items() if key[0] in whole}
+            self._kept = {
+                key: trajectories for key, trajectories in self._kept.items() if key[0] in whole
+            }
         self._records = self.log.read(learner.step)
         self._ask: Callable[[int], Request] = lambda index: groups.request_of(
             config, learner.model, tasks[index], prompt, index, environments
@@ -204,9 +209,9 @@ class Source:
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
         """Returns the next recorded step; None if a trajectory of the step is missing."""
         record = self._records.pop(0)
-        found = recorded_groups(record, self._kept)
+        groups = recorded_groups(record, self._kept)
         wait = self._config.mesh.wait_seconds
-        if not _all_say(found is not None, "recorded groups", wait):
+        if not _all_say(groups is not None, "recorded groups", wait):
             step = record.composition.step
             logging.warning("step %d cannot be repeated and is sampled again", step)
             self.log.forget(step - 1)
@@ -214,15 +219,15 @@ class Source:
             self._records = []
             self._kept = {
                 key: known
-                for key, found in self._kept.items()
-                if (known := [t for t in found if newest_of(t) < step])
+                for key, trajectories in self._kept.items()
+                if (known := [t for t in trajectories if newest_of(t) < step])
             }
             return None
-        assert found is not None
-        for index in found:
+        assert groups is not None
+        for index in groups:
             for sample in range(self._config.group_size):
                 self._kept.pop((index, sample), None)
-        return self._assembled(LocalShare(record.composition, found, [], {})), {}
+        return self._assembled(LocalShare(record.composition, groups, [], {})), {}
 
     def _assembled(self, share: LocalShare) -> Sampled:
         if not self._config.max_staleness:  # no rollout is in flight: free memory for the update

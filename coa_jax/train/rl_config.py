@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from coa_jax.config.fields import Between, Natural, OneOf, Place, Size, Sparse, Times
+from coa_jax.config.fields import Between, Bounded, Natural, OneOf, Place, Size, Sparse, Times
+from coa_jax.data import shards
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import HeldOutConfig
@@ -22,7 +25,37 @@ from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.config import METRICS, DistilledConfig, TeacherConfig, TrainingConfig, check_best
 from coa_jax.train.pool import PoolConfig
 from coa_jax.train.shaping import StopRewards
-from coa_jax.train.traces import TracesConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TracesConfig(Bounded):
+    """Settings of the trajectories that a run writes to disk.
+
+    Training does not depend on these settings.
+
+    Attributes:
+        share: share of the groups whose trajectories are written. The groups are selected by a hash
+            of the task's index, so the selection is the same in every run and after a resume, and
+            does not depend on the order in which groups finish.
+        format: file format. "jsonl" appends to ``traces.jsonl``. "jsonl.gz" (compressed with gzip)
+            and "array_record" (compressed with zstd) write one file per step to the folder
+            ``traces/``.
+    """
+
+    share: Annotated[float, Between(0, 1)] = 1.0
+    format: Annotated[str, OneOf("jsonl", *shards.SHARD_FORMATS)] = "jsonl"
+
+    def kept(self, groups: Iterable[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Returns the groups whose trajectories are to be written.
+
+        Each trajectory must have the index of its task in its metadata.
+        """
+        return [group for group in groups if self._keeps(group[0].metadata["prompt_id"])]
+
+    def _keeps(self, index: int) -> bool:
+        digest = hashlib.blake2b(str(index).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.share * 2**64
+
 
 BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass", *METRICS)
 """Metrics by which ``keep_best`` can select a checkpoint; the highest value is best."""
@@ -41,8 +74,8 @@ class RLConfig(TrainingConfig):
         mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
             and ``split``, see `tasks.mixture.Part`.
         num_tasks: number of training tasks to take from each source; 0 for all.
-        distilled: treatment of tasks that a training record of the policy asks, too; by default
-            they are left out.
+        distilled: treatment of tasks that training records of the policy also ask; by default such
+            tasks are left out.
         pool: selection of the tasks that are sampled; by default no task is skipped.
         groups: number of groups that a step trains on; a group is the set of samples of one task.
         group_size: number of samples per group.
@@ -111,7 +144,7 @@ class RLConfig(TrainingConfig):
     format_reward: bool = False
     temperature: Annotated[float, Between(0, 100, above=True)] = 1.0
     algorithm: Annotated[Algorithm, Sparse()] = dataclasses.field(default_factory=Algorithm)
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(slots=0))
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     agent: Annotated[AgentConfig, Sparse()] = dataclasses.field(default_factory=AgentConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
@@ -177,7 +210,7 @@ class RLConfig(TrainingConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimiser updates in a step with ``groups`` groups, over all epochs."""
+        """Number of optimiser updates of an RL step with ``groups`` groups, in all epochs."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
     @functools.cached_property

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from coa_jax.data.records import Records
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.evaluation.held_out import HeldOut, held_out_tasks
@@ -36,7 +35,7 @@ from coa_jax.train.batch import Batch, first_fit
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.defaults import completed
 from coa_jax.train.fit import fit
-from coa_jax.train.lengths import TokenCounts, fitting, measure
+from coa_jax.train.lengths import fitting, read_parts
 from coa_jax.train.losses import Net, SFTLoss
 from coa_jax.train.step import TrainState
 
@@ -72,30 +71,22 @@ def train(
     prompt = load_prompt(config.prompt_style, config.model)
     model = describe_model(config.model, config.lora)
 
-    def reader(source: str) -> data.RecordReader:
-        records = Records(source, config.protocol)
-        return data.RecordReader(records, model.tokenizer, prompt, config.level, config.format)
-
-    def measured(reader: data.RecordReader) -> TokenCounts:
-        return measure(reader, config.data_workers, config.mesh.wait_seconds)
-
-    readers = [reader(path) for path in config.parts]
-    found = [measured(part) for part in readers]
-    wording = sum((part.wording for part in found), Wording())
+    paths = [*config.parts, *([config.validation] if config.validation else [])]
+    readers, counts = read_parts(config, model.tokenizer, prompt, paths)
+    lengths = counts[: len(config.parts)]
+    wording = sum((part.wording for part in lengths), Wording())
     warn_of_prompts(wording, prompt, "records", "config.prompt_style")
-    validation = reader(config.validation) if config.validation else None
-    counts = [*found, *([measured(validation)] if validation else [])]
     longest = max(int(each.sizes.max(initial=1)) for each in counts)
-    number = sum(int((each.sizes > 0).sum()) for each in found)
+    number = sum(int((each.sizes > 0).sum()) for each in lengths)
     config = completed(config, model.config, longest, number)
     mesh = training_mesh(config.mesh, config.rows)
     parts = [
-        fitting(part, its, config.row_length) for part, its in zip(readers, found, strict=True)
+        fitting(part, its, config.row_length) for part, its in zip(readers, lengths, strict=False)
     ]
     examples, longest = data.join(parts), max(int(part.sizes.max()) for part in parts)
     held_out_examples: data.Examples | None = None
-    if validation:
-        held_out_examples = fitting(validation, counts[-1], config.row_length)
+    if config.validation:
+        held_out_examples = fitting(readers[-1], counts[-1], config.row_length)
         longest = max(longest, int(held_out_examples.sizes.max()))
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
@@ -103,8 +94,8 @@ def train(
     compute = config.compute(model.config, mesh)
     change = None
     if augmentation is not None:
-        pairs = zip(readers, parts, strict=True)
-        trained = [part.record(row) for part, its in pairs for row in its.place.tolist()]
+        pairs = zip(readers, parts, strict=False)  # without the validation records
+        trained = [part.record(row) for part, its in pairs for row in its.indices.tolist()]
         change = augmentation(model.tokenizer, trained, prompt)
 
     def validate(state: TrainState) -> float:
@@ -133,7 +124,7 @@ def train(
         ),
         epoch=len(examples),
         longest=longest,
-        validate=validate if validation else None,
+        validate=validate if config.validation else None,
         held_out=held_out,
         evaluate_every=config.evaluate_every,
         engines=lambda state: _engines(config, model, state, protocols),

@@ -39,8 +39,8 @@ class TrainState(NamedTuple):
     Attributes:
         params: trained parameters, float32: all parameters of a model, or its adapters.
         frozen: the parameters that stay fixed while adapters are trained, in the dtype of the
-            matmuls; {} in a run without adapters. They are never donated, so other programs may
-            use the same arrays. Checkpoints do not contain the frozen parameters.
+            matmuls; {} in a run without adapters. The training step never donates these arrays, so
+            other programs may use them. Checkpoints do not contain the frozen parameters.
         opt_state: state of the optimiser.
         step: number of updates so far, including skipped updates, int32 ``[]``.
         skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
@@ -156,9 +156,9 @@ def gradient_sums(
 
     def add(i: jax.Array, total: tuple[Params, Stats]) -> tuple[Params, Stats]:
         gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i), net)
-        sums, seen = total
+        sums, totals = total
         merged = {
-            name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
+            name: jnp.maximum(totals[name], value) if name.endswith("max") else totals[name] + value
             for name, value in stats.items()
         }
         return jax.tree.map(jnp.add, sums, gradients), merged

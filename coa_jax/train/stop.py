@@ -49,8 +49,8 @@ class Stop:
         """
         # This exchange runs no program on the devices: a rollout thread may be launching one.
         mine = [self.requested, due]
-        told = processes.exchange(mine, "the end of a step", wait_seconds)
-        return any(stop for stop, _ in told), all(due for _, due in told)
+        votes = processes.exchange(mine, "the end of a step", wait_seconds)
+        return any(stop for stop, _ in votes), all(due for _, due in votes)
 
 
 @contextlib.contextmanager

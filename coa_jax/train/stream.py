@@ -42,7 +42,7 @@ class LocalShare:
 
     Attributes:
         composition: names the groups that the step uses.
-        groups: graded groups of this process that the step examined, by task index.
+        groups: graded groups of this process that the step considered, used or not, by task index.
         dropped: groups of this process that were dropped because they were too old; some of their
             samples may be missing.
         figures: seconds and counts since the previous step. Besides the figures of
@@ -228,8 +228,8 @@ class Stream:
                 self._in_flight -= 1
                 group = self._groups.get(trajectory.metadata["prompt_id"])
                 current = group and group.request.metadata == _origin(trajectory, group.request)
-                wanted = trajectory.stop_reason != StopReason.CANCELLED
-                if group and current and wanted and len(group.ended) < group.size:
+                complete = trajectory.stop_reason != StopReason.CANCELLED
+                if group and current and complete and len(group.ended) < group.size:
                     group.ended.add(trajectory.sample_id)
                     self._work(tasks, group, self._finish(group, trajectory))
                 self._news.set()
@@ -273,9 +273,9 @@ class Stream:
             self._cancel_late(tasks)
             events, self._events = self._events, []
             news = (self._version, events)
-            told = await processes.exchange_async(news, "news of rollouts", self._wait_seconds)
-            ledger.version = min(version for version, _ in told)
-            for _, news in told:
+            messages = await processes.exchange_async(news, "news of rollouts", self._wait_seconds)
+            ledger.version = min(version for version, _ in messages)
+            for _, news in messages:
                 for kind, *arguments in news:
                     (ledger.end if kind == "end" else ledger.late)(*arguments)
             while (composition := ledger.take()) is not None:
@@ -298,9 +298,10 @@ class Stream:
         attempt = self._attempts[index] = self._attempts.get(index, -1) + 1
         oldest = self._ledger.oldest_useful
         kept = {
-            sample: found[-1]
+            sample: attempts[-1]
             for sample in request.samples
-            if (found := self._kept.pop((index, sample), ())) and oldest_of(found[-1:]) >= oldest
+            if (attempts := self._kept.pop((index, sample), ()))
+            and oldest_of(attempts[-1:]) >= oldest
         }
         done = {sample: one for sample, one in kept.items() if GRADING not in one.metadata}
         missing = tuple(sample for sample in request.samples if sample not in kept)

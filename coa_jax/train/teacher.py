@@ -151,14 +151,14 @@ async def request_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.nda
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = list(zip(entries, ids, strict=True))
-        found = [_own(entry, token) for entry, token in pairs[1:]]  # the first token has no score
+        logps = [_own(entry, token) for entry, token in pairs[1:]]  # the first token has no score
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(
             f"the teacher at {teacher.url} answered without the log-probability of each token of "
             f"the prompt ({type(error).__name__}: {error}); give a server whose /completions "
             "accepts token ids and prompt_logprobs, and a model with the policy's vocabulary"
         ) from error
-    return np.asarray([0.0, *found], np.float32)
+    return np.asarray([0.0, *logps], np.float32)
 
 
 def _own(entry: Mapping[str, Any], token: int) -> float:

@@ -47,8 +47,8 @@ def weight_of_turns(graders: GradersConfig) -> float:
     """
     if not graders.rewards:
         return 1.0
-    given = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASKS_OWN))
-    return 0.0 if given is None else float(given.get("weight", 1.0))
+    weight = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASKS_OWN))
+    return 0.0 if weight is None else float(weight.get("weight", 1.0))
 
 
 def turn_rewards(trajectory: Trajectory) -> np.ndarray:
@@ -73,14 +73,14 @@ def credited(
 ) -> list[np.ndarray] | None:
     """Computes the advantages of the turns of a group.
 
-    The result is None in three cases, in which all turns share the advantage of the trajectory:
+    The result is None, and all turns share the advantage of the trajectory, in three cases:
 
     - the environment gave no rewards for turns;
     - ``weight`` is None;
     - the advantage function returns one number per token.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         learned: trajectories with their advantages, see `advantages.advantages_of`.
         weight: weight w of the turn rewards in the reward of a trajectory; None if turns get no
             credit of their own.
@@ -90,8 +90,8 @@ def credited(
         cases above.
     """
     group = [trajectory for trajectory, _ in learned]
-    given = any(call.reward is not None for t in group for call in t.tool_calls)
-    if weight is None or not given or any(a.ndim for _, a in learned):
+    rewarded = any(call.reward is not None for t in group for call in t.tool_calls)
+    if weight is None or not rewarded or any(a.ndim for _, a in learned):
         return None
     alone = algorithm.alone and algorithm.whitened
     n = len(group)
@@ -138,8 +138,8 @@ def turn_advantages(
         row[: len(of_turns)] = np.cumsum(of_turns) - of_turns
         row[len(of_turns) :] = of_turns.sum()
     baseline = 0.0 if alone else before.mean(axis=0)
-    found = whole[:, None] - scale * (before - baseline)
-    return [row[: len(of_turns)] for row, of_turns in zip(found, rewards, strict=True)]
+    credited = whole[:, None] - scale * (before - baseline)
+    return [row[: len(of_turns)] for row, of_turns in zip(credited, rewards, strict=True)]
 
 
 def spread_over_tokens(mask: np.ndarray, turns: np.ndarray, at_ends: bool) -> np.ndarray:

@@ -114,7 +114,8 @@ def update(
         teacher: local teacher, see `train.teacher.load_teacher`; None without a local teacher.
         version: version number of the policy before this step, which equals the number of earlier
             steps.
-        norm_before: norm of the adapters of the run before, see `movement.norm_before`.
+        norm_before: norm of the adapters that an earlier run added to the initial model, see
+            `movement.norm_before`.
 
     Returns:
         The new states of the policy and of the critic (None without a critic), and statistics by
@@ -290,8 +291,10 @@ def quotients(means: dict[str, float]) -> dict[str, float]:
 
 def _spread_of_advantages(batches: Sequence[Batch]) -> dict[str, float]:
     """Returns the smallest and largest advantage of a policy token; {} without policy tokens."""
-    found = np.concatenate([batch.advantage[batch.mask > 0] for batch in batches])
-    return {"adv/min": float(found.min()), "adv/max": float(found.max())} if found.size else {}
+    advantages = np.concatenate([batch.advantage[batch.mask > 0] for batch in batches])
+    if not advantages.size:
+        return {}
+    return {"adv/min": float(advantages.min()), "adv/max": float(advantages.max())}
 
 
 def group_examples(
@@ -304,7 +307,7 @@ def group_examples(
     """Converts the graded trajectories of a group to training examples.
 
     Args:
-        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         group: samples of one task.
         constraint: constraint under which the trajectories were sampled; None without a constraint.
         version: current policy version, from which the ages of tokens are computed, see

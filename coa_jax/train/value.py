@@ -40,8 +40,8 @@ def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
     """
     body = abstract_params(critic_config(model), mesh)
     norm = body["final_norm"]["scale"]
-    place = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return {**body, "value_head": jax.ShapeDtypeStruct(norm.shape, jnp.float32, sharding=place)}
+    sharding = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return {**body, "value_head": jax.ShapeDtypeStruct(norm.shape, jnp.float32, sharding=sharding)}
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:

@@ -66,12 +66,12 @@ class Watch:
         Returns:
             The mean; None as long as the metric has had at most 5 values.
         """
-        seen = self._first.setdefault(name, [])
+        values = self._first.setdefault(name, [])
         value = _value(row, name)
-        if value is not None and len(seen) < _FIRST:
-            seen.append(value)
+        if value is not None and len(values) < _FIRST:
+            values.append(value)
             return None
-        return sum(seen) / len(seen) if len(seen) == _FIRST else None
+        return sum(values) / len(values) if len(values) == _FIRST else None
 
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
         """Returns the means of a metric's first 5 and newest 5 values, if the metric has risen.
@@ -97,12 +97,12 @@ class Watch:
             row: the next row of ``metrics.jsonl``.
             name: name of the metric.
         """
-        seen = self._last.get(name)
-        if seen is None:  # the first step includes the start of the input pipeline
+        values = self._last.get(name)
+        if values is None:  # the first step includes the start of the input pipeline
             self._last[name] = deque(maxlen=_FIRST)
             return ()
-        seen.append(_value(row, name) or 0.0)
-        return seen
+        values.append(_value(row, name) or 0.0)
+        return values
 
     def lowest(self, value: float, step: int) -> tuple[float, int]:
         """Updates and returns the lowest validation loss so far, as a pair (loss, step).
@@ -118,12 +118,12 @@ class Watch:
 def warnings_of(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
     """Returns every warning about the rows of a run, as a triple (phase, step, text)."""
     watches: dict[str, Watch] = {}
-    found = []
+    warnings = []
     for row in rows:
         phase = str(row.get("phase", "run"))
         for text in watches.setdefault(phase, Watch()).see(row):
-            found.append((phase, int(row.get("step", 0)), text))
-    return found
+            warnings.append((phase, int(row.get("step", 0)), text))
+    return warnings
 
 
 def _value(row: Row, name: str) -> float | None:
@@ -137,7 +137,7 @@ class Limit:
 
     Attributes:
         metric: metric that holds the share.
-        bound: the bound.
+        bound: largest share without a warning.
         text: text of the warning, in which {share} and {cause} are replaced.
         causes: maps the metric of each possible cause to the text that replaces {cause} if this
             metric is the largest.
@@ -197,8 +197,7 @@ _LIMITS = (
         {
             "masked/ungraded": "a grader had no verdict: the judge or the sandbox is down or too "
             "slow",
-            "masked/tool_fault": "a tool had a system failure: run `python -m "
-            "coa_jax.tools.doctor`",
+            "masked/tool_fault": "a tool had a system failure: run `coa-jax doctor --tools`",
             "masked/fault": "the system failed: the log has the reason",
             "masked/deadline": "rollout.max_seconds was reached: raise it, or reduce the load of "
             "the machine",
@@ -227,17 +226,17 @@ def masked_more(watch: Watch, row: Row) -> str | None:
     (see `Watch.risen`) to more than 5 %. The rule exists because a policy may learn to cause
     failures that prevent a bad reward.
     """
-    found = None
+    dip = None
     for name in sorted(name for name in row if name.startswith("masked/")):
         means = watch.risen(row, name)
-        if means is not None and means[1] > 0.05 and found is None:
-            found = (
+        if means is not None and means[1] > 0.05 and dip is None:
+            dip = (
                 f"{means[1]:.0%} of the trajectories of the last {_FIRST} steps are masked because "
                 f"of {name.removeprefix('masked/')}, {means[0]:.0%} of the first {_FIRST}: "
                 "something fails more often, or the policy has learnt to cause failures that "
                 "prevent a bad reward; read these trajectories in traces.jsonl"
             )
-    return found
+    return dip
 
 
 def entropy_collapse(watch: Watch, row: Row) -> str | None:
@@ -300,7 +299,7 @@ def starved(watch: Watch, row: Row) -> str | None:
 
 
 def still(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if ten steps or more have changed hardly any most probable token."""
+    """Returns a warning if few most probable tokens changed in ten or more steps, or None."""
     changed, step = _value(row, "moved/argmax"), int(row.get("step", 0))
     if changed is None or changed >= 0.005 or step < 10:
         return None

@@ -22,40 +22,22 @@ answer correctly. Arms, seed and number of updates were fixed before the first o
 trained.
 """
 
-from __future__ import annotations
-
-import ml_collections
 from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
     pretrained = load_config("configs/pretrained/factbook.py")
-    config = ConfigDict()
-    config.seeds = (0,)
-    config.references = ("unfiltered", "filtered")
-    config.prompt_style = pretrained.prompt_style
-    config.tools = pretrained.tools.to_dict()
-    config.distill = {
-        "tasks": "",
-        "mixture": pretrained.distill.mixture.to_dict(),
-        "train": pretrained.distill.train,
-    }
+    shared = ("prompt_style", "tools", "policy", "model", "sft", "evaluate")
+    config = ConfigDict({name: pretrained[name] for name in shared})
+    tasks = {name: pretrained.distill[name] for name in ("tasks", "mixture", "train")}
+    config.distill = ConfigDict(tasks)
     config.teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7}
-    config.arms = {
-        "filtered": {"corrected_copies": 1},
-        "correction": {"corrected_copies": 2},
-        "no_reflection": {"corrected_copies": 1},
-        "no_double_check": {"corrected_copies": 1},
-    }
-    config.without_roles = {
-        "no_reflection": ("reflection",),
-        "no_double_check": ("double_check",),
-    }
-    config.policy = pretrained.policy.to_dict()
-    config.model = pretrained.model
-    config.sft = pretrained.sft.to_dict()
-    config.evaluate = pretrained.evaluate.to_dict()
+    config.seeds, config.references = (0,), ("unfiltered", "filtered")
+    arms = ("filtered", "correction", "no_reflection", "no_double_check")
+    config.arms = {name: {"corrected_copies": 1 + (name == "correction")} for name in arms}
+    roles = {"no_reflection": ("reflection",), "no_double_check": ("double_check",)}
+    config.without_roles = roles
     return config

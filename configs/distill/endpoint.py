@@ -8,34 +8,41 @@ is read from the environment variable that ``endpoint.key_env`` names.
 Takes: ten to thirty calls of the model per task; ``teacher.concurrency`` tasks run at the same
 time.
 Gives: the files of configs/distill/factbook.py and ``calls/SPLIT.jsonl`` with every prompt and
-reply. The run stops before a call that would exceed one of the limits ``endpoint.max_calls``,
-``max_total_tokens`` and ``max_money``. ``max_money`` needs ``endpoint.prices``; the price below is
-an example, to be replaced by the price of your provider. If the command is started again, it
-continues, and no recorded reply is paid twice.
+reply. The run stops before a call that would exceed ``endpoint.max_calls``, ``max_total_tokens`` or
+``max_money``. ``max_money`` needs ``endpoint.prices``; the price below is an example. If the
+command is started again, it continues, and no recorded reply is paid twice.
+
+The variant ``endpoint.py:smolagents`` lets smolagents solve the tasks, a CodeAgent that manages a
+search agent, with the extra ``distill``. It writes their memory to ``smolagents/SPLIT.jsonl``, and
+then the files of configs/distill/traces.py.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.distillation.endpoint import EndpointConfig
+from coa_jax.distillation.smol_runs import SmolConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
+from coa_jax.run.variants import parse_variants
+
+_MODEL = "Qwen/Qwen2.5-72B-Instruct"
 
 
-def get_config() -> ml_collections.ConfigDict:
-    """Returns the configuration."""
+def get_config(arg: str | None = None) -> ConfigDict:
+    """Returns the configuration of the team, or of ``smolagents``."""
+    (system,) = parse_variants(arg, ("", "smolagents"))
     config = load_config("configs/distill/factbook.py")
+    server = {"url": "http://localhost:8000/v1", "model": _MODEL, "max_calls": 20_000}
     with config.unlocked():
         config.tasks.train, config.tasks.validation = 200, 50
-        config.teacher.concurrency = 16
         config.endpoint = complete_config(
-            EndpointConfig,
-            {
-                "url": "http://localhost:8000/v1",
-                "model": "Qwen/Qwen2.5-72B-Instruct",
-                "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
-                "max_calls": 20_000,
-            },
+            EndpointConfig, {**server, "prices": ((_MODEL, 0.0, 0.0),)}
         )
+        if system:
+            config.smolagents = complete_config(SmolConfig, {})
+            config.traces = load_config("configs/distill/traces.py").traces
+            config.traces.format, config.traces.protocol = "smolagents", "generalist"
+            # The protocol demands thoughts and a double check, which smolagents does not write.
+            # They are invented, and marked in the records.
+            config.traces.completion.thoughts = config.traces.completion.verification = True
     return config

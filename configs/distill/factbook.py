@@ -7,19 +7,15 @@ the sandbox.
 Takes: the time of the stage ``distill`` in the ``timings_s`` of a quickstart's summary.json.
 Gives: the trajectories that the quickstart learns from. Some call the sandbox, some contain a
 mistake of the teacher and its correction. The teacher is scripted, so its pass@1 is near 1 by
-design. This figure is the upper bound for a policy and not a result.
+design: the upper bound for a policy, not a result.
 
-The mistake rate applies to each decision. A trajectory has many decisions, so the share of
-trajectories with a mistake is several times as high.
-``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper (§3.2.1).
-``plain_fraction`` and ``corrected_copies`` are the third and the fourth filter of the paper. All
-three are off in this config, because a small policy needs simple cases, too, and most questions
-need only one to three calls.
+The mistake rate applies to each decision, so the share of trajectories with a mistake is several
+times as high. ``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper
+(§3.2.1), ``plain_fraction`` and ``corrected_copies`` are its third and fourth filter. All are off,
+because a small policy needs simple cases, too, and most questions need only one to three calls.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.tasks import Tasks
@@ -28,12 +24,11 @@ from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = ml_collections.ConfigDict()
+    config = ConfigDict({"tokenizer": ""})  # folder of a tokenizer, to count tokens
     config.tasks = complete_config(Tasks, quickstart.distill)
     config.teacher = complete_config(DistillConfig, quickstart.teacher)
     config.tools = complete_config(ToolsConfig, quickstart.tools)
-    config.tokenizer = ""  # folder of a tokenizer, to count tokens
     return config

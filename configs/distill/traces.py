@@ -21,9 +21,7 @@ The filters are those of the paper (§3.2.1). Runs of logs may be short:
 and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.traces import TraceFilesConfig
@@ -31,26 +29,15 @@ from coa_jax.errors import UserError
 from coa_jax.run.settings import complete_config
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for logs, or with ``records`` for trajectories."""
     if arg not in (None, "", "records"):
         raise UserError(f"configs/distill/traces.py takes no {arg!r}; use :records or nothing")
-    config = ml_collections.ConfigDict()
+    config = ConfigDict({"tokenizer": ""})  # folder of a tokenizer, to count tokens
     config.traces = complete_config(TraceFilesConfig, {"files": ("",), "format": arg or ""})
-    config.teacher = complete_config(
-        DistillConfig,
-        {
-            "max_chars": 120_000,
-            "min_interactions": 0,
-            "keep_without_gold": True,
-            "selection": {
-                "near_query": 0.9,
-                "max_answer_words": 30,
-                "min_tool_calls": 5 if arg else 0,
-                "blocked": ("mirrors",),
-                "near_duplicate": 0.9,
-            },
-        },
-    )
-    config.tokenizer = ""  # folder of a tokenizer, to count tokens
+    similar = {"near_query": 0.9, "near_duplicate": 0.9}
+    sizes = {"max_answer_words": 30, "min_tool_calls": 5 if arg else 0}
+    teacher = {"max_chars": 120_000, "min_interactions": 0, "keep_without_gold": True}
+    selection = {**similar, **sizes, "blocked": ("mirrors",)}
+    config.teacher = complete_config(DistillConfig, {**teacher, "selection": selection})
     return config

@@ -6,46 +6,25 @@ Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectorie
 They come from configs/rl/factbook.py, in runs/rl/traces.jsonl, or from an evaluation on the
 training split (then set ``config.phase`` to the phase of this evaluation).
 Takes: a time that depends on ``config.optimizer.total_steps``; it was not measured.
-Gives: runs/dpo/model. Watch two metrics in metrics.jsonl. ``dpo/accuracy``, the share of pairs in
-the right order, should rise from 0.5. If ``dpo/chosen_log_ratio`` falls far below 0, right
-trajectories become less likely, too: lower the learning rate or raise ``beta``.
-
-Choices: a row holds two trajectories of up to 416 tokens, and a task gives at most four pairs.
+Gives: runs/dpo/model. In metrics.jsonl, ``dpo/accuracy``, the share of pairs in the right order,
+should rise from 0.5. If ``dpo/chosen_log_ratio`` falls far below 0, right trajectories become less
+likely, too: lower the learning rate or raise ``beta``.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.settings import complete_config
 from coa_jax.train.config import DPOConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
-    return complete_config(
-        DPOConfig,
-        {
-            "model": "runs/sft/model",
-            "traces": "runs/rl/traces.jsonl",
-            "phase": "rl",
-            "beta": 0.1,
-            "min_gap": 0.5,
-            "per_task": 4,
-            "seed": 0,
-            "batch_size": 16,
-            "rows": 4,
-            "row_length": 832,
-            "dtype": "float32",
-            "export_dtype": "float32",
-            "remat": "none",
-            "optimizer": {
-                "learning_rate": 3e-5,
-                "total_steps": 60,
-                "warmup_steps": 3,
-                "final_ratio": 0.1,
-                "weight_decay": 0.0,
-            },
-            "checkpoint_every": 20,
-        },
-    )
+    rate = {"learning_rate": 3e-5, "final_ratio": 0.1, "weight_decay": 0.0}
+    values = {
+        **{"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"},
+        **{"beta": 0.1, "min_gap": 0.5, "per_task": 4, "batch_size": 16},
+        **{"rows": 4, "row_length": 832, "remat": "none"},  # a row holds two trajectories
+        **{"dtype": "float32", "export_dtype": "float32"},
+        "optimizer": {**rate, "total_steps": 60, "warmup_steps": 3},
+    }
+    return complete_config(DPOConfig, values)

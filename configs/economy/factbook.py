@@ -3,18 +3,15 @@ r"""Compares the tokens of the quickstart's policy with those of the team that t
     coa-jax economy --config=configs/economy/factbook.py --workdir=runs/economy
 
 Needs: a finished quickstart in runs/quickstart, or the trajectories of another evaluation by
-``coa-jax evaluate``. For another evaluation set ``traces``, their ``phase``
-(``evaluate-STAGE``), the ``model`` whose tokenizer counts the tokens, and the ``tasks`` of the
-evaluation.
+``coa-jax evaluate``: then set ``traces``, their ``phase`` (``evaluate-STAGE``), the ``model`` whose
+tokenizer counts the tokens, and the ``tasks`` of the evaluation.
 Takes: seconds with the scripted team. A config that adds ``endpoint``, as in
 configs/distill/endpoint.py, measures a team of language models with ten to thirty calls per task.
 Gives: the success rates of the policy and of the team, the tokens per task that both solve, the
 tokens of all attempts per solved task, and the share of the team's tokens that the policy saves.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.run.command import load_config
@@ -22,22 +19,13 @@ from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    evaluation = quickstart.evaluate
-    config = ml_collections.ConfigDict()
-    config.traces, config.phase = "runs/quickstart/traces.jsonl", "evaluate-rl"
-    config.model = "runs/quickstart/models/rl"
-    config.number = 100
-    config.tasks = ml_collections.ConfigDict(
-        {
-            "source": evaluation.tasks,
-            "split": evaluation.split,
-            "num_tasks": evaluation.num_tasks,
-            "seed": evaluation.seed,
-        }
-    )
+    config = ConfigDict({"traces": "runs/quickstart/traces.jsonl", "phase": "evaluate-rl"})
+    config.model, config.number = "runs/quickstart/models/rl", 100
+    tasks = {name: quickstart.evaluate[name] for name in ("split", "num_tasks", "seed")}
+    config.tasks = ConfigDict({"source": quickstart.evaluate.tasks, **tasks})
     config.teacher = complete_config(DistillConfig, quickstart.teacher)
     config.tools = complete_config(ToolsConfig, quickstart.tools)
     return config

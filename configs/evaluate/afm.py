@@ -3,7 +3,7 @@ r"""Evaluates the released Agent Foundation Models as the release does, to compa
     coa-jax evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia
 
 Variants: the argument names a benchmark, a size and a checkpoint. The benchmark is a variant of
-web.py, mhqa.py, maths.py or code.py in the same folder (default ``gaia``). The size is ``3b`` (for
+web.py, mhqa.py or code.py in the same folder (default ``gaia``). The size is ``3b`` (for
 multi-hop questions only), ``7b`` (default) or ``32b``. The checkpoint is ``rl`` (default) or
 ``sft``. ``afm.py:gaia,debug`` scales the config down, see configs/evaluate/tiny.py.
 Needs: the Hugging Face Hub, from which ``PersonalAILab/AFM-*`` is loaded, or another
@@ -23,26 +23,23 @@ result is not a plain pass@1. ``config.attempts=1 config.last_suggestion=False
 config.rollout.cut_context=False`` turns the three behaviours off.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.variants import SMALL, parse_variants
 
-AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "maths": "CodeAgent", "code": "CodeAgent"}
+AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "code": "CodeAgent"}
 """Maps the config of a group of benchmarks to the released agent for this group."""
 
 BENCHMARKS = {
     "web": ("gaia", "browsecomp", "hle", "webwalker"),
     "mhqa": ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"),
-    "maths": ("aime24", "aime25", "amc23", "math500", "olympiad"),
-    "code": ("lcb4", "lcb5", "codecontests"),
+    "code": ("aime24", "aime25", "amc23", "math500", "olympiad", "lcb4", "lcb5", "codecontests"),
 }
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a benchmark, a size and a checkpoint."""
     groups = {name: group for group, names in BENCHMARKS.items() for name in names}
     sizes, phases = ("7b", "3b", "32b"), ("rl", "sft")
@@ -50,11 +47,11 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     group = groups[name]
     if size == "3b" and group != "mhqa":
         raise UserError("the release has 3b checkpoints of the MHQA agent only: use 7b or 32b")
-    sized = f",{size}" if group in ("maths", "code") else ""
+    sized = f",{size}" if group == "code" else ""
     small = f",{debug}" if debug else ""
     config = load_config(f"configs/evaluate/{group}.py:{name}{sized}{small}")
     config.stage = f"{name}-{phase}"
-    if group in ("maths", "code"):
+    if group == "code":
         config.rollout.prompt_style = "data"
     if group == "web":
         config.attempts, config.last_suggestion = 3, True

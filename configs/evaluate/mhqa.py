@@ -3,29 +3,24 @@ r"""Evaluates the paper's agent for multi-hop questions on one of its seven sets
     coa-jax evaluate --config=configs/evaluate/mhqa.py:hotpotqa --workdir=runs/hotpotqa
 
 Variants: ``nq`` (default), ``triviaqa``, ``popqa``, ``hotpotqa``, ``2wiki``, ``musique``,
-``bamboogle``. ``mhqa.py:nq,debug`` scales the config down, see configs/evaluate/tiny.py.
+``bamboogle``. ``mhqa.py:nq,debug`` scales the config down, see tiny.py.
 Needs: a policy of configs/rl/mhqa.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
-by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at
-``--config.tools.wiki_search.url``.
+by ``--config.tasks=hotpotqa:PATH``; a search server at ``--config.tools.wiki_search.url``.
 Takes: unknown: nobody has run this size yet.
 Gives: exact match with its error, exact match by hops and kind of question, and costs.
 
 From the paper (§4.1) and its script: greedy decoding, one sample, 2,048 tokens of prompt and 8,192
 of answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval`` compares only the
-first answer, as the release does. ``--config.graders.judge_all=True`` uses a judge, as the paper
-says.
+first answer, as the release does; ``--config.graders.judge_all=True`` uses a judge, as the paper.
 """
 
-from __future__ import annotations
+from ml_collections import ConfigDict
 
-import ml_collections
-
-from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
-from coa_jax.tools.make import ToolsConfig
 
 FILES = {
     "nq": "nq_full.jsonl",
@@ -38,36 +33,18 @@ FILES = {
 }
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a set of questions."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/mhqa.py")
-    config = complete_config(
-        EvaluateConfig,
-        {
-            "tasks": f"{name}:/mnt/data/{FILES[name]}",
-            "split": "test",
-            "num_tasks": 0,
-            "samples": 1,
-            "seed": 0,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "engine": trained.engine,
-            "rollout": {
-                **trained.rollout.to_dict(),
-                "prompt_style": "model",
-                "max_tool_calls": 7,
-            },
-            "endpoint": {"opening": "<think>"},
-            "protocol": "mhqa",
-        },
-    )
-    config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
-    config.tools = complete_config(
-        ToolsConfig,
-        {"names": ("wiki_search",), "wiki_search": {"url": "http://search:8002/retrieve"}},
-    )
+    values = {
+        **{"model": trained.model.replace("/sft-", "/rl-"), "stage": name, "tools": trained.tools},
+        **{"tasks": f"{name}:/mnt/data/{FILES[name]}", "split": "test", "protocol": "mhqa"},
+        "engine": trained.engine,
+        "rollout": {**trained.rollout.to_dict(), "prompt_style": "model"},
+        "endpoint": {"opening": "<think>"},
+    }
+    config = complete_config(EvaluateRun, values)
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"

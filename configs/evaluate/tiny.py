@@ -6,40 +6,22 @@ Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of which is compilation.
 Gives: all files of a large evaluation, with a meaningless pass@1. The debug variants of the other
 configs in this folder, such as ``configs/evaluate/web.py:gaia,debug``, combine the sizes of this
-config with their own settings and with a few questions in the format of their benchmark. Their
-tools need no network, and there is no judge.
+config with their own settings and a few questions in the format of their benchmark, without network
+or judge.
 """
 
-from __future__ import annotations
+from ml_collections import ConfigDict
 
-import ml_collections
-
-from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.tools.make import ToolsConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
     trained = load_config("configs/rl/tiny.py")
-    config = complete_config(
-        EvaluateConfig,
-        {
-            "tasks": trained.tasks,
-            "split": "test",
-            "num_tasks": 4,
-            "samples": 2,
-            "seed": 0,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "engine": trained.engine,
-            "rollout": trained.rollout,
-        },
-    )
-    config.model, config.stage = trained.model, "debug"
-    config.tools = complete_config(ToolsConfig, trained.tools)
-    return config
+    values = {name: trained[name] for name in ("model", "tasks", "engine", "rollout", "tools")}
+    sampling = {"split": "test", "num_tasks": 4, "samples": 2, "temperature": 1.0}
+    return complete_config(EvaluateRun, {**values, **sampling, "stage": "debug"})

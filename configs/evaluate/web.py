@@ -3,7 +3,7 @@ r"""Evaluates the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, wit
     coa-jax evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
 
 Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``. ``web.py:gaia,debug`` scales
-the config down, see configs/evaluate/tiny.py.
+the config down, see tiny.py.
 Needs: a policy of configs/rl/web.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=gaia:PATH``; a judge at ``--config.graders.judge.chat.url``, a model that
@@ -18,16 +18,12 @@ turn and 32,768 in total, 36 turns, 10 results per search, 5 rounds, and Qwen2.5
 judge and the best-of-n model. docs/benchmarks.md lists the differences.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.evaluation.exposure import BLOCKED
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
-from coa_jax.tools.make import ToolsConfig
 
 FILES = {
     "gaia": "gaia_dev_103.json",
@@ -35,50 +31,26 @@ FILES = {
     "hle": "hle_test.json",
     "webwalker": "webwalker_main.json",
 }
-JUDGE = {
-    "url": "",  # address of your server
-    "model": "Qwen/Qwen2.5-72B-Instruct",
-    "max_tokens": 512,
-}
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a benchmark."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/web.py")
-    config = complete_config(
-        EvaluateConfig,
-        {
-            "tasks": f"/mnt/data/{FILES[name]}",
-            "split": "test",
-            "num_tasks": 0,
-            "samples": 5,
-            "seed": 0,
-            "temperature": 1.0,
-            "top_p": 0.9,
-            "top_k": 20,
-            "engine": trained.engine,
-            "rollout": {
-                **trained.rollout.to_dict(),
-                "prompt_style": "model",
-                "max_turn_tokens": 4096,
-                "max_tool_calls": 35,
-            },
-            "graders": {"judge_all": True, "judge": {"chat": {**JUDGE, "timeout_s": 60.0}}},
-            "best_of": {"n": 0, "chat": JUDGE},
-            "endpoint": {"opening": "<think>"},
-            "protocol": "web",
-        },
-    )
-    config.model, config.stage = f"{trained.model.replace('/sft-', '/rl-')}", name
-    config.tools = complete_config(
-        ToolsConfig,
-        {
-            "names": ("web_search", "crawl_page"),
-            "web_search": {"provider": "serper", "top_k": 10, "blocked": BLOCKED},
-            "crawl_page": {"blocked": BLOCKED},
-        },
-    )
+    calls = {"prompt_style": "model", "max_turn_tokens": 4096, "max_tool_calls": 35}
+    judge = {"url": "", "model": "Qwen/Qwen2.5-72B-Instruct", "max_tokens": 512}
+    values = {
+        **{"tasks": f"/mnt/data/{FILES[name]}", "split": "test", "protocol": "web", "samples": 5},
+        **{"temperature": 1.0, "top_p": 0.9, "top_k": 20},
+        "engine": trained.engine,
+        "rollout": {**trained.rollout.to_dict(), **calls},
+        "graders": {"judge_all": True, "judge": {"chat": {**judge, "timeout_s": 60.0}}},
+        "best_of": {"chat": judge},
+        "endpoint": {"opening": "<think>"},
+    }
+    config = complete_config(EvaluateConfig, values)
+    config.model, config.stage = trained.model.replace("/sft-", "/rl-"), name
+    config.tools = trained.tools
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"

@@ -21,16 +21,13 @@ tasks with answers that can be checked.
 - ``validate``: the validation tasks, by which settings were chosen.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-import ml_collections
 from ml_collections import ConfigDict
 
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variants
@@ -40,12 +37,11 @@ from coa_jax.train.rl_config import RLConfig
 
 SHOWN = "topics=single/chain"
 UNSHOWN = "topics=comparison/counting/arithmetic"
-STAGES = ("distill", "sft", "rl", "more", "sample", "rft", "validate", "evaluate", "greedy")
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration of a stage."""
-    (stage,) = parse_variants(arg, ("", *STAGES))
+    (stage,) = parse_variants(arg, ("", *_STAGES))
     pretrained = load_config("configs/pretrained/factbook.py")
     maths = pretrained.distill.mixture.maths.tasks
     config = _STAGES[stage or "rl"](pretrained, maths)
@@ -57,11 +53,11 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 def _distill(pretrained: ConfigDict, maths: str) -> ConfigDict:
     people = {"tasks": f"factbook_people:{SHOWN},wording=known", "weight": 0.8}
     mixture = {"people": people, "maths": {"tasks": maths, "weight": 0.2}}
-    tasks = {"tasks": "", "mixture": mixture, "train": 245, "validation": 40, "seed": 0}
-    # Such a team solves 0.82 of its tasks.
-    teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7, "seed": 0}
+    tasks = {"tasks": "", "mixture": mixture, "train": 245, "validation": 40}
     config = ConfigDict({"tokenizer": ""})
     config.tasks = complete_config(Tasks, tasks)
+    # Such a team solves 0.82 of its tasks.
+    teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7}
     config.teacher = complete_config(DistillConfig, teacher)
     return config
 
@@ -69,16 +65,11 @@ def _distill(pretrained: ConfigDict, maths: str) -> ConfigDict:
 def _sft(pretrained: ConfigDict, maths: str) -> ConfigDict:
     values = pretrained.sft.to_dict()
     values["optimizer"] |= {"total_steps": 300, "final_ratio": 0.3}
+    data = {"data": "distill/train.jsonl", "validation": "distill/validation.jsonl"}
+    every = {"validate_every": 25, "checkpoint_every": 50, "evaluate_every": 50}
     values |= {
-        "model": pretrained.model,
-        "data": "distill/train.jsonl",
-        "validation": "distill/validation.jsonl",
-        "prompt_style": pretrained.prompt_style,
-        "validate_every": 25,
-        "checkpoint_every": 50,
-        "keep_last": 6,
-        "keep_best": "eval/pass_at_1",
-        "evaluate_every": 50,
+        **{"model": pretrained.model, **data, **every},
+        **{"keep_last": 6, "keep_best": "eval/pass_at_1"},
         "held_out": {"mixture": _tasks(maths, 100), "split": "validation"},
         "engine": pretrained.rl.engine.to_dict(),
         "rollout": pretrained.evaluate.rollout.to_dict(),
@@ -95,15 +86,11 @@ def _more(pretrained: ConfigDict, maths: str) -> ConfigDict:
 def _rl(pretrained: ConfigDict, maths: str) -> ConfigDict:
     values = pretrained.rl.to_dict()
     values["optimizer"] |= {"total_steps": 60, "warmup_steps": 2, "learning_rate": 1e-3}
+    sampling = {"group_size": 16, "max_sampled": 1.5, "temperature": 1.2}
+    every = {"checkpoint_every": 5, "evaluate_every": 10}
     values |= {
-        "model": "sft/best",
+        **{"model": "sft/best", "seed": 1, **sampling, **every},
         "mixture": _tasks(maths, 2000, weights=True),
-        "seed": 1,
-        "group_size": 16,
-        "max_sampled": 1.5,
-        "temperature": 1.2,
-        "checkpoint_every": 5,
-        "evaluate_every": 10,
         "held_out": {"mixture": _tasks(maths, 100), "split": "validation"},
     }
     return complete_config(RLConfig, values)
@@ -112,15 +99,8 @@ def _rl(pretrained: ConfigDict, maths: str) -> ConfigDict:
 def _rft(pretrained: ConfigDict, maths: str) -> ConfigDict:
     values = pretrained.rft.to_dict()
     values["optimizer"] |= {"learning_rate": 1e-3}
-    return complete_config(
-        RFTConfig,
-        {
-            **values,
-            "model": "sft/best",
-            "traces": "sample/traces.jsonl",
-            "phase": "evaluate-sample",
-        },
-    )
+    sampled = {"traces": "sample/traces.jsonl", "phase": "evaluate-sample"}
+    return complete_config(RFTConfig, {**values, "model": "sft/best", **sampled})
 
 
 def _tasks(maths: str, number: int, weights: bool = False) -> dict[str, Any]:
@@ -136,16 +116,9 @@ def _tasks(maths: str, number: int, weights: bool = False) -> dict[str, Any]:
 def _evaluate(
     pretrained: ConfigDict, mixture: dict[str, Any], split: str, temperature: float, samples: int
 ) -> ConfigDict:
-    values = pretrained.evaluate.to_dict() | {
-        "mixture": mixture,
-        "num_tasks": 0,
-        "split": split,
-        "temperature": temperature,
-        "samples": samples,
-    }
-    config = complete_config(EvaluateConfig, values)
-    config.model, config.stage = "sft/best", "evaluate"
-    return config
+    values = pretrained.evaluate.to_dict() | {"mixture": mixture, "num_tasks": 0, "split": split}
+    values |= {"temperature": temperature, "samples": samples, "tools": pretrained.tools.to_dict()}
+    return complete_config(EvaluateRun, {**values, "model": "sft/best", "stage": "evaluate"})
 
 
 def _test(maths: str) -> dict[str, Any]:

@@ -21,34 +21,27 @@ Variants:
 - ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of agents,
   without the controls.
 - ``factbook.py:tools`` also distils trajectories with tools that only their prompts describe, as
-  many as of the known tools (docs/distillation.md). SFT has twice as many updates.
+  many as of the known tools (docs/distillation.md). SFT has twice as many updates. There is no RL,
+  and the policy of SFT is evaluated on tools of no trajectory.
 - ``factbook.py:debug`` runs the same stages on a tiny policy with random weights.
 
-Choices:
-
-- The questions have everyday wordings. About a quarter of the wordings are held out, and occur only
-  in the evaluation (except in ``ask``).
-- An observation has two passages, of which at most one states the fact.
-- The brief prompt saves about 700 tokens per trajectory.
-- Adapters are trained, because they are small enough to publish and take less memory.
-- SFT stops before the loss has converged, so that RL can still improve the policy.
+Choices: the questions have everyday wordings, of which about a quarter occur only in the evaluation
+(except in ``ask``). An observation has two passages, of which at most one states the fact. Adapters
+are trained, because they are small enough to publish and take less memory. SFT stops before the
+loss has converged, so that RL can still improve the policy.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
-import ml_collections
 from ml_collections import ConfigDict
 
 from coa_jax.demo.people import TOPICS
-from coa_jax.engine.config import EngineConfig
+from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.model.config import cpu_dtype
-from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run.settings import complete_config
+from coa_jax.run.settings import complete_config, partial_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.optimizer import OptimizerConfig
+from coa_jax.train.config import RFTConfig, SFTConfig
+from coa_jax.train.rl_config import RLConfig
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
 FURTHER = "configs/pretrained/further_questions.jsonl"
@@ -58,63 +51,35 @@ _MATHS = (
 )
 
 
-def _mixture(options: str) -> dict[str, Any]:
-    """Returns the training tasks, with options of the source ``factbook_people``."""
-    return {
+def get_config(arg: str | None = None) -> ConfigDict:
+    """Returns the configuration for a variant."""
+    variant, debug = parse_variant(arg, ("tags", "ask", "hermes", "tools"))
+    options = f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else ""
+    mixture = {
         "people": {"tasks": f"factbook_people{options}", "weight": 0.8},
         "maths": {"tasks": _MATHS, "weight": 0.2},
     }
-
-
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the configuration for a variant."""
-    variant, debug = parse_variant(arg, ("tags", "ask", "hermes", "tools"))
-    mixture = _mixture(f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else "")
-    config = ConfigDict()
-    config.prompt_style = "brief"
+    config = ConfigDict({"prompt_style": "brief", "model": "weights/SmolLM2-135M-Instruct"})
     config.format = "hermes" if variant == "hermes" else ""
-    config.model = "weights/SmolLM2-135M-Instruct"
     config.tools = ConfigDict({"names": ("wiki_search", "code"), "wiki_search": {"top_k": 2}})
     config.distill = ConfigDict(
         {"tasks": "", "mixture": mixture, "train": 800, "validation": 40, "seed": 0, "level": ""}
     )
     config.teacher = ConfigDict({"mistake_rate": 0.05, "unrecovered_rate": 0.02, "seed": 0})
     config.policy = ConfigDict({"seed": 0})
-    engine = {"slots": 32, "max_length": 768, "chunk": 16}
-    rollout = {
-        "max_tokens": 768,
-        "max_turn_tokens": 192,
-        "max_tool_calls": 8,
-        "max_observation_tokens": 160,
-        "prompt_style": config.prompt_style,
-    }
-    config.sft = ConfigDict(_sft())
-    config.rl = ConfigDict({"mixture": mixture, **_rl(engine, rollout)})
-    config.evaluate = ConfigDict(
-        {
-            "tasks": "",
-            "mixture": {
-                "people": {"tasks": "factbook_people", "num_tasks": 160},
-                "maths": {"tasks": _MATHS, "num_tasks": 40},
-            },
-            "split": "test",
-            "num_tasks": 200,
-            "samples": 1,
-            "seed": 0,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "engine": complete_config(EngineConfig, engine),
-            "rollout": complete_config(RolloutConfig, rollout),
-        }
+    shapes = {"slots": 32, "max_length": 768, "chunk": 16}
+    calls = {"max_tool_calls": 8, "max_observation_tokens": 160}
+    budgets = {"max_tokens": 768, "max_turn_tokens": 192, **calls}
+    config.sft = partial_config(SFTConfig, _sft())
+    config.rl = partial_config(RLConfig, {"mixture": mixture, **_rl(shapes, budgets)})
+    evaluation = {"mixture": _questions(160, 40), "num_tasks": 200, "split": "test"}
+    config.evaluate = complete_config(
+        EvaluateConfig, {**evaluation, "temperature": 1.0, "engine": shapes, "rollout": budgets}
     )
     # The base model was not trained on the protocol, so its prompt contains the rules.
     config.base = ConfigDict(
         {
-            "mixture": {
-                "people": {"tasks": "factbook_people", "num_tasks": 40},
-                "maths": {"tasks": _MATHS, "num_tasks": 10},
-            },
+            "mixture": _questions(40, 10),
             "engine": {"slots": 16, "max_length": 1792},
             "rollout": {"max_tokens": 1792, "prompt_style": "full"},
         }
@@ -122,20 +87,19 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.measures = ConfigDict(_measures())
     config.minutes = ConfigDict(_MINUTES)
     config.economy = config.sft_more = variant == "tags"
-    config.release = variant != "hermes"
-    config.rft = ConfigDict(_rft() if variant == "tags" else {})
+    config.release = variant in ("tags", "ask")
+    config.rft = partial_config(RFTConfig, _rft()) if variant == "tags" else ConfigDict()
     if variant == "tools":
         config.distill.mixture.drawn = {"tasks": "drawn_tools", "weight": 1.0}
         config.distill.train, config.distill.validation = 1600, 80
-        config.sft.optimizer.total_steps = 300
-        config.minutes.sft = 22
-        greedy = config.measures.unseen.copy_and_resolve_references()
-        greedy.evaluate.temperature = 0.0
-        config.measures.unseen_greedy = greedy
+        config.sft.optimizer.total_steps, config.minutes.sft = 300, 22
+        config.rl = ConfigDict()
+        unseen = config.measures.unseen
+        unseen.policy, unseen.evaluate.temperature = "sft", 0.0
+        config.measures = ConfigDict({"unseen": unseen})
     if variant == "ask":
         config.distill.train = 1800
-        config.sft.optimizer.total_steps = 400
-        config.minutes.sft = 31
+        config.sft.optimizer.total_steps, config.minutes.sft = 400, 31
         del config.measures.scaling, config.measures.unseen
         for policy in ("sft", "rl"):
             further = config.measures[f"natural_{policy}"].copy_and_resolve_references()
@@ -144,125 +108,68 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     return _in_small(config) if debug else config
 
 
-# Measured on 2 cores of an AMD EPYC processor.
+def _questions(people: int, maths: int) -> dict[str, Any]:
+    return {
+        "people": {"tasks": "factbook_people", "num_tasks": people},
+        "maths": {"tasks": _MATHS, "num_tasks": maths},
+    }
+
+
 _MINUTES = {
-    "distill": 0.1,
-    "base": 0.1,
-    "evaluate_base": 1.3,
-    "sft": 12.5,
-    "evaluate_sft": 2.8,
-    "rl": 19,
-    "evaluate_rl": 2.5,
-    "sft_more": 19,
-    "evaluate_sft_more": 2.5,
-    "rft": 4,
-    "evaluate_rft": 2.5,
-    "economy": 0.1,
-    "evaluate_natural_sft": 1,
-    "evaluate_natural_rl": 1,
-    "evaluate_scaling": 3,
-    "evaluate_unseen": 1.5,
+    **{"distill": 0.1, "base": 0.1, "evaluate_base": 1.3, "sft": 12.5, "evaluate_sft": 2.8},
+    **{"rl": 19, "evaluate_rl": 2.5, "sft_more": 19, "evaluate_sft_more": 2.5, "rft": 4},
+    **{"evaluate_rft": 2.5, "economy": 0.1, "evaluate_natural_sft": 1, "evaluate_natural_rl": 1},
+    **{"evaluate_scaling": 3, "evaluate_unseen": 1.5},
 }
+"""Minutes of each stage, measured on 2 cores of an AMD EPYC processor."""
 
 
 def _sft() -> dict[str, Any]:
     """Returns the settings of SFT, which trains adapters that are small enough to publish."""
-    return {
-        "seed": 0,
-        "rename_share": 0.0,
-        "rows": 1,
-        "batch_size": 4,
-        "row_length": 704,
-        "dtype": cpu_dtype(),
-        "export_dtype": "float32",
-        "remat": "dots",
-        "validate_every": 40,
-        "checkpoint_every": 20,
-        "keep_last": 1,
-        "lora": {"rank": 8},
-        "optimizer": complete_config(
-            OptimizerConfig,
-            {
-                "learning_rate": 2e-3,
-                "total_steps": 150,
-                "warmup_steps": 5,
-                "final_ratio": 0.1,
-                "weight_decay": 0.01,
-            },
-        ),
-    }
+    steps = {"learning_rate": 2e-3, "total_steps": 150, "warmup_steps": 5, "final_ratio": 0.1}
+    sizes = {"rows": 1, "batch_size": 4, "row_length": 704, "remat": "dots", "lora": {"rank": 8}}
+    dtypes = {"dtype": cpu_dtype(), "export_dtype": "float32"}
+    every = {"validate_every": 40, "checkpoint_every": 20, "keep_last": 1}
+    return {"optimizer": steps, **sizes, **dtypes, **every}
 
 
 def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of RL, GRPO with live tools; about 5 of 8 groups have a signal."""
+    rate = {"learning_rate": 3e-4, "final_ratio": 0.3, "weight_decay": 0.0}
+    steps = {"total_steps": 10, "warmup_steps": 1, "options": {"b2": 0.99}}
+    # There are 2,000 tasks of each source; distilled ones are left out.
+    sampling = {"tasks": "", "num_tasks": 2000, "max_sampled": 1.0, "format_reward": True}
+    sizes = {"rows": 1, "row_length": 768, "remat": "dots", "lora": {"rank": 4}}
+    dtypes = {"dtype": "float32", "export_dtype": "float32"}
     return {
-        "tasks": "",
-        "num_tasks": 2000,  # of each source; distilled ones are left out
-        "seed": 0,
-        "groups": 8,
-        "group_size": 8,
-        "max_sampled": 1.0,
-        "mini_batch": 0,
-        "format_reward": True,
-        "temperature": 1.0,
-        "rows": 1,
-        "row_length": 768,
-        "dtype": "float32",
-        "export_dtype": "float32",
-        "remat": "dots",
-        "lora": {"rank": 4},
-        "algorithm": complete_config(
-            Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
-        ),
-        "optimizer": complete_config(
-            OptimizerConfig,
-            {
-                "learning_rate": 3e-4,
-                "total_steps": 10,
-                "warmup_steps": 1,
-                "final_ratio": 0.3,
-                "weight_decay": 0.0,
-                "options": {"b2": 0.99},
-            },
-        ),
-        "engine": complete_config(EngineConfig, engine),
-        "rollout": complete_config(RolloutConfig, {**rollout, "strict": True}),
-        "checkpoint_every": 1,
-        "keep_last": 1,
+        **{**sampling, **sizes, **dtypes, "checkpoint_every": 1, "keep_last": 1},
+        "algorithm": {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25},
+        "optimizer": {**rate, **steps},
+        "engine": engine,
+        "rollout": {**rollout, "strict": True},
     }
 
 
 def _rft() -> dict[str, Any]:
     """Returns the settings of the control that imitates the right trajectories of RL."""
-    return {
-        "min_reward": 1.0,
-        "per_task": 4,
-        "seed": 0,
-        "batch_size": 16,
-        "rows": 1,
-        "row_length": 768,
-        "dtype": cpu_dtype(),
-        "export_dtype": "float32",
-        "remat": "dots",
-        "lora": {"rank": 4},
-        "optimizer": complete_config(
-            OptimizerConfig,
-            {"learning_rate": 3e-4, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3},
-        ),
-        "checkpoint_every": 8,
-        "keep_last": 1,
-    }
+    steps = {"learning_rate": 3e-4, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3}
+    sizes = {"batch_size": 16, "rows": 1, "row_length": 768, "remat": "dots", "lora": {"rank": 4}}
+    dtypes = {"dtype": cpu_dtype(), "export_dtype": "float32"}
+    every = {"checkpoint_every": 8, "keep_last": 1}
+    return {"min_reward": 1.0, "per_task": 4, "optimizer": steps, **sizes, **dtypes, **every}
 
 
 def _measures() -> dict[str, Any]:
     """Returns the settings of the evaluations in addition to those of the stages."""
     columns = {"columns": {"kind": "kind", "hops": "hops"}}
-    natural = {
-        "mixture": {"natural": {"tasks": NATURAL, "options": columns}},
-        "num_tasks": 0,
-        "temperature": 0.0,  # as in `ask`
-    }
+    questions = {"mixture": {"natural": {"tasks": NATURAL, "options": columns}}}
+    natural = {**questions, "num_tasks": 0, "temperature": 0.0}  # as in `ask`
     people = {"people": {"tasks": "factbook_people", "num_tasks": 80}}
+    unseen = {"unseen": {"tasks": "examples.unseen_tools.questions:load"}}
+    own = {
+        "units": {"path": "examples.unseen_tools.tools:Units"},
+        "calendar": {"path": "examples.unseen_tools.tools:Calendar"},
+    }
     return {
         "natural_sft": {"policy": "sft", "evaluate": natural},
         "natural_rl": {"policy": "rl", "evaluate": natural},
@@ -270,18 +177,8 @@ def _measures() -> dict[str, Any]:
         # The prompt describes these two tools, which occur in no training trajectory.
         "unseen": {
             "policy": "rl",
-            "evaluate": {
-                "mixture": {"unseen": {"tasks": "examples.unseen_tools.questions:load"}},
-                "num_tasks": 40,
-            },
-            "tools": {
-                "names": ("units", "calendar"),
-                "protocol": "unseen",
-                "own": {
-                    "units": {"path": "examples.unseen_tools.tools:Units"},
-                    "calendar": {"path": "examples.unseen_tools.tools:Calendar"},
-                },
-            },
+            "evaluate": {"mixture": unseen, "num_tasks": 40},
+            "tools": {"names": ("units", "calendar"), "protocol": "unseen", "own": own},
         },
     }
 
@@ -289,30 +186,22 @@ def _measures() -> dict[str, Any]:
 def _in_small(config: ConfigDict) -> ConfigDict:
     """Scales the configuration down: a tiny policy with random weights, and stages of seconds."""
     config.model = ""
-    config.policy.update(
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_layers": 1,
-            "num_heads": 2,
-            "num_kv_heads": 1,
-            "head_dim": 16,
-            "induction": False,
-        }
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "induction": False}
+    config.policy.update({**sizes, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16})
     config.distill.train, config.distill.validation = 20, 5
     config.sft.optimizer.total_steps, config.sft.optimizer.warmup_steps = 2, 1
     config.sft.dtype, config.sft.row_length = "float32", 1536
-    config.rl.optimizer.total_steps = 1
-    config.rl.optimizer.warmup_steps = 0
-    config.rl.groups = config.rl.group_size = 2
-    config.rl.num_tasks = 40
     # All stages have the same shapes, so that few programs are compiled.
     shape = {"slots": 4, "max_length": 1536}
-    for part in (config.rl, config.evaluate, config.base):
+    parts = [config.evaluate, config.base]
+    if config.rl:
+        config.rl.optimizer.total_steps, config.rl.optimizer.warmup_steps = 1, 0
+        config.rl.groups = config.rl.group_size = 2
+        config.rl.num_tasks, config.rl.row_length = 40, 1536
+        parts.append(config.rl)
+    for part in parts:
         part.engine.update(shape)
         part.rollout.max_tokens = 1536
-    config.rl.row_length = 1536
     if config.rft:
         config.rft.optimizer.total_steps = 1
         config.rft.min_reward = -1.0

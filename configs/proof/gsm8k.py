@@ -32,18 +32,15 @@ evaluations and the first samples have the sampling that Qwen3's authors recomme
 needed, because all parameters of these models fit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
-from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, parse_variants
-from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.config import RFTConfig, SFTConfig
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.rl_config import RLRun
 
 STAGES = ("rl", "sample", "rft", "sft", "again", "more", "evaluate")
 SOURCES = {
@@ -56,34 +53,24 @@ SOURCES = {
 _LENGTH, _GROUPS, _SAMPLES, _STEPS = 2560, 32, 8, 50
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration of a stage."""
-    stage, form, machine, debug = parse_variants(
-        arg, STAGES, ("hermes", "tags"), ("h100", "v5e-8"), SMALL
-    )
+    forms, machines = ("hermes", "tags"), ("h100", "v5e-8")
+    stage, form, machine, debug = parse_variants(arg, STAGES, forms, machines, SMALL)
     chips = 8 if machine == "v5e-8" else 1
-    if stage in ("rft", "more", "sft"):
-        config = _fit(stage, form, chips, bool(debug))
-    else:
-        config = _sampled(stage, form, chips, bool(debug))
-        config.tools = complete_config(ToolsConfig, {"names": ("code",)})
-    return config
+    settings = _fit if stage in ("rft", "more", "sft") else _sampled
+    return settings(stage, form, chips, bool(debug))
 
 
-def _fit(stage: str, form: str, chips: int, debug: bool) -> ml_collections.ConfigDict:
+def _fit(stage: str, form: str, chips: int, debug: bool) -> ConfigDict:
     """Returns the settings of SFT on own trajectories, or on given ones (``sft``)."""
+    steps = {"total_steps": 2 if debug else 150, "warmup_steps": 0 if debug else 10}
     values: dict[str, Any] = {
         "model": "Qwen/Qwen3-0.6B" if stage != "more" else "sft/model",
-        "seed": 0,
         "batch_size": 2 if debug else 32,
         "prompt_style": "full",
         **_training(chips, debug),
-        "optimizer": {
-            "learning_rate": 1e-5,
-            "total_steps": 2 if debug else 150,
-            "warmup_steps": 0 if debug else 10,
-            "final_ratio": 0.1,
-        },
+        "optimizer": {"learning_rate": 1e-5, "final_ratio": 0.1, **steps},
     }
     if stage == "sft":
         return complete_config(SFTConfig, {**values, "data": "train.jsonl", "format": form})
@@ -94,74 +81,50 @@ def _fit(stage: str, form: str, chips: int, debug: bool) -> ml_collections.Confi
     return complete_config(RFTConfig, {**values, **chosen, **sampled})
 
 
-def _sampled(stage: str, form: str, chips: int, debug: bool) -> ml_collections.ConfigDict:
+def _sampled(stage: str, form: str, chips: int, debug: bool) -> ConfigDict:
     """Returns the settings of RL, or of an evaluation."""
     length = 2048 if debug else _LENGTH
     groups, samples, steps = (2, 2, 1) if debug else (_GROUPS, _SAMPLES, _STEPS)
+    shapes = {"slots": 4 if debug else 128 // chips, "max_length": length, "chunk": 16}
+    calls = {"max_tool_calls": 4, "max_observation_tokens": 384, "prompt_style": "full"}
+    turns = {"max_tokens": length, "max_turn_tokens": 24 if debug else 0, "format": form}
     values: dict[str, Any] = {
         "model": "sft/model",
         "tasks": SOURCES["rl" if stage == "again" else stage],
         "task_options": {"answer_after": "####", "grader": "math", "protocol": "code"},
-        "num_tasks": 0,
         "seed": 1 if stage == "again" else 0,
-        "engine": {
-            "slots": 4 if debug else 128 // chips,
-            "max_length": length,
-            "chunk": 16,
-            "dtype": "auto",
-        },
-        "rollout": {
-            "max_tokens": length,
-            "max_turn_tokens": 24 if debug else 0,
-            "max_tool_calls": 4,
-            "max_observation_tokens": 384,
-            "prompt_style": "full",
-            "format": form,
-        },
+        "engine": {**shapes, "dtype": "auto"},
+        "rollout": {**calls, **turns},
+        "tools": {"names": ("code",)},
     }
     if stage == "rl":
+        rate = {"learning_rate": 2e-6, "final_ratio": 1.0, "options": {"b2": 0.999}}
+        warmup = {"total_steps": steps, "warmup_steps": 0 if debug else 3, "weight_decay": 0.0}
+        # The sampler computes in bfloat16, so the trainer computes the old log-probabilities.
+        policy = {"overlong_buffer": 0, "old_logp": "trainer", "tis_cap": 2.0}
         values |= {
-            "groups": groups,
-            "group_size": samples,
-            "max_sampled": 1.0,
+            **{"groups": groups, "group_size": samples, "max_sampled": 1.0},
             **_training(chips, debug),
-            # The sampler computes in bfloat16, so the trainer computes the old log-probabilities.
-            "algorithm": {"name": "dapo", "overlong_buffer": 0, "old_logp": "trainer"},
-            "optimizer": {
-                "learning_rate": 2e-6,
-                "total_steps": steps,
-                "warmup_steps": 0 if debug else 3,
-                "final_ratio": 1.0,
-                "options": {"b2": 0.999},
-                "weight_decay": 0.0,
-            },
+            "algorithm": {"name": "dapo", **policy},
+            "optimizer": {**rate, **warmup},
         }
-        values["algorithm"]["tis_cap"] = 2.0
-        return complete_config(RLConfig, values)
+        return complete_config(RLRun, values)
     number = {"sample": 1200, "again": _GROUPS * _STEPS, "evaluate": 1319}[stage]
     sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     values |= {
+        "stage": stage,
         "split": "test" if stage == "evaluate" else "train",
         "num_tasks": 4 if debug else number,
         "samples": {"sample": 2 if debug else 4, "again": samples, "evaluate": 1}[stage],
         **(sampling if stage != "again" else {"temperature": 1.0}),
     }
-    model = values.pop("model")
-    config = complete_config(EvaluateConfig, values)
-    config.model, config.stage = model, stage
-    return config
+    return complete_config(EvaluateRun, values)
 
 
 def _training(chips: int, debug: bool) -> dict[str, Any]:
     """Returns the sizes of every training stage."""
     if debug:
-        return {
-            "rows": 1,
-            "row_length": 2048,
-            "dtype": "float32",
-            "export_dtype": "float32",
-            "remat": "none",
-            "checkpoint_every": 1,
-        }
+        dtypes = {"dtype": "float32", "export_dtype": "float32"}
+        return {"rows": 1, "row_length": 2048, "remat": "none", "checkpoint_every": 1, **dtypes}
     rows, remat = (2, "dots") if chips == 1 else (chips, "full")
     return {"rows": rows, "row_length": _LENGTH, "remat": remat, "checkpoint_every": 10}

@@ -12,9 +12,7 @@ distractors, to ``corpus.jsonl``. These are about 70,000 of the 5 million introd
 articles that the set ``fullwiki`` searches, so the search is easier than there.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
@@ -28,7 +26,7 @@ SOURCES = {
 """Tasks of a stage; ``again`` has those of ``rl``."""
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration of a stage."""
     config = load_config(f"configs/proof/gsm8k.py:{arg or ''}")
     if "rollout" not in config or "tasks" not in config:
@@ -36,13 +34,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     stage = config.get("stage", "rl")
     config.tasks = SOURCES["rl" if stage == "again" else stage]
     with config.unlocked():
-        config.task_options = ml_collections.ConfigDict(
-            {
-                "columns": {"kind": "type", "level": "level"},
-                "grader": "exact_match",
-                "protocol": "mhqa",
-            }
-        )
+        grading = {"grader": "exact_match", "protocol": "mhqa"}
+        columns = {"columns": {"kind": "type", "level": "level"}}
+        config.task_options = ConfigDict({**columns, **grading})
     if stage == "evaluate":
         config.num_tasks = min(config.num_tasks, 1000)
     wiki = {"corpus": "corpus.jsonl", "top_k": 2}

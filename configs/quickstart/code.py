@@ -10,28 +10,17 @@ intervals overlap, so eight steps of RL preserve the result of SFT but show no i
 the 128 RL tasks were distilled before; now none is.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 
 TASKS = "arithmetic:products,gcd,lcm,count_bits"
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the settings of configs/quickstart/mhqa.py, for questions that a program answers."""
-    return load_config(
-        "configs/quickstart/mhqa.py",
-        {
-            "tools.names": ("code",),
-            "distill.tasks": TASKS,
-            "distill.train": 1000,
-            "sft.optimizer.learning_rate": 1e-3,
-            "sft.optimizer.total_steps": 600,
-            "rl.tasks": TASKS,
-            "rl.rollout.max_turn_tokens": 112,
-            "evaluate.tasks": TASKS,
-            "evaluate.rollout.max_turn_tokens": 112,
-        },
-    )
+    tasks = {f"{stage}.tasks": TASKS for stage in ("distill", "rl", "evaluate")}
+    steps = {"distill.train": 1000, "sft.optimizer.total_steps": 600}
+    turns = {f"{stage}.rollout.max_turn_tokens": 112 for stage in ("rl", "evaluate")}
+    changes = {"tools.names": ("code",), "sft.optimizer.learning_rate": 1e-3}
+    return load_config("configs/quickstart/mhqa.py", {**tasks, **steps, **turns, **changes})

@@ -6,147 +6,47 @@ Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or
 Takes: 12 to 15 minutes on 2 cores with AVX-512, including the installation; 20 minutes or more on
 CPUs without AVX-512.
 Gives: a policy. Its pass@1 on 800 held-out questions at temperature 1 is 0 before training, about a
-third after SFT, and about 10 points higher after RL. The README has the figures of a run with 7,000
-distilled questions, to which all 768 tasks of its RL belonged.
-
-RL trains on questions of which SFT has no trajectory: with seed 0, 901 of its 5,700 tasks remain.
+third after SFT, and about 10 points higher after RL (README.md). RL trains on questions of which
+SFT has no trajectory: with seed 0, 901 of its 5,700 tasks remain.
 
 The variant ``factbook.py:control`` also continues SFT for as long as RL took, and evaluates each
 policy greedily too. It takes about twice as long. The variant ``factbook.py:few`` does the same
 with few trajectories, from which SFT learns until they can teach no more (docs/experiments.md).
 """
 
-from __future__ import annotations
-
-import ml_collections
 from ml_collections import ConfigDict
 
-from coa_jax.engine.config import EngineConfig
+from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.model.config import cpu_dtype
-from coa_jax.rollout.request import RolloutConfig
-from coa_jax.run.settings import complete_config
+from coa_jax.run.settings import complete_config, partial_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.algorithms import Algorithm
-from coa_jax.train.optimizer import OptimizerConfig
+from coa_jax.train.config import SFTConfig
+from coa_jax.train.rl_config import RLConfig
 
 # 60 % of the questions have one hop; each kind of question has a single wording.
 TASKS = "factbook:weights=60/25/10/5,templates=1"
 
 
-def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
+def get_config(arg: str = "quick") -> ConfigDict:
     """Returns the configuration for the variant `quick`, `control` or `few`."""
     variant, _ = parse_variant(arg, ("quick", "control", "few"))
-    config = ConfigDict()
-    config.prompt_style = "brief"
-    config.format = ""
+    config = ConfigDict({"prompt_style": "brief", "format": ""})
     config.tools = ConfigDict({"names": ("wiki_search", "code"), "wiki_search": {"top_k": 1}})
     config.distill = ConfigDict(
         {"tasks": TASKS, "train": 4800, "validation": 100, "seed": 0, "level": ""}
     )
     config.teacher = ConfigDict({"mistake_rate": 0.05, "unrecovered_rate": 0.02, "seed": 0})
-    config.policy = ConfigDict(
-        {
-            "vocab_size": 1024,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_layers": 3,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 64,
-            "induction": True,
-            "seed": 0,
-        }
-    )
-    config.sft = ConfigDict(
-        {
-            "seed": 0,
-            "rename_share": 0.7,
-            "rows": 1,
-            "batch_size": 8,
-            "row_length": 512,
-            "dtype": cpu_dtype(),
-            "export_dtype": "float32",
-            "remat": "none",
-            "validate_every": 100,
-            "checkpoint_every": 300,
-            "optimizer": complete_config(
-                OptimizerConfig,
-                {
-                    "learning_rate": 1e-3,
-                    "total_steps": 800,
-                    "warmup_steps": 40,
-                    "final_ratio": 0.05,
-                    "weight_decay": 0.01,
-                },
-            ),
-        }
-    )
-    engine = {
-        "slots": 64,
-        "max_length": 416,
-        "chunk": 16,
-    }
-    rollout = {
-        "max_tokens": 416,
-        "max_turn_tokens": 160,
-        "max_tool_calls": 8,
-        "max_observation_tokens": 160,
-        "prompt_style": config.prompt_style,
-    }
-    config.rl = ConfigDict(
-        {
-            "tasks": TASKS,
-            # With the seed of ``distill``, these are the distilled questions, which RL leaves out,
-            # and 900 more with the same shares of hops.
-            "num_tasks": 5700,
-            "seed": 0,
-            # About 14 of 24 groups have a signal. A second round of sampling, to replace the other
-            # groups, would have to wait for its slowest trajectory again.
-            "groups": 24,
-            "group_size": 8,
-            "max_sampled": 1.0,
-            "mini_batch": 0,
-            "format_reward": True,
-            "temperature": 1.0,
-            "rows": 4,
-            "row_length": 512,
-            "dtype": "float32",
-            "export_dtype": "float32",
-            "remat": "none",
-            "algorithm": complete_config(
-                Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
-            ),
-            "optimizer": complete_config(
-                OptimizerConfig,
-                {
-                    "learning_rate": 1.6e-4,
-                    "total_steps": 32,
-                    "warmup_steps": 3,
-                    "final_ratio": 0.1,
-                    "weight_decay": 0.0,
-                    # Policy gradients are noisy. With the longer average, a rare large gradient
-                    # does not move the weights by a full step.
-                    "options": {"b2": 0.99},
-                },
-            ),
-            "engine": complete_config(EngineConfig, engine),
-            "rollout": complete_config(RolloutConfig, {**rollout, "strict": True}),
-            "checkpoint_every": 4,
-        }
-    )
-    config.evaluate = ConfigDict(
-        {
-            "tasks": TASKS,
-            "split": "test",
-            "num_tasks": 800,
-            "samples": 1,
-            "seed": 0,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "engine": complete_config(EngineConfig, engine),
-            "rollout": complete_config(RolloutConfig, rollout),
-        }
+    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_layers": 3}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    config.policy = ConfigDict({**sizes, **heads, "induction": True, "seed": 0})
+    config.sft = partial_config(SFTConfig, _sft())
+    engine = {"slots": 64, "max_length": 416, "chunk": 16}
+    calls = {"max_tool_calls": 8, "max_observation_tokens": 160}
+    rollout = {"max_tokens": 416, "max_turn_tokens": 160, **calls}
+    config.rl = partial_config(RLConfig, _rl(engine, {**rollout, "strict": True}))
+    tasks = {"tasks": TASKS, "split": "test", "num_tasks": 800, "temperature": 1.0}
+    config.evaluate = complete_config(
+        EvaluateConfig, {**tasks, "engine": engine, "rollout": rollout}
     )
     if variant == "few":
         config.distill.train = 400
@@ -161,3 +61,32 @@ def get_config(arg: str = "quick") -> ml_collections.ConfigDict:
             }
         )
     return config
+
+
+def _sft() -> dict:
+    steps = {"total_steps": 800, "warmup_steps": 40, "learning_rate": 1e-3, "final_ratio": 0.05}
+    sizes = {"rows": 1, "batch_size": 8, "row_length": 512, "remat": "none"}
+    dtypes = {"dtype": cpu_dtype(), "export_dtype": "float32"}
+    every = {"validate_every": 100, "checkpoint_every": 300}
+    return {"rename_share": 0.7, "optimizer": steps, **sizes, **dtypes, **every}
+
+
+def _rl(engine: dict, rollout: dict) -> dict:
+    # Policy gradients are noisy. With the longer average of b2, a rare large gradient does not move
+    # the weights by a full step.
+    rate = {"learning_rate": 1.6e-4, "final_ratio": 0.1, "weight_decay": 0.0}
+    steps = {"total_steps": 32, "warmup_steps": 3, "options": {"b2": 0.99}}
+    # With the seed of ``distill``, the tasks are the distilled questions, which RL leaves out, and
+    # 900 more with the same shares of hops.
+    tasks = {"tasks": TASKS, "num_tasks": 5700, "format_reward": True}
+    # About 14 of 24 groups have a signal. A second round of sampling, to replace the other groups,
+    # would have to wait for its slowest trajectory again.
+    sampling = {"groups": 24, "group_size": 8, "max_sampled": 1.0}
+    sizes = {"rows": 4, "row_length": 512, "remat": "none", "checkpoint_every": 4}
+    return {
+        **{**tasks, **sampling, **sizes, "dtype": "float32", "export_dtype": "float32"},
+        "algorithm": {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25},
+        "optimizer": {**rate, **steps},
+        "engine": engine,
+        "rollout": rollout,
+    }

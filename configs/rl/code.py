@@ -70,7 +70,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "weight_decay": 0.01,
             },
             "engine": {
-                "slots": 16,
                 "max_length": 32_768,
                 "chunk": 32,
                 "extend_buckets": (256, 1024, 4096),

@@ -9,36 +9,31 @@ Gives: runs/rl/model. Metrics to watch in metrics.jsonl:
 - ``reward/mean``: share of right answers in training, which should rise;
 - ``group/frac_zero_std``: share of tasks whose samples are all right or all wrong; such tasks give
   no signal;
-- ``format/valid``: share of samples that obey the protocol, which should rise; if it falls, the
-  learning rate is too high;
+- ``format/valid``: share of samples that obey the protocol; if it falls, the learning rate is too
+  high;
 - ``mismatch/abs_logp_max``: largest difference between log-probabilities of sampler and trainer,
   which should be below 1e-4 in most steps with float32 on a CPU.
 
 The debug variant mixes two sources and evaluates the policy on both (``eval/*``).
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
-from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.rl_config import RLRun
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete_config(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
-    config.tools = complete_config(ToolsConfig, quickstart.tools)
+    values = {**quickstart.rl.to_dict(), "model": "runs/sft/model", "tools": quickstart.tools}
+    config = complete_config(RLRun, values)
     if not debug:
         return config
     config = in_small(config, "rl")
-    # There are two sources, the first with twice the weight of the second, and an evaluation on
-    # both.
     questions, config.tasks = config.tasks, ""
     config.mixture = {
         "questions": {"tasks": questions, "weight": 2.0},

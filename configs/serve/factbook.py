@@ -13,9 +13,7 @@ environment variable ``COA_JAX_API_KEY`` is set, clients must send its value as 
 machines (``--config.host=0.0.0.0``) are only served if a key is set.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
@@ -23,26 +21,11 @@ from coa_jax.serve.config import ServeConfig
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = complete_config(
-        ServeConfig,
-        {
-            "model": "runs/quickstart/models/rl",
-            "name": "",
-            "host": "127.0.0.1",
-            "port": 8000,
-            "api_key_env": "COA_JAX_API_KEY",
-            "protocol": "",
-            "max_waiting": 256,
-            "max_samples": 16,
-            "max_body": 0,
-            "shutdown_seconds": 30.0,
-            "seed": 0,
-            "engine": quickstart.evaluate.engine,
-            "rollout": {**quickstart.evaluate.rollout.to_dict(), "prompt_style": "model"},
-        },
-    )
+    values = {name: quickstart.evaluate[name].to_dict() for name in ("engine", "rollout")}
+    config = complete_config(ServeConfig, {"model": "runs/quickstart/models/rl", **values})
+    config.rollout.prompt_style = "model"
     config.tools = complete_config(ToolsConfig, quickstart.tools)
     return config

@@ -8,22 +8,18 @@ Takes: seconds to load and compile; then the server runs until Ctrl-C or SIGTERM
 Gives: the same as configs/serve/factbook.py, with the tools and budgets of this policy.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
     pretrained = load_config("configs/pretrained/factbook.py")
-    config = load_config("configs/serve/factbook.py")
-    config.model = "runs/pretrained/models/rl"
-    config.engine = pretrained.evaluate.engine
-    config.rollout = pretrained.evaluate.rollout
+    config = load_config("configs/serve/factbook.py", {"model": "runs/pretrained/models/rl"})
+    config.engine, config.rollout = pretrained.evaluate.engine, pretrained.evaluate.rollout
     config.rollout.prompt_style = "model"
     config.tools = complete_config(ToolsConfig, pretrained.tools)
     return config

@@ -5,15 +5,11 @@ r"""Fine-tunes the small policy of the quickstart on the teacher's trajectories.
 Needs: the data of configs/distill/factbook.py in runs/distill and the policy of
 configs/scratch/factbook.py in runs/scratch.
 Takes: the time of the stage ``sft`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/sft/model. Only the policy's tokens have a loss; observations are masked.
-``validation/loss`` is measured on places that occur in no training question. So it falls only if
-the policy copies names and figures from observations instead of memorising them. With fewer updates
-the policy writes well-formed trajectories with wrong answers.
+Gives: runs/sft/model. ``validation/loss`` is measured on places that occur in no training question,
+so it falls only if the policy copies names and figures from observations.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
@@ -21,14 +17,11 @@ from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.train.config import SFTConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
-    quickstart = load_config("configs/quickstart/factbook.py")
-    values = quickstart.sft.to_dict()
-    values["model"] = "runs/scratch/model"
-    values["data"] = "runs/distill/train.jsonl"
+    values = load_config("configs/quickstart/factbook.py").sft.to_dict()
+    values["model"], values["data"] = "runs/scratch/model", "runs/distill/train.jsonl"
     values["validation"] = "runs/distill/validation.jsonl"
-    values["prompt_style"] = quickstart.prompt_style
     config = complete_config(SFTConfig, values)
     return in_small(config, "sft") if debug else config

@@ -9,35 +9,22 @@ debug variants of the other configs in this folder, such as ``configs/sft/web.py
 the sizes of this config with their own settings.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variant
 from coa_jax.train.config import SFTConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
-    return complete_config(
-        SFTConfig,
-        {
-            "model": "runs/debug/scratch/model",
-            "data": "runs/debug/distill/train.jsonl",
-            "validation": "runs/debug/distill/validation.jsonl",
-            "prompt_style": "brief",
-            "rename_share": 0.0,
-            "seed": 0,
-            "rows": 1,
-            "batch_size": 2,
-            "row_length": 2048,
-            "dtype": "float32",
-            "export_dtype": "float32",
-            "remat": "none",
-            "validate_every": 1,
-            "checkpoint_every": 1,
-            "optimizer": {"learning_rate": 1e-3, "total_steps": 2, "warmup_steps": 1},
-        },
-    )
+    values = {
+        "model": "runs/debug/scratch/model",
+        "data": "runs/debug/distill/train.jsonl",
+        "validation": "runs/debug/distill/validation.jsonl",
+        **{"rows": 1, "batch_size": 2, "row_length": 2048, "remat": "none", "checkpoint_every": 1},
+        **{"dtype": "float32", "export_dtype": "float32"},
+        "optimizer": {"learning_rate": 1e-3, "total_steps": 2, "warmup_steps": 1},
+    }
+    return complete_config(SFTConfig, values)

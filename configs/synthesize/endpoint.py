@@ -17,36 +17,27 @@ empty, ``endpoint.key_env`` is used, too. Prices that ``solver.prices`` lacks ar
 answer.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.distillation.endpoint import EndpointConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 
+_MODEL = "Qwen/Qwen2.5-72B-Instruct"
 
-def get_config() -> ml_collections.ConfigDict:
+
+def get_config() -> ConfigDict:
     """Returns the configuration."""
     config = load_config("configs/synthesize/factbook.py")
-    endpoint = {
-        "url": "http://localhost:8000/v1",
-        "model": "Qwen/Qwen2.5-72B-Instruct",
-        "prices": (("Qwen/Qwen2.5-72B-Instruct", 0.0, 0.0),),
-        "max_calls": 50_000,
-    }
-    solver = {
-        "key_env": "",
-        "temperature": 1.0,
-        "prices": (("", 0.0, 0.0),),  # an example of the form; it prices no model
-        "max_calls": 50_000,
-    }
+    server = {"url": "http://localhost:8000/v1", "model": _MODEL, "max_calls": 50_000}
+    # The empty name is an example of the form; it prices no model.
+    solver = {"key_env": "", "temperature": 1.0, "prices": (("", 0.0, 0.0),), "max_calls": 50_000}
     with config.unlocked():
-        config.tools.names = ("wiki_search",)
-        config.synthesis.batch = 16
-        config.synthesis.candidates = 3
+        config.tools.names, config.without_tools.who = ("wiki_search",), "endpoint"
+        config.synthesis.batch, config.synthesis.candidates = 16, 3
         config.with_tools.attempts = 2
-        config.without_tools.who = "endpoint"
-        config.endpoint = complete_config(EndpointConfig, endpoint)
+        config.endpoint = complete_config(
+            EndpointConfig, {**server, "prices": ((_MODEL, 0.0, 0.0),)}
+        )
         config.solver = complete_config(EndpointConfig, solver)
     return config

@@ -15,9 +15,7 @@ corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` a
 ``without_tools.policy=DIR``, a policy on this machine answers instead of guesses.
 """
 
-from __future__ import annotations
-
-import ml_collections
+from ml_collections import ConfigDict
 
 from coa_jax.distillation.synthesis.build import SynthesisConfig
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
@@ -26,16 +24,13 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the configuration."""
-    config = ml_collections.ConfigDict()
+    config = ConfigDict()
     config.tools = complete_config(ToolsConfig, {"names": ("wiki_search", "code")})
     config.synthesis = complete_config(SynthesisConfig, {})
-    config.with_tools = ml_collections.ConfigDict(
-        {"attempts": 1, "concurrency": 16, "max_messages": 80}
-    )
+    config.with_tools = ConfigDict({"attempts": 1, "concurrency": 16, "max_messages": 80})
     config.without_tools = complete_config(ClosedBookConfig, {})
-    config.judge = complete_config(
-        JudgeConfig, {}
-    )  # with judge.chat.url, a judge decides if words differ
+    # With judge.chat.url, a judge decides if words differ.
+    config.judge = complete_config(JudgeConfig, {})
     return config

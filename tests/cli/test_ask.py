@@ -27,12 +27,12 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import save_model
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.report.terminal import Screen, Show, footer
-from coa_jax.rollout.agent import Agent, protocol_of
+from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.request import Arrival, RolloutConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax.tools.make import ToolsConfig, protocol_of
 from coa_jax.tools.wiki_search import WikiConfig
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.sft import train
@@ -250,13 +250,13 @@ def test_the_tools_are_those_of_a_config_or_of_the_command_line():
 
 @pytest.mark.parametrize(
     ("names", "protocol"),
-    [(("code",), "generalist"), (("web_search", "crawl_page"), "web"), (("tide",), "asked"),
-     (("wiki_search", "crawl_page"), "asked")],
+    [(("code",), "generalist"), (("web_search", "crawl_page"), "web"), (("tide",), "own_tools"),
+     (("wiki_search", "crawl_page"), "own_tools")],
 )  # fmt: skip
 def test_a_question_is_asked_in_a_protocol_that_has_a_tag_for_each_tool(names, protocol):
     mcp = {"tide": {"command": ("python", "tide_server.py")}}
     name, tools = protocol_of(ToolsConfig(names, mcp=mcp))
-    assert (name, tools.protocol) == (protocol, "asked" if protocol == "asked" else "")
+    assert (name, tools.protocol) == (protocol, protocol if protocol == "own_tools" else "")
     assert protocol_of(ToolsConfig(names, "seaside", mcp=mcp))[0] == "seaside"
 
 

@@ -61,6 +61,22 @@ def test_a_run_that_has_everything_is_ready(folder, looked, tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.parametrize("suffix", ["", ":protocol=gambling"])
+def test_a_function_that_settings_name_is_a_tool_of_the_questions_of_a_file(
+    folder, looked, tmp_path, monkeypatch, suffix
+):
+    (tmp_path / "shelves.py").write_text(
+        'def find_shelf(title: str) -> str:\n    """Finds a shelf."""\n    return "B4"\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"question": "Where is Emma?", "answer": "B4"}\n')
+    named = {"tools.names": ("shelves:find_shelf",), "tasks": f"{tmp_path / 'q.jsonl'}{suffix}"}
+    named |= {"tools.protocol": suffix.rpartition("=")[2]}
+    checks = looked("rl", rl(folder, **named), tmp_path / "run")
+    assert [name for name, (ok, _) in checks.items() if not ok] == []
+    assert checks["tasks"][1] == "1 can be read and graded"
+
+
 def test_an_evaluation_that_has_everything_is_ready(folder, looked, tmp_path):
     given = {"model": str(folder / "model"), "tasks": str(folder / "tasks.jsonl"), "num_tasks": 3}
     shapes = {name: size for name, size in SMALL.items() if name != "row_length"}

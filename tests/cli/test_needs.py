@@ -29,7 +29,7 @@ PAPER = {
     "evaluate web.py": (("gguf", "web"), ("SERPER_API_KEY",)),
     "evaluate mhqa.py": (("gguf",), ()),
     "evaluate code.py": (("gguf", "tasks"), ()),
-    "evaluate maths.py": (("gguf", "maths", "tasks"), ()),
+    "evaluate code.py:aime24": (("gguf", "maths", "tasks"), ()),
     "distill endpoint.py": (("demo", "endpoint", "gguf"), ("OPENAI_API_KEY",)),
 }
 
@@ -181,7 +181,7 @@ def test_models_agents_and_environments_bring_their_packages(command, changes, e
 
 
 def test_the_teacher_smolagents_brings_its_package():
-    assert needs("distill", "smolagents.py").extras == ("demo", "distill", "gguf")
+    assert needs("distill", "endpoint.py:smolagents").extras == ("demo", "distill", "gguf")
 
 
 def test_a_model_that_summarises_pages_is_paid_for_each_page():

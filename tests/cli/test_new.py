@@ -11,7 +11,9 @@ import pytest
 
 from coa_jax.cli.new import kinds, main, write_new
 from coa_jax.config.extensions import bind
+from coa_jax.distillation.readers import READERS
 from coa_jax.errors import UserError
+from coa_jax.protocol import FORMATS
 from coa_jax.rollout.environments import ENVIRONMENTS
 from coa_jax.tasks import SOURCES
 from coa_jax.tasks.checks import REWARDS
@@ -26,6 +28,8 @@ KINDS = {
     "environment": ENVIRONMENTS,
     "advantage": ADVANTAGES,
     "loss": LOSSES,
+    "reader": READERS,
+    "format": FORMATS,
 }
 
 
@@ -40,13 +44,14 @@ def test_the_tests_of_new_folders_pass_and_what_is_in_them_fits_its_kind(here, m
     assert set(KINDS) <= set(kinds())
     for kind in kinds():
         names = {path.name for path in write_new(kind, f"new_{kind}")}
-        assert names == {f"new_{kind}.py", f"test_new_{kind}.py", "README.md"}
+        log = {"log.jsonl"} if kind == "reader" else set()
+        assert names == {f"new_{kind}.py", f"test_new_{kind}.py", "README.md", *log}
         assert "NAME" not in (here / f"new_{kind}" / "README.md").read_text()
         monkeypatch.syspath_prepend(str(here / f"new_{kind}"))
         if kind in KINDS:
             bind(KINDS[kind], f"new_{kind}:new_{kind}", {}, kind)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -86,6 +91,21 @@ def test_a_mistake_is_one_line_of_the_command(here):
     assert done.returncode == 2
     assert done.stderr.startswith("error: give a kind and a name: coa-jax new advantage|")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_command_in_the_readme_of_a_new_reader_makes_training_data(here):
+    write_new("reader", "mine")
+    readme = (here / "mine" / "README.md").read_text()
+    command = readme[readme.index("coa-jax distill") :].partition("```")[0].replace("\\\n", " ")
+    done = subprocess.run(
+        [sys.executable, "-m", "coa_jax", *command.split()[1:]],
+        cwd=here / "mine", env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = (here / "mine" / "runs" / "mine" / "train.jsonl").read_text().splitlines()
+    assert len(records) == 2
 
 
 def test_who_has_no_pytest_is_told_how_to_get_it(here, monkeypatch, capsys):

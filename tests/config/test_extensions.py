@@ -287,7 +287,7 @@ def test_what_is_wrong_with_a_name_is_one_line(folder, path, options, message):
         ),
         (
             "def f(size):\n    pass",
-            "needs 'size'; a tool gets these arguments by name: config",
+            "my_odd:f has no result type",
         ),
     ],
 )

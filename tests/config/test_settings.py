@@ -53,7 +53,7 @@ def test_groups_become_dataclasses_and_lists_become_tuples(values):
 
 
 def test_all_mistakes_of_a_config_are_told_at_once():
-    values = {"engine": {"slots": 0, "slotz": 1}, "optimizer": {"clip_norm": 0.0}, "groups": -1}
+    values = {"engine": {"slots": -1, "slotz": 1}, "optimizer": {"clip_norm": 0.0}, "groups": -1}
     with pytest.raises(UserError) as raised:
         build_config(RLConfig, {"model": "a", **values})
     parts = str(raised.value).split(" | ")

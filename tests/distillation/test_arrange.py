@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from coa_jax.data.records import read_records
@@ -8,6 +10,7 @@ from coa_jax.distillation.messages import Kind
 from coa_jax.distillation.readers.base import Trace
 from coa_jax.distillation.recorded import log_of as log_of_record
 from coa_jax.distillation.recorded import with_figures
+from coa_jax.protocol import get_protocol, spec
 from tests.distillation.logs import INVENTING, log_of
 
 
@@ -129,6 +132,32 @@ def test_nothing_is_invented_by_default_and_no_score_without_a_right_answer(
 ):
     with pytest.raises(Unconvertible, match=reason):
         trajectory_of(Trace(log_of(*FOREIGN, ("answer", "Lima")), gold), protocol, how)
+
+
+@pytest.mark.parametrize(
+    ("result", "answer", "gold", "score"),
+    [
+        ("The capital is LIMA, since 1535.", "Lima", ("Lima",), 4),
+        ("It printed 1,000", "1000", ("1000",), 4),
+        ("lima", "\\boxed{Lima}", ("Lima",), 4),
+        ("Limassol is in Cyprus.", "Lima", ("Lima",), 3),
+        ("no results", "Lima", ("Lima",), 3),
+    ],
+)
+def test_an_invented_score_says_whether_a_result_contains_the_answer(result, answer, gold, score):
+    run = [*FOREIGN[:2], ("observation", result), ("answer", answer)]
+    _, record = trajectory_of(Trace(log_of(*run), gold), "web_wiki", INVENTING)
+    assert (
+        f"<double_check>The score of the suggested answer is {score}.</double_check>" in record.text
+    )
+
+
+def test_an_invented_score_must_pass_under_the_protocol(monkeypatch):
+    strict = dataclasses.replace(get_protocol("web_wiki"), pass_score=4)
+    monkeypatch.setattr(spec, "_PROTOCOLS", {**spec._PROTOCOLS, "web_wiki": strict})
+    run = [*FOREIGN[:2], ("observation", "no results"), ("answer", "Lima")]
+    with pytest.raises(Unconvertible, match="not verified and no tool result contains it"):
+        trajectory_of(Trace(log_of(*run), ("Lima",)), "web_wiki", INVENTING)
 
 
 def test_a_run_that_says_enough_is_converted_without_inventions():

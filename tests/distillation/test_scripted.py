@@ -110,7 +110,16 @@ class Spy:
     def gold(self):
         raise AssertionError("the gold answer was read")
 
-    metadata = gold
+    class Metadata(dict):
+        """Names no tools of the task's own, and must not be asked anything else."""
+
+        def get(self, key, default=None):
+            assert key == "task_tools"
+            return default
+
+        __getitem__ = None
+
+    metadata = Metadata()
 
 
 def test_the_teacher_works_without_ever_reading_the_gold_answer(tools):

@@ -1,6 +1,8 @@
 import asyncio
 import dataclasses
 
+import pytest
+
 from coa_jax.distillation.convert import convert
 from coa_jax.distillation.messages import AGENTS, Ending, Kind
 from coa_jax.distillation.minds import Action
@@ -61,8 +63,9 @@ def test_an_agent_may_not_leave_its_role(tools):
     assert "search may not send answer to user" in log.error
 
 
-def test_an_agent_may_only_call_its_own_tool(tools):
-    log = run(tools, manager=[ASK], search=[Action("code", Kind.CALL, "```py\nprint(1)\n```")])
+@pytest.mark.parametrize("name", ["code", "tool", "nothing"])
+def test_an_agent_may_only_call_its_own_tool(tools, name):
+    log = run(tools, manager=[ASK], search=[Action(name, Kind.CALL, "```py\nprint(1)\n```")])
     assert log.ending is Ending.ILLEGAL
 
 

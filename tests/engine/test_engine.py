@@ -41,6 +41,14 @@ def family(request, monkeypatch):
         monkeypatch.setitem(globals(), "PARAMS", random_params(other, 3))
 
 
+# Of two long tests, one family is among the default tests.
+ONE_FAMILY = pytest.mark.parametrize(
+    "family",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "adapters"))],
+    indirect=True,
+)
+
+
 def make(**changes):
     return Engine(PARAMS, MODEL, dataclasses.replace(SHAPES, **changes))
 
@@ -194,6 +202,7 @@ def test_no_room_is_said_before_anything_is_written():
     [
         ({"extend_buckets": (8, 20)}, "extend_buckets are 8, 20; give ascending multiples of ext"),
         ({"extend_buckets": (32, 8)}, "extend_buckets are 32, 8"),
+        ({"slots": 0}, "slots is 0, which only RL and evaluations can choose: give a number"),
         ({"extend_buckets": (0, 8)}, r"extend_buckets\[0\] is 0; give a whole number from 1"),
         ({"pages": 2}, "pages is 2, but a sequence of max_length 96 has 3 pages of 32"),
     ],
@@ -203,7 +212,7 @@ def test_shapes_that_contradict_each_other_are_refused(shapes, message):
         make(**shapes)
 
 
-ZERO_MEANS_AUTO = ("pages", "extend_block", "engines")
+ZERO_MEANS_AUTO = ("slots", "pages", "extend_block", "engines")
 NUMBERS = [name for name, kind in declared(EngineConfig).items() if parts(kind)[0] is int]
 
 
@@ -303,6 +312,7 @@ def test_decoding_compiles_once_for_all_chunk_sizes_and_lengths():
 
 
 @pytest.mark.usefixtures("optimized", "family")
+@ONE_FAMILY
 def test_a_group_holds_the_whole_pages_of_its_prompt_once():
     engine = make(pages=12)
     long = (PROMPT * 6)[:65]  # two whole pages of 32 and a token, which decoding writes again
@@ -329,6 +339,7 @@ def test_a_group_holds_the_whole_pages_of_its_prompt_once():
 
 
 @pytest.mark.usefixtures("optimized", "cpu_ops", "family")
+@ONE_FAMILY
 @pytest.mark.parametrize(
     "shapes",
     [

@@ -201,6 +201,10 @@ def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_f
     assert fit.chunk == (8 if platform == "cpu" else 32)
     assert "5 of 64 slots, 1,000 of 32,768 positions" in chosen(pod, fit)
     assert fitted(pod, MODEL, platform, 1, 1000, None).slots == 2  # one slot has other sums
+    open_slots = dataclasses.replace(pod, slots=0)
+    assert fitted(open_slots, MODEL, platform, 5, 1000, None) == fit
+    assert chosen(open_slots, fit).startswith("5 slots, 1,000 of 32,768 positions")
+    assert fitted(open_slots, MODEL, platform, 10**6, 1000, None).slots <= 256
     # Where the longest sequences do not fit, the slots share what memory holds.
     for pages in (8, 9, 17, 39):
         free = engine_memory(MODEL, dataclasses.replace(fit, pages=pages)).total

@@ -22,6 +22,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import Model, describe_model, load_model, save_model
 from coa_jax.model.compute import REFERENCE, Compute, local_compute
 from coa_jax.model.config import PROJECTIONS, LoraConfig
+from coa_jax.model.hf_weights import export_tensors
 from coa_jax.model.params import (
     bind,
     join,
@@ -159,6 +160,25 @@ def test_training_begins_at_the_model_and_merging_changes_nothing(base, lora):
     np.testing.assert_allclose(logits(merged(end)), attached, rtol=0, atol=1e-5)
     rounded = logits(end, Compute("bfloat16"))
     assert np.linalg.norm(rounded - attached) < 0.03 * np.linalg.norm(attached)
+
+
+def test_an_export_holds_one_layer_with_merged_adapters_at_a_time(base):
+    model = grown(load_model(base), LORA)
+    whole = merged(model)
+    expected = dict(export_tensors(whole.params, whole.config))
+    del whole
+    layers = jax.tree.leaves(model.params["layers"])
+    layer = sum(x.nbytes for x in layers) // model.config.num_layers
+    before, names = live_bytes(), []
+    for name, values in export_tensors(model.params, model.config):
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+        names.append(name)
+        assert live_bytes() - before <= layer
+    assert names == list(expected)
+
+
+def live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
 
 
 def test_only_the_chosen_projections_change(base, tmp_path):

@@ -48,7 +48,13 @@ def compiled(remat, dtype, model=MODEL):
 @pytest.mark.parametrize(
     ("remat", "model"),
     [
-        *((name, MODEL) for name in POLICIES if name != "none"),
+        ("dots", MODEL),
+        ("offload", MODEL),
+        *(
+            pytest.param(name, MODEL, marks=pytest.mark.slow)
+            for name in POLICIES
+            if name not in ("none", "dots", "offload")
+        ),
         pytest.param("dots", GEMMA, marks=pytest.mark.slow),
         pytest.param("full", GEMMA, marks=pytest.mark.slow),
     ],

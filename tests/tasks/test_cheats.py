@@ -131,6 +131,15 @@ HONEST = {
     "functions": ("assert f(2)(3) == 5", "def f(x): return lambda y: x + y"),
     "named tuples": ("assert f() == (1, 2)",
                      "import collections as c\ndef f(): return c.namedtuple('P', 'x y')(1, 2)"),
+    "a sort in place": ("def check(c):\n    x = [3, 1]\n    assert c(x) == None and x == [1, 3]\n"
+                        "check(f)", "def f(x): x.sort()"),
+    "scratch": ("for x, y in [([3, 1], [1, 3]), ([2], [2])]:\n    assert f(x) == y\n"
+                "x = [3, 1]\nassert sorted(f(x)) == sorted([3, 1])",
+                "def f(x):\n    y = sorted(x)\n    x.clear()\n    return y"),
+    "a sorted argument": ("for x, y in [([3, 1], [1, 3]), ([2], [2])]:\n    assert f(x) == y",
+                          "def f(x):\n    x.sort()\n    return x"),
+    "default values": ("assert f()['a'] == 4 and f() == {}",
+                       "import collections as c\ndef f(): return c.defaultdict(lambda: 4)"),
     "counters": ("assert f('aab') == {'a': 2, 'b': 1}", "def f(x): return Counter(x)"),
     "views of dictionaries": ("a, b, c = f({'a': 1})\n"
                               "assert a == {'a'} and list(b) == [1] and c == {('a', 1)}",
@@ -168,7 +177,7 @@ def test_arrays_cross_as_values():
     limits = dataclasses.replace(LIMITS, libraries=("numpy",))
     test = (
         "import numpy as np\nx = np.array([[3, 1], [2, 4]])\ny = f(x)\n"
-        "assert np.array_equal(y, [[1, 3], [2, 4]]) and y is x\n"
+        "assert np.array_equal(y, [[1, 3], [2, 4]]) and f(y) is y\n"
         "assert np.allclose(f(np.array([0.5, 1j])), [1j, 0.5])"
     )
     honest = "import numpy as np\ndef f(x):\n    x.sort()\n    return x"
@@ -192,6 +201,11 @@ def test_arrays_cross_as_values():
         ("assert f(lambda x: x + 1, 2) == 3", "def f(g, x): return g(x)"),
         ("import datetime\nassert f() == datetime.date(2020, 1, 1)",
          "import datetime\ndef f(): return datetime.date(2020, 1, 1)"),
+        ("import types\nassert isinstance(f(3), types.GeneratorType)", "def f(n):\n    yield n"),
+        ("assert isclose(lcm(4, 6), 12)", "def lcm(a, b): return 12"),
+        ("x = [3, 1]\nf(x)\nassert x == sorted([3, 1])", "def f(x): x.sort()"),
+        ("try:\n    f([])\n    assert False\nexcept StopIteration:\n    pass",
+         "def f(x): return next(iter(x))"),
         ("assert f(1).value == 1", "import types\ndef f(x): return types.SimpleNamespace(value=x)"),
     ],
 )  # fmt: skip
@@ -217,6 +231,74 @@ def test_the_program_does_not_choose_how_it_is_tested():
     shadows = "def f(x): return []\nsorted = set = abs = isclose = lambda *a, **k: []\n"
     for test in ("assert sorted(f(1)) == [1]", "assert isclose(f(1), 1)"):
         assert graded(shadows, {"functional": test}) == Outcome("error"), test
+
+
+STEAL = CHEATS["the mark of standard input"]
+FORGE = """import json, os, sys
+def f(x):
+    frame = sys._getframe()
+    while "writes" not in frame.f_locals:
+        frame = frame.f_back
+    writes = frame.f_locals["writes"]
+    writes.write(json.dumps([{}, None, []]).encode() + b"\\n")
+    writes.flush()
+    os._exit(0)
+m = sys.stdin.readline().strip()
+if m:
+    print("\\n" + m, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "program"),
+    [
+        ("assert lcm(4, 6) == 12", STEAL),
+        ("assert sum(10, 15) == 6", STEAL),
+        ("assert math.isclose(lcm(4, 6), 12)", STEAL),
+        ("try:\n    lcm('a')\n    assert False\nexcept KeyError:\n    pass", STEAL),
+        ("assert f(f(1)) == 2", FORGE.replace("{}", "{'type': '__loader__'}")),
+        ("assert f(f(1)) == 2", FORGE.replace("{}", "{'exit': '__loader__'}")),
+    ],
+)
+def test_a_program_cannot_choose_to_run_together_with_the_assertion(test, program):
+    outcome = graded(program, {"functional": test})
+    assert outcome.why and not outcome.cheatable
+
+
+def test_a_forged_array_is_not_a_value():
+    forged = FORGE.replace("{}", "{'ndarray': [['x'], 'O', [1]]}")
+    tests = read_tests({"functional": "assert f(f(1)) == 2"})
+    limits = dataclasses.replace(LIMITS, libraries=("numpy",))
+    outcome = asyncio.run(run_tests(forged, tests, limits))
+    assert outcome.why and not outcome.cheatable
+
+
+EMPTY = "def f(x):\n    while x: x.pop()\n    return "
+
+
+@pytest.mark.parametrize(
+    ("test", "program"),
+    [
+        ("assert isclose(lcm(4, 6), 12)", "def isclose(*a): return True"),
+        ("assert all([lcm(4, 6) == 13])", "def all(*a): return True"),
+        ("assert max([1], key=lcm) == 7", "def max(*a, **k): return 7"),
+        ("x = [3, 1]\nassert f(x) == sorted(x)", EMPTY + "[]"),
+        ("x = [3, 1]\nassert f(x) - sum(x) == 0", EMPTY + "0"),
+        ("x = [3, 1]\ny = f(x)\nassert len(y) == len(x)", EMPTY + "[]"),
+        ("x = [3, 1]\ny = f(x)\nassert (y == sorted(x)) == True", EMPTY + "[]"),
+        ("y = [3, 1]\nx = [y]\nassert f(x) == len(y)", "def f(x):\n    x[0].clear()\n    return 0"),
+        ("x = {1: 2}\nassert set(f(x)) == set(x.values())",
+         "def f(x):\n    x.clear()\n    return []"),
+        ("assert all(map(lambda x: f(x) == 7, [1, 2]))", "def f(x): raise StopIteration"),
+        ("for a, b in zip(map(f, [1, 2]), [5, 6]):\n    assert a == b",
+         "def f(x): raise StopIteration"),
+        ("import uuid\nassert f() == uuid.UUID(int=1)",
+         "class A:\n    __eq__ = lambda s, o: True\ndef f(): return A()"),
+    ],
+)  # fmt: skip
+def test_what_a_program_can_still_cheat_is_marked(test, program):
+    assert graded(program, {"functional": test}) == Outcome("", 1)
 
 
 # --- answers --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def load(tmp_path, *rows, options=""):
         ({"metadata": {"scorer": "reasoning_gym"}}, "metadata.generator must be a string"),
         ({"question": "\ud800?"}, "surrogates"),
         ({"id": {"a": 1}}, "the field 'id' must be a string or a whole number"),
-        ({"answer": None}, "no field 'answer'"),
+        ({"answer": None}, "there is no answer"),
     ],
 )
 def test_a_row_that_cannot_be_graded_is_named(tmp_path, row, why):

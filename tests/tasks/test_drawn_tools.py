@@ -9,7 +9,9 @@ import pytest
 
 from coa_jax.demo.drawn_tools import UNKNOWN, kind_of, tools_of, understand, write_call
 from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher
+from coa_jax.distillation.tasks import Tasks
 from coa_jax.protocol import Prompt, get_protocol, messages_of
+from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
 from examples.unseen_tools.tools import UNITS, Calendar, Units
 
@@ -33,6 +35,15 @@ def test_the_teacher_answers_by_one_call_of_the_tool_whose_description_fits(runs
     without = sum(run.log.calls == () for run in runs) / len(runs)
     assert 0.03 < without < 0.15
     assert min(len(get_protocol(run.task.protocol).tools) for run in runs if run.log.calls) == 2
+
+
+def test_the_teacher_has_the_drawn_tools_in_a_mixture_too():
+    mixture = {"new": {"tasks": "drawn_tools"}, "known": {"tasks": "factbook_people"}}
+    sources = build_config(Tasks, {"tasks": "", "mixture": mixture, "train": 40, "validation": 2})
+    tasks = [task for task in sources.load()["train"] if task.source == "new"]
+    logs = asyncio.run(run_teacher(tasks, {}, DistillConfig()))
+    assert len(tasks) == 20
+    assert all(as_run(task, log).correct for task, log in zip(tasks, logs, strict=True))
 
 
 def test_a_kind_of_tool_has_many_names_and_forms_of_calls():

@@ -16,8 +16,10 @@ from coa_jax.tools.make import ToolsConfig
 VARIANTS = {
     "web": ("gaia", "browsecomp", "hle", "webwalker"),
     "mhqa": ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"),
-    "maths": ("aime24", "aime25", "amc23", "math500", "olympiad"),
-    "code": ("lcb5", "lcb4", "codecontests"),
+    "code": (
+        *("lcb5", "lcb4", "codecontests"),
+        *("aime24", "aime25", "amc23", "math500", "olympiad"),
+    ),
 }
 
 

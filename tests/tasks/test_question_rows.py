@@ -6,6 +6,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
+from coa_jax.tasks.question_rows import Columns, tasks_of_rows
 from tests.rows import write
 
 ROWS = [
@@ -57,7 +58,7 @@ def test_usual_columns_need_no_entry(tmp_path):
         ({"columns": {"answer": "solutoin"}}, r"no such column; did you mean 'solution'\?"),
         ({"columns": {"hops": "level"}, "answer_after": ""}, ":1: the tests cannot be read"),
         ({"columns": {**MAPPING, "answer": "answers.txt"}}, ":1: there is no 'answers.txt'"),
-        ({"columns": {**MAPPING, "answer": "other"}}, ":1: there is no field 'answer'"),
+        ({"columns": {**MAPPING, "answer": "other"}}, ":1: there is no answer"),
         ({"columns": {**MAPPING, "id": 3}}, "columns.id is 3; give a column"),
         ({"columns": MAPPING, "grader": "own:grade"}, "the grader 'own:grade' is unknown"),
         ({"colums": MAPPING}, "no option 'colums'; did you mean 'columns'"),
@@ -68,3 +69,17 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, options, message):
     with pytest.raises(UserError, match=message) as refused:
         load_tasks(path, "train", options=options)
     assert "\n" not in str(refused.value)
+
+
+def test_rows_of_python_may_have_other_columns_and_a_separator():
+    rows = [{"text": "Who?", "shelf": {"code": "On the left #### B4"}, "hint": "left"}]
+    columns = {"question": "text", "answer": "shelf.code"}
+    mapping = Columns(columns, "####", "exact_match", "generalist", "tasks")
+    (task,) = tasks_of_rows(rows, mapping, graded=True)
+    assert (task.question, task.gold, task.metadata["hint"]) == ("Who?", ("B4",), "left")
+    assert task.metadata["grader"] == "exact_match"
+    plain = Columns({}, "", "", "generalist", "tasks")
+    (task,) = tasks_of_rows([{"prompt": "Who?", "expected_answer": 3}], plain, graded=True)
+    assert task.gold == ("3",)
+    with pytest.raises(UserError, match=r"tasks\[0\]: there is no answer: .*ground_truth.*columns"):
+        tasks_of_rows([{"prompt": "Who?", "shelf": "B4"}], plain, graded=True)

@@ -54,6 +54,23 @@ def test_a_reward_that_returns_a_string_is_refused():
         graded(says_yes)
 
 
+def test_a_reward_is_tried_before_a_run_and_its_errors_do_not_count_there():
+    with pytest.raises(UserError, match=r"own.*'yes'.*a finite number"):
+        graders(says_yes).check([TASK])
+
+    answers = []
+
+    def needs_an_answer(answer):
+        answers.append(answer)
+        return 1 / len(answer)
+
+    checked = graders(needs_an_answer)
+    checked.check([TASK])
+    checked.check([TASK])
+    assert answers == [""]
+    assert graded(needs_an_answer, "408") == pytest.approx(1 / 3)
+
+
 def test_observations_are_no_part_of_a_completion():
     silent = finished(None)
     last, text = silent.segments[-1].end, "<observation>408</observation>"

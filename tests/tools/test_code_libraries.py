@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from coa_jax.errors import UserError
+from coa_jax.perf.device.doctor import main
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.sandbox.isolation import find_interpreter, reachable
 from coa_jax.tasks import code_tests
-from coa_jax.tools import code_libraries, doctor
+from coa_jax.tools import code_libraries
 from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeConfig, CodeTool
 from coa_jax.tools.code_libraries import Libraries, Package, find_libraries
@@ -142,14 +143,14 @@ def test_the_doctor_imports_them(offline, tmp_path, capsys):
         "from ml_collections import ConfigDict\n"
         f"def get_config():\n    return ConfigDict({{'tools': {tools!r}}})\n"
     )
-    assert doctor.main(["--config", str(config)]) == 0
+    assert main(["--config", str(config)]) == 0
     assert "tiny-sums 2.0, imported in 0." in capsys.readouterr().out
     broken = Path(find_libraries(("tiny-sums==2.0",)).directories[0]) / "tinysums.py"
     text = broken.read_text()
     broken.chmod(0o644)
     try:
         broken.write_text("import nothing_of_this_name")
-        assert doctor.main(["--config", str(config)]) == 1
+        assert main(["--config", str(config)]) == 1
         assert "cannot be imported: ModuleNotFoundError" in capsys.readouterr().out
     finally:
         broken.write_text(text)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import coa_jax
+from coa_jax.perf.device.doctor import main
 from coa_jax.sandbox import canaries, isolation
 from coa_jax.tools import doctor
 
@@ -20,7 +21,7 @@ ROOT = Path(coa_jax.__file__).resolve().parent
 
 
 def test_it_names_isolation_and_overhead_and_proves_it(capsys):
-    assert doctor.main(["--backend", "landlock"]) == 0
+    assert main(["--backend", "landlock"]) == 0
     text = capsys.readouterr().out
     assert "isolation    landlock" in text
     assert re.search(r"overhead     \d+\.\d ms", text)
@@ -32,27 +33,27 @@ def test_it_names_isolation_and_overhead_and_proves_it(capsys):
 
 def test_without_isolation_it_ends_with_code_2_and_one_line(monkeypatch, capsys):
     monkeypatch.setattr(isolation, "_why_not", lambda backend: "not on this machine")
-    assert doctor.main([]) == 2
+    assert main([]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("no isolation available: bubblewrap: not on this machine")
+    assert captured.err.startswith("error: no isolation available: bubblewrap: not on this machine")
     assert captured.err.count("\n") == 1
 
 
 def test_versions_that_are_not_tested_are_said_first(monkeypatch, capsys):
     monkeypatch.setattr(isolation, "_why_not", lambda backend: "not on this machine")
     monkeypatch.setattr(importlib.metadata, "version", {"jax": "0.99.0"}.__getitem__)
-    assert doctor.main([]) == 2
+    assert main([]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: Python ") and " with jax 0.99.0 is not tested " in first
-    assert second.startswith("no isolation available")
+    assert second.startswith("error: no isolation available")
 
 
 def test_a_program_that_escapes_makes_it_fail(monkeypatch, capsys):
     escaped = canaries.Canary("escape", "print('BROKEN: escaped')")
     monkeypatch.setattr(doctor, "canaries", lambda targets: (escaped,))
     monkeypatch.setattr(doctor, "_TIMED_CALLS", 1)
-    assert doctor.main([]) == 1
+    assert main([]) == 1
     text = capsys.readouterr().out
     assert "FAIL  escape" in text
     assert "BROKEN: escaped" in text
@@ -60,7 +61,7 @@ def test_a_program_that_escapes_makes_it_fail(monkeypatch, capsys):
 
 def test_an_unknown_back_end_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
-        doctor.main(["--backend", "chroot"])
+        main(["--backend", "chroot"])
     assert caught.value.code == 2
 
 
@@ -81,7 +82,7 @@ def test_it_holds_for_a_caller_without_rights(backend, tmp_path_factory):
                 os.chown(path, 65533, 65533)
         environment = {"HOME": str(place / "home"), "PATH": os.environ["PATH"]}
         answer = subprocess.run(
-            [*command, "-m", "coa_jax.tools.doctor", "--backend", backend],
+            [*command, "-m", "coa_jax.perf.device.doctor", "--backend", backend],
             capture_output=True,
             text=True,
             cwd=place,

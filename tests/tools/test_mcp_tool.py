@@ -17,13 +17,13 @@ import pytest
 
 from coa_jax.config.preflight import SECONDS, preflight
 from coa_jax.errors import UserError
+from coa_jax.perf.device.doctor import main
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.protocol.arguments import schemas
 from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import load_tasks
-from coa_jax.tools import doctor
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
@@ -304,7 +304,7 @@ def seaside(tmp_path, monkeypatch):
 
 
 def test_the_example_of_the_documentation_works(seaside, capsys):
-    assert doctor.main(["--config", "seaside.py"]) == 0
+    assert main(["--config", "seaside.py"]) == 0
     printed = capsys.readouterr().out
     assert printed in (ROOT / "docs/tools.md").read_text()  # as the page shows it
     config = load_config("seaside.py")

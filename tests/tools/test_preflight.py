@@ -11,8 +11,8 @@ import pytest
 from coa_jax.config import preflight
 from coa_jax.config.preflight import Check
 from coa_jax.errors import UserError
+from coa_jax.perf.device.doctor import main
 from coa_jax.sandbox import isolation
-from coa_jax.tools import doctor
 from coa_jax.tools.make import ToolsConfig
 from tests.tools.echo_services import body_of
 
@@ -45,7 +45,7 @@ def get_config({argument}):
 def run(tmp_path, capsys, tools):
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(argument="", tools=repr(tools)))
-    code = doctor.main(["--config", str(path)])
+    code = main(["--config", str(path)])
     captured = capsys.readouterr()
     lines = {line.split()[1 + line.startswith("NOT")]: line for line in captured.out.splitlines()}
     assert KEY not in captured.out + captured.err
@@ -54,7 +54,7 @@ def run(tmp_path, capsys, tools):
 
 def test_the_defaults_of_this_machine(capsys, monkeypatch):
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    assert doctor.main(["--tools"]) == 0
+    assert main(["--tools"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["ready"] * 4 + ["optional"]
     assert "isolated by" in lines[1] and "no key in SERPER_API_KEY" in lines[2]
@@ -194,25 +194,25 @@ def test_a_key_is_tried_and_not_only_looked_for(tmp_path, capsys, server, monkey
 def test_files_that_hold_no_tools_are_explained(tmp_path, capsys, text, message):
     path = tmp_path / "config.py"
     path.write_text(text)
-    assert doctor.main(["--config", str(path)]) == 2
+    assert main(["--config", str(path)]) == 2
     assert message in capsys.readouterr().err
-    assert doctor.main(["--config", str(tmp_path / "absent.py")]) == 2
+    assert main(["--config", str(tmp_path / "absent.py")]) == 2
 
 
 def test_a_config_that_takes_an_argument_gets_it(tmp_path, capsys):
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(argument="arg", tools='{"names": (arg,)}'))
-    assert doctor.main(["--config", f"{path}:visual_inspector"]) == 1
+    assert main(["--config", f"{path}:visual_inspector"]) == 1
     assert "no model is configured" in capsys.readouterr().out
 
 
 def test_the_doctor_takes_overrides_of_settings(capsys):
-    assert doctor.main(["--tools", "--config.tools.names=visual_inspector"]) == 1
+    assert main(["--tools", "--config.tools.names=visual_inspector"]) == 1
     assert capsys.readouterr().out.startswith("NOT READY  visual_inspector")
     given = ["--config", "configs/rl/tiny.py", "--config.tools.names", "code"]
-    assert doctor.main([*given, "--config.tools.wiki_search.corpus=/absent"]) == 0
+    assert main([*given, "--config.tools.wiki_search.corpus=/absent"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["code"]
-    assert doctor.main(["--config.tools.wiki_search.corpus=/absent/c.jsonl"]) == 1
+    assert main(["--config.tools.wiki_search.corpus=/absent/c.jsonl"]) == 1
     assert "/absent/c.jsonl, which does not exist" in capsys.readouterr().out
     for wrong, message in {
         "--config.tools.nmaes=a": "did you mean 'names'?",
@@ -220,5 +220,5 @@ def test_the_doctor_takes_overrides_of_settings(capsys):
         "--config.tools.wiki_search.top_k=x": "an integer is needed",
         "extra": "unexpected argument 'extra'",
     }.items():
-        assert doctor.main(["--tools", wrong]) == 2
+        assert main(["--tools", wrong]) == 2
         assert message in capsys.readouterr().err

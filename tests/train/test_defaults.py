@@ -12,6 +12,7 @@ from coa_jax.engine.memory import engine_memory
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel.slices import parse_slice
+from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.defaults import Machine, completed, completed_for, with_defaults
@@ -64,6 +65,48 @@ def test_a_gpu_that_is_not_here_offers_the_share_of_its_memory_that_jax_takes(mo
             monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
         chosen = completed_for(config, policy, where, 1)
         assert chosen == completed(config, policy, config.longest, 1, Machine("gpu", 1, free))
+
+
+@pytest.mark.parametrize(
+    ("path", "topology", "devices", "slots"),
+    [
+        # 64 tasks x 8 samples; engines of 4 chips: 16 on 64 chips, 32 on 128 chips.
+        ("configs/rl/web.py:7b", "v5p:4x4x4", 64, 32),
+        ("configs/rl/web.py:32b", "v5p:4x4x8", 128, 16),
+    ],
+)
+def test_a_step_of_the_papers_recipes_is_decoded_in_one_wave(path, topology, devices, slots):
+    settings = load_config(path).to_dict()
+    del settings["tools"]
+    of_run = build_config(RLConfig, settings)
+    _, shapes = architecture_of(of_run.model)
+    chosen = completed_for(of_run, shapes, parse_slice(topology), devices)
+    assert (chosen.engine.slots, chosen.engine.pages) == (slots, 0)
+    assert chosen == dataclasses.replace(of_run, engine=chosen.engine)
+
+
+def test_slots_for_which_memory_is_short_share_the_pages_that_it_holds():
+    sizes = {"groups": 64, "group_size": 8, "rows": 64, "mesh": {"decode_tensor": 4}}
+    sizes |= {"row_length": 32_768, "rollout": {"max_tokens": 32_768}}
+    shapes, pages = model("qwen2.5-7b"), []
+    for stale in (0, 1):
+        of_run = rl(**sizes, max_staleness=stale)
+        chosen = completed(of_run, shapes, of_run.longest, machine=V5E._replace(devices=64)).engine
+        assert chosen.slots == 32
+        assert chosen.pages_per_slot <= chosen.pages < 32 * chosen.pages_per_slot
+        taken = engine_memory(shapes, chosen, 4)
+        assert taken.parameters + taken.cache < 0.85 * V5E.free - 16 * 7.6e9 / 64
+        pages.append(chosen.pages)
+    assert pages[1] < pages[0]  # updates need memory beside an engine that goes on
+
+
+def test_rematerialisation_is_chosen_for_all_rows_of_a_device():
+    def chosen(rows: int, machine: Machine) -> str:
+        of_run = rl(rows=rows, row_length=4096, engine={"slots": 4})
+        return completed(of_run, model("qwen2.5-1.5b"), 4096, machine=machine).remat
+
+    assert chosen(1, H100) == chosen(8, H100._replace(devices=8)) == "none"
+    assert chosen(8, H100) == "full"
 
 
 def test_a_setting_that_is_given_stays():

@@ -98,7 +98,7 @@ def test_what_is_left_out_is_said_each_time(path, caplog):
         assert f"{path}: 6 of 12 records have more than {limit} tokens" in caplog.text
         assert "rows left out: 1, because" in caplog.text
         assert f"({path}:13)" in caplog.text
-        assert examples.place.tolist() == [i for i, n in enumerate(sizes) if n <= limit]
+        assert examples.indices.tolist() == [i for i, n in enumerate(sizes) if n <= limit]
         assert [len(examples[i].tokens) for i in range(6)] == examples.sizes.tolist()
 
 
@@ -125,6 +125,6 @@ def test_a_file_that_changes_during_a_run_is_refused(path):
 
 def test_many_records_take_few_bytes_of_memory(path):
     examples = fitting(reader(path), measure(reader(path), 0, 60.0), 200)
-    arrays = (examples.sizes, examples.losses, examples.owner, examples.place)
+    arrays = (examples.sizes, examples.losses, examples.owner, examples.indices)
     assert sum(array.itemsize for array in arrays) == 20
     assert all(isinstance(array, np.ndarray) for array in arrays)

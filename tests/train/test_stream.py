@@ -162,7 +162,7 @@ def test_the_command_repeats_a_run_without_a_work_directory(tmp_path):
     missing = forked.run(["-m", "coa_jax.cli.rl", f"--replay={tmp_path}"])
     assert missing.returncode == 2 and "config.json: cannot be read" in missing.stderr
     neither = forked.run(["-m", "coa_jax.cli.rl"])
-    assert neither.returncode == 2 and "give --workdir, or --replay" in neither.stderr
+    assert neither.returncode == 2 and "--config.tasks and --workdir are missing" in neither.stderr
 
 
 class Bursts:

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.train.traces import TracesConfig
+from coa_jax.train.rl_config import TracesConfig
 
 
 def groups(indices, size=2):

@@ -19,6 +19,7 @@ from coa_jax.config.extensions import BoundFunction, ExtensionKind, bind, refuse
 from coa_jax.data.atif import is_atif
 from coa_jax.distillation.readers import atif, chat, mcp, oagents, own, smolagents
 from coa_jax.distillation.readers.base import (
+    Conversation,
     Found,
     Line,
     Malformed,
@@ -32,7 +33,7 @@ from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.storage import local
 
-__all__ = ["READERS", "Malformed", "Trace", "TraceFile"]
+__all__ = ["READERS", "Conversation", "Malformed", "Trace", "TraceFile"]
 
 READERS = ExtensionKind(
     "trace format",

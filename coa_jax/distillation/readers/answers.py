@@ -39,8 +39,9 @@ _BOX = "\\boxed{"
 
 
 def marked_answer(words: str) -> tuple[str, str] | None:
-    r"""Returns the last answer that is marked with the most reliable kind of mark in a text.
+    r"""Returns the marked answer of a text and the text before it, or None without a mark.
 
+    If several answers are marked, the result is the last one with the most reliable kind of mark.
     The kinds of marks are, the most reliable first:
 
     - the whole text is a JSON object with the field ``final_answer`` or ``answer``;

@@ -3,7 +3,7 @@
 The reader converts the steps to chat messages and reads them as a log of chat completions. The
 documents that ``coa-jax export-data`` writes are complete trajectories, which ``records`` reads.
 
-Besides the gaps of conversations (`chat`), the reader leaves out:
+The reader leaves out everything that logs of conversations lack (`readers.chat`), and:
 
 - the steps of subagents, of which only the result counts;
 - steps of the agent that are copies of an earlier context;

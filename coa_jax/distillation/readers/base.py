@@ -47,8 +47,9 @@ class Trace:
         metadata: further data from the file, as JSON values by name.
         line: number of the record's line, from 1.
         task: id of the task in the file; "" if the file has none.
-        tagged: whether the calls already have the tags and bodies of this project. Otherwise a call
-            has the name of the tool in the other system, and its arguments as text or JSON.
+        tagged: whether each call already has a tag of this project, and the text that the tool of
+            this tag takes. Otherwise a call has the name of the tool in the other system, and its
+            arguments as text or JSON.
         usage: numbers of tokens of the run that the file states, with the keys ``prompt`` and
             ``completion``; {} if unknown.
     """
@@ -386,7 +387,7 @@ class Conversation:
             self.add(Kind.REPORT, "search", "manager", words.strip())
 
     def ask(self, task: str, thought: str = "") -> None:
-        """Adds a request of the manager to the search agent to solve a task."""
+        """Adds a message in which the manager asks the search agent to solve a task."""
         self.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), thought)
 
     def plan(self, plan: str, *thoughts: str) -> None:

@@ -1,8 +1,8 @@
 """Converts tool calls of other frameworks to the tags and bodies of `coa_jax.protocol`.
 
 Every framework has another name for its search tool, and another object around the query. The
-canonical form is a tag of `coa_jax.protocol.TOOL_FORMS` with a body that the tool of this tag can
-parse.
+canonical form is a tag of `coa_jax.protocol.TOOL_FORMS`, with a body (the text between the tags)
+that the tool of this tag can parse.
 """
 
 from __future__ import annotations

@@ -126,10 +126,10 @@ def is_record(value: Any) -> bool:
     """Returns whether a JSON value is a run, or a line of a session."""
     if is_run(value) or is_message(value):
         return True
-    held = ("message", "payload", "span_data")
+    wrappers = ("message", "payload", "span_data")
     return isinstance(value, dict) and (
         _updates(value) is not None
-        or any(isinstance(value.get(name), dict) for name in held)
+        or any(isinstance(value.get(name), dict) for name in wrappers)
         or value.get("object") == "trace"
     )
 
@@ -291,8 +291,8 @@ def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]
         is_final = tool.lower().replace("_", "") == "finalanswer"
         if not waiting[identity] and not is_final:
             raise Malformed(f"no result of the call {identity!r}")
-        seen = waiting[identity].pop(0) if waiting[identity] else None
-        returned.append(None if is_final else seen)
+        output = waiting[identity].pop(0) if waiting[identity] else None
+        returned.append(None if is_final else output)
     return returned
 
 
@@ -390,7 +390,7 @@ def _session_of(record: Field) -> str | None:
 
 
 def read(lines: Iterable[Line]) -> Iterator[tuple[Line, Found, bool]]:
-    """Converts the runs and sessions in the lines of a file, see `readers.base.TraceReader`."""
+    """Converts the runs and sessions in the lines of a file to traces, see `base.TraceReader`."""
     return read_sessions(_newest(lines), _ChatSession, _session_of, _run)
 
 

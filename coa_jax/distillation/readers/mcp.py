@@ -155,8 +155,8 @@ def is_record(value: Any) -> bool:
     """Returns whether a JSON value is a message of JSON-RPC, or holds such messages."""
     if not isinstance(value, dict):
         return False
-    held = value.get("messages")
-    inner = held[0] if isinstance(held, list) and held else value.get("message")
+    messages = value.get("messages")
+    inner = messages[0] if isinstance(messages, list) and messages else value.get("message")
     return "jsonrpc" in value or (isinstance(inner, dict) and "jsonrpc" in inner)
 
 

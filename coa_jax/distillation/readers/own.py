@@ -16,7 +16,7 @@ from coa_jax.files import untrusted
 
 
 def is_log(value: Any) -> bool:
-    """Returns whether a JSON value is a message log of this project, or the head of a journal."""
+    """Returns whether a JSON value is a message log, or the first line of a journal of messages."""
     keys = value.keys() if isinstance(value, dict) else set()
     return keys == {"journal"} or {"episode", "ending", "messages"} <= keys
 

@@ -3,8 +3,9 @@
 In smolagents and OAgents, the manager writes its actions as programs. A program that asks a managed
 agent is replaced by the calls of this agent. A program that only formulates and returns the answer
 is not a tool call. A program that is a single call of a tool becomes the call of this tool. Every
-other program becomes a call of the code tool. The code tool has no tools of the other framework,
-and no values that no program made. If a program uses such a tool or value, the record is rejected.
+other program becomes a call of the code tool. A call of the code tool can use neither tools of the
+other framework nor values that no program made. If a program uses such a tool or value, the record
+is rejected.
 
 The interpreter of smolagents provides some functions of `math` without an import. Python does not,
 so the import is added to programs that use these functions.
@@ -163,7 +164,7 @@ def outcome_of(step: Field) -> tuple[str, str]:
 
 
 def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) -> None:
-    """Adds the step of a program that asks no agent to a conversation.
+    """Adds a step to a conversation; the program of the step must not ask an agent.
 
     If the program only calls a tool, the step becomes a call of this tool. If the program computes
     something, the step becomes a call of ``code``. Otherwise only its thought is added.
@@ -178,21 +179,48 @@ def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) ->
         Malformed: the program uses a name that no program defined, such as a tool or an agent, and
             it is not a single call of a tool.
     """
-    seen, error = outcome_of(step)
+    output, error = outcome_of(step)
     tool = _tool_call(program, error, str(step))
     if tool is None and not program.computes:
         talk.say(thought)
         return
-    name, arguments = tool or ("code", format_code(importing(program).strip("\n")))
-    returned = _call_result(seen, program.prints) if tool else seen
+    name, arguments = tool or ("code", format_code(runnable(program).strip("\n")))
+    returned = _call_result(output, program.prints) if tool else output
     talk.call(name, arguments, "\n".join(filter(None, (returned, error))), not error, thought)
 
 
-def importing(program: StepProgram) -> str:
-    """Returns a program's source, with an import of the `math` functions that it lacks."""
+def runnable(program: StepProgram) -> str:
+    """Returns a program's source as plain Python, with `print` in place of `final_answer`.
+
+    An import of the `math` functions that the program lacks is added.
+    """
+    source = _printing(program.source)
     if not program.maths:
-        return program.source
-    return f"from math import {', '.join(program.maths)}\n{program.source.lstrip()}"
+        return source
+    return f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
+
+
+def _printing(source: str) -> str:
+    """Replaces calls of `final_answer` by calls of `print`."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source
+    lines = [line.encode() for line in source.split("\n")]  # columns of `ast` count bytes
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _is_answer(node.func)]
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        for keyword in reversed(call.keywords):
+            if keyword.arg and keyword.lineno == keyword.value.lineno:
+                line = lines[keyword.lineno - 1]
+                head, tail = line[: keyword.col_offset], line[keyword.value.col_offset :]
+                lines[keyword.lineno - 1] = head + tail
+        line, start, end = lines[call.lineno - 1], call.col_offset, call.func.end_col_offset
+        lines[call.lineno - 1] = line[:start] + b"print" + line[end:]
+    return b"\n".join(lines).decode()
+
+
+def _is_answer(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "final_answer"
 
 
 def _tool_call(program: StepProgram, error: str, where: str) -> tuple[str, Any] | None:

@@ -159,7 +159,7 @@ def _tools(
     agents: Collection[str],
 ) -> None:
     """Adds a step of a ToolCallingAgent."""
-    thought, (seen, error) = _thought(step), programs.outcome_of(step)
+    thought, (output, error) = _thought(step), programs.outcome_of(step)
     calls = [call for call in calls if call[0] != "final_answer"]
     agent_calls = sum(name in agents for name, _ in calls)
     if len(calls) > 1 and agent_calls < len(calls):
@@ -174,8 +174,8 @@ def _tools(
         source = arguments.get("code") if isinstance(arguments, dict) else None
         if tag_of(name) == "code" and isinstance(source, str):
             program = programs.examine(source, ())
-            arguments = {**arguments, "code": programs.importing(program)}
-        returned = "\n".join(filter(None, (seen, error)))
+            arguments = {**arguments, "code": programs.runnable(program)}
+        returned = "\n".join(filter(None, (output, error)))
         talk.call(name, arguments, returned, not error, thought)
     if not calls:
         talk.say(thought)

@@ -29,7 +29,7 @@ class Turn:
         words: the text.
         reasoning: hidden thoughts before the text, if the log has them.
         calls: calls of tools that follow the text.
-        identity: id of the call of which the turn is the result.
+        identity: id of the call whose result the turn contains.
         ok: whether the call succeeded.
         speaker: name of the agent that wrote the text; "" if the log names none.
         partial: whether the turn may be one part of a reply of the model, which the log stores as
@@ -76,14 +76,14 @@ def first(fields: Field, names: Iterable[str]) -> Field:
 
 
 def turns_of(item: Field) -> list[Turn]:
-    """Reads a message of another system; a message may hold a call together with its result.
+    """Converts a message of another system to turns, such as a call and its result.
 
     Raises:
         Malformed: the message has no known shape, or lacks something that its shape needs.
     """
     if isinstance(item.value, list) and len(item.value) == 2:  # LangChain: (action, observation)
-        action, seen = item.items(f"{item}, part")
-        return [*_step(action), Turn("result", _text(seen))]
+        action, result = item.items(f"{item}, part")
+        return [*_step(action), Turn("result", _text(result))]
     item = _unwrapped(item)
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
@@ -171,8 +171,8 @@ def _parts(
         elif kind == "tool_use":
             calls.append((part["id"].scalar(), part["name"].text(), part["input"].value))
         elif kind == "tool_result":
-            seen = _text(part.get("content"))
-            results.append((part["tool_use_id"].scalar(), seen, not part.get("is_error").value))
+            text = _text(part.get("content"))
+            results.append((part["tool_use_id"].scalar(), text, not part.get("is_error").value))
         elif kind == "functionCall":
             call = part["functionCall"]
             calls.append(("", call["name"].text(), call.get("args").value))
@@ -253,8 +253,8 @@ def _autogen(item: Field, kind: str) -> list[Turn]:
 def _reasoning_item(item: Field) -> list[Turn]:
     parts = [*(item.get("summary").value or ()), *(item.get("content").value or ())]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    said = "\n".join(text for text in texts if isinstance(text, str))
-    return [Turn("assistant", reasoning=said, partial=True)]
+    reasoning = "\n".join(text for text in texts if isinstance(text, str))
+    return [Turn("assistant", reasoning=reasoning, partial=True)]
 
 
 def _function_call(item: Field) -> list[Turn]:
@@ -279,8 +279,8 @@ def _call_output(item: Field) -> list[Turn]:
 def _hosted(item: Field) -> list[Turn]:
     """Reads a call that the provider made, which is complete only if the item has its result."""
     kind = item["type"].text()
-    seen = first(item, ("output", "outputs", "results"))
-    if not seen:
+    result = first(item, ("output", "outputs", "results"))
+    if not result:
         raise Malformed(f"{item}, a {kind}, ran at the provider: the log lacks its result")
     if kind == "code_interpreter_call":
         name, arguments = "code_interpreter", {"code": item["code"].value}
@@ -291,7 +291,7 @@ def _hosted(item: Field) -> list[Turn]:
     call, identity = (item.get("id").optional_scalar(), name, arguments), item.get("id")
     return [
         Turn("assistant", calls=(call,), partial=True),
-        Turn("result", _text(seen), identity=identity.optional_scalar()),
+        Turn("result", _text(result), identity=identity.optional_scalar()),
     ]
 
 
@@ -322,19 +322,19 @@ def _step(item: Field) -> list[Turn]:
     tool = next((t.value for t in map(item.get, _TOOL) if isinstance(t.value, str)), "")
     identity = first(item, _IDENTITY).optional_scalar()
     thought = first(item, _THOUGHT).optional_text() or _log(item)
-    seen = first(item, _RESULT)
+    result = first(item, _RESULT)
     kind = item.get("type").value or item.get("event").value or item.get("kind").value
     returns = isinstance(kind, str) and ("result" in kind or "observation" in kind)
     if tool and not returns:
-        said = item.get("content").value or item.get("text").value
-        words = said if isinstance(said, str) and said != seen.value else ""
+        content = item.get("content").value or item.get("text").value
+        words = content if isinstance(content, str) and content != result.value else ""
         arguments = first(item, _ARGUMENTS)
-        arguments = Field(None) if arguments.value is seen.value else arguments
+        arguments = Field(None) if arguments.value is result.value else arguments
         call = identity, tool, {} if arguments.value is None else arguments.value
         turns = [Turn("assistant", words, thought, (call,), "", True, speaker)]
-        if seen:
+        if result:
             ok = not (item.get("error").value or item.get("is_error").value)
-            turns.append(Turn("result", _text(seen), identity=identity, ok=ok))
+            turns.append(Turn("result", _text(result), identity=identity, ok=ok))
         return turns
     if returns or speaker == "tool":
         return [Turn("result", _text(first(item, (*_RESULT, *_TEXT))), identity=identity)]

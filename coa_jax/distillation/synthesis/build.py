@@ -72,7 +72,7 @@ class Item:
     """A draft of a question with the results of its checks.
 
     Attributes:
-        draft: the draft.
+        draft: the question, its documents and its answers.
         reason: why the draft was dropped; None if it was kept.
         figures: further results of the checks, as JSON values by name.
     """
@@ -94,7 +94,7 @@ class Item:
 
 @dataclasses.dataclass
 class Funnel:
-    """Counts of one stage of the synthesis.
+    """Counts of one stage of the synthesis, such as ``atomic``, ``depth_2`` or ``width``.
 
     Attributes:
         wanted: number of drafts to keep.
@@ -129,7 +129,7 @@ class Synthesis:
 
     Attributes:
         items: all drafts so far, with the results of their checks.
-        funnels: counts of each stage, keyed by the name of the stage.
+        funnels: numbers of drafts that each stage kept and dropped, by the name of the stage.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Synthesis:
         funnel.drafted += len(drafts)
         return drafts
 
-    async def _check(self, drafts: Sequence[Draft], room: int) -> list[Item]:
+    async def _check(self, drafts: Sequence[Draft], most: int) -> list[Item]:
         """Checks the texts, then solves the drafts with tools, then without tools."""
         faults = screen(drafts, self._config.text, self._duplicates)
         figures: list[dict[str, Any]] = [{} for _ in drafts]
@@ -297,6 +297,6 @@ class Synthesis:
             for number, (reason, details) in zip(passing, await solver(tasks), strict=True):
                 faults[number] = reason
                 figures[number] |= details
-        for number in [n for n, fault in enumerate(faults) if fault is None][room:]:
+        for number in [n for n, fault in enumerate(faults) if fault is None][most:]:
             faults[number] = "more_than_wanted"
         return [Item(*row) for row in zip(drafts, faults, figures, strict=True)]

@@ -1,4 +1,4 @@
-"""Defines drafts of tasks, and checks their texts."""
+"""Defines drafts, the questions that may become tasks, and checks their texts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Draft:
     Attributes:
         form: how the question was made: from one document (``atomic``), by adding a hop
             (``depth``), or by joining two questions (``width``).
-        question: the question.
+        question: text of the question.
         gold: accepted answers, as in `Task.gold`.
         documents: documents from which the question was written, in the order of the hops.
         steps: pairs (question, answer) of the atomic questions that the question consists of.
@@ -107,19 +107,19 @@ class Draft:
 
 
 class Author(Protocol):
-    """Writes drafts about documents; a coroutine returns nothing if there is nothing to ask."""
+    """An interface for authors of drafts; a method returns [] or None if it has no draft."""
 
     def reads(self, document: Document) -> bool:
         """Returns whether the author can write about a document."""
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Returns questions that the document alone answers."""
+        """Returns drafts of questions that the document alone answers."""
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Adds a hop to a question: asks about a fact of the answer, which the document states."""
+        """Returns a draft with one more hop, which asks about the answer of ``draft``."""
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Joins two questions."""
+        """Returns a draft of a question that asks for the answers of both drafts."""
 
 
 AUTHORS = ExtensionKind(
@@ -210,7 +210,7 @@ def screen(drafts: Sequence[Draft], rules: TextRules, duplicates: Duplicates) ->
     """Returns for each draft the name of the first rule that its text breaks, or None.
 
     Args:
-        drafts: the drafts.
+        drafts: questions that an author has just written.
         rules: rules for texts.
         duplicates: earlier questions. The questions of the drafts that break no rule are added.
     """

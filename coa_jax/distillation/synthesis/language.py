@@ -121,8 +121,8 @@ class LanguageAuthor:
             self._check(merged, draft)
             return merged
 
-        question, named = json.dumps(draft.question), json.dumps(bridge)
-        prompt = _DEEPEN.format(question=question, bridge=named, document=_quoted(document))
+        question, quoted_bridge = json.dumps(draft.question), json.dumps(bridge)
+        prompt = _DEEPEN.format(question=question, bridge=quoted_bridge, document=_quoted(document))
         return await self._ask(prompt, draft.id, f"deepen/{document.title}", read)
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
@@ -149,10 +149,10 @@ class LanguageAuthor:
         fault = fault_of(merged, self.rules)
         if fault is not None:
             raise ValueError(f"{merged.question!r}: {_EXPLAINED[fault]}")
-        named = entities(part.question)
-        if named and not told(named, merged.question):
+        names = entities(part.question)
+        if names and not told(names, merged.question):
             raise ValueError(
-                f"the merged question names none of {', '.join(sorted(named))}: it must describe "
+                f"the merged question names none of {', '.join(sorted(names))}: it must describe "
                 "what the known question asks"
             )
 

@@ -61,7 +61,7 @@ class WithTools:
         self.resumed = len(self._journal.done)
 
     async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """Returns a verdict for each task."""
+        """Returns for each task the reason to drop it, or None, and statistics (`Verdict`)."""
         verdicts: dict[str, Verdict] = {}
         for attempt in range(self._attempts):
             unsolved = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]

@@ -140,12 +140,12 @@ def _find_spec(module: str) -> Any:
         return None
 
 
-def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> str:
+def resolve(kind: Kind, choice: str, case: Case, where: str = "attention") -> str:
     """Returns the name of the implementation of attention that a setting selects for a computation.
 
     Args:
         kind: ``causal`` or ``paged``.
-        wanted: name of an implementation; ``auto`` chooses the best implementation that can run the
+        choice: name of an implementation; ``auto`` chooses the best implementation that can run the
             case, and prints the choice once.
         case: platform, dtype and shapes of the computation.
         where: name of the setting, used in the error message.
@@ -154,7 +154,7 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
         UserError: the name is unknown, or the implementation cannot run this case.
     """
     able = [name for name in (*_KERNELS[kind], "xla") if not unmet(kind, name, case)]
-    if wanted == "auto":
+    if choice == "auto":
         # The printed line says why kernels for this platform were not chosen.
         passed = [
             f"{name}: {unmet(kind, name, case)}"
@@ -164,13 +164,13 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
         reason = f" ({'; '.join(passed)})" if passed else ""
         _announce(f"{kind} attention: {able[0]} on {case.platform} in {case.dtype}{reason}")
         return able[0]
-    check(wanted, Annotated[str, OneOf("auto", *implementations(kind))], where)
-    if reason := unmet(kind, wanted, case):
+    check(choice, Annotated[str, OneOf("auto", *implementations(kind))], where)
+    if reason := unmet(kind, choice, case):
         raise UserError(
-            f"{where} is {wanted!r}, which cannot run on {case.platform}: {reason}; use auto "
+            f"{where} is {choice!r}, which cannot run on {case.platform}: {reason}; use auto "
             f"or one of {', '.join(able)}"
         )
-    return wanted
+    return choice
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The attention of new tokens over a paged cache: a form for all platforms, and kernels.
+"""Attention of new tokens over a paged cache: one version for all platforms, and kernels.
 
 All sequences share a pool of pages. A page table lists, for each sequence, the pages that hold its
 positions, in order.
@@ -105,7 +105,7 @@ def walk(
     """Computes attention over pages with ordinary matmuls and a running softmax.
 
     Each iteration of a loop reads one page of every sequence. The loop ends after the last page of
-    the longest sequence. With a window, it begins with the first page that a token sees.
+    the longest sequence. With a window, the loop begins with the first page that a token sees.
 
     Args:
         compute: dtype and backend of the computation.
@@ -132,8 +132,8 @@ def walk(
         count = jnp.max(jnp.where(inside, positions // size + 1, 0))
         first: Any = 0
         if window is not None:
-            seen = jnp.maximum(positions - window + 1, 0)
-            first = jnp.min(jnp.where(inside, seen // size, count))
+            earliest = jnp.maximum(positions - window + 1, 0)
+            first = jnp.min(jnp.where(inside, earliest // size, count))
 
         def fold(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             largest, total, attended = carry

@@ -17,15 +17,17 @@ line on stderr names the memory that is needed and the setting to change.
       --config.mesh.rollout_devices=2 --config.mesh.decode_tensor=2 --rollout_ratio=1.5
 
 If a configuration for RL has separate chips for rollouts, as in this example, the result contains
-the memory of training chips and of rollout chips. A table shows which split of the slice has the
-shortest step. The table assumes that rollouts on all chips take ``--rollout_ratio`` times as long
-as an update on all chips. Without this flag the time of rollouts is estimated from decoding alone.
+the memory of training chips and of rollout chips. A table shows with which number of rollout chips
+a step is shortest. The table assumes that rollouts on all chips take ``--rollout_ratio`` times as
+long as an update on all chips. Without this flag the time of rollouts is estimated from decoding
+alone.
 
 docs/scaling.md explains the figures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Any
@@ -78,7 +80,8 @@ def main(_: list[str]) -> int:
     config = build_config(kind, settings)
     name, model = architecture_of(values.model or config.model)
     devices = devices_of(where)
-    config = completed_for(config, model, where, len(devices))
+    with contextlib.redirect_stdout(sys.stderr):  # the choices; only the result is on stdout
+        config = completed_for(config, model, where, len(devices))
     setup = set_up(config, model, where, devices)
     result = analyse(setup, values.reserve, values.kernel_efficiency, fraction)
     if result["estimate"]:

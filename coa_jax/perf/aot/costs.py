@@ -316,21 +316,21 @@ def _source(inner: Computation, name: str) -> str:
 
 def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]:
     """Returns the instructions that read a value, also through bitcasts, tuples and fusions."""
-    found = []
+    readers = []
     for user in inner.values():
         if name not in user.operands:
             continue
         if user.opcode in ("bitcast", "get-tuple-element"):
-            found += _readers(module, inner, user.name)
+            readers += _readers(module, inner, user.name)
         elif user.opcode == "fusion":
             called = module.computations[user.called[0]]
             index = str(user.operands.index(name))
             parameters = (i for i in called.values() if i.opcode == "parameter")
             same = next(i.name for i in parameters if i.argument == index)
-            found += _readers(module, called, same)
+            readers += _readers(module, called, same)
         else:
-            found.append(user)
-    return found
+            readers.append(user)
+    return readers
 
 
 # --- collectives ---------------------------------------------------------------------------
@@ -357,11 +357,11 @@ def collectives(
     elif line.opcode == "fusion":
         inner = module.computations[line.called[0]]
         for part in inner.values():
-            for kind, found, within in collectives(module, inner, part):
-                users = _readers(module, within, found.name)
+            for kind, collective, within in collectives(module, inner, part):
+                users = _readers(module, within, collective.name)
                 sliced = users and all(user.opcode == "dynamic-slice" for user in users)
                 scattered = kind == "all-reduce" and sliced
-                yield "reduce-scatter" if scattered else kind, found, within
+                yield "reduce-scatter" if scattered else kind, collective, within
 
 
 def sent_by(

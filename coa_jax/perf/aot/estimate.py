@@ -237,8 +237,8 @@ def exceeded(message: str) -> int | None:
         The minimum number of bytes that the program needs; None if the message reports another
         error.
     """
-    found = next(filter(None, (re.search(refusal, message) for refusal in _REFUSALS)), None)
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
+    match = next(filter(None, (re.search(refusal, message) for refusal in _REFUSALS)), None)
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")) if match else None
 
 
 def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]:
@@ -366,11 +366,11 @@ def balance(
         with contextlib.suppress(UserError):  # the remaining chips form no block of the slice
             make_mesh(fsdp=-1, devices=training)
             counts.append(number)
-    found = splits(hosts, host, counts, update, rollout)
-    return found, {
+    chip_splits = splits(hosts, host, counts, update, rollout)
+    return chip_splits, {
         "assumes": f"{ASSUMES}; {BY_RATIO if ratio else BY_DECODING}",
-        "rows": [{**dataclasses.asdict(row), "step_s": row.step_s} for row in found],
-        "best_rollout_devices": best(found).rollout_devices,
+        "rows": [{**dataclasses.asdict(row), "step_s": row.step_s} for row in chip_splits],
+        "best_rollout_devices": best(chip_splits).rollout_devices,
     }
 
 

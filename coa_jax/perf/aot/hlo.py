@@ -66,8 +66,8 @@ class Instruction:
 
         The value ends at the next comma outside brackets.
         """
-        found = re.search(rf"(?:^|[ ,]){name}=", self.text)
-        return "" if found is None else _balanced(self.text, found.end())
+        match = re.search(rf"(?:^|[ ,]){name}=", self.text)
+        return "" if match is None else _balanced(self.text, match.end())
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -296,10 +296,10 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
     root = _root(body)
     if root.opcode != "tuple":
         return None
-    found = _through(module, body, body[root.operands[index]])
-    if found is None or found[1].opcode != "add":
+    step = _through(module, body, body[root.operands[index]])
+    if step is None or step[1].opcode != "add":
         return None
-    within, line = found
+    within, line = step
     sides = [_through(module, within, within[name]) for name in line.operands]
     lines = {side[1].opcode: side[1] for side in sides if side is not None}
     if lines.keys() != {"constant", "get-tuple-element"}:

@@ -105,12 +105,12 @@ def _training(setup: Setup) -> list[Program]:
 
     sampled, loss = arrays.policy_batch(setup, number), _loss(setup)
     policy, critic = arrays.policy(setup), arrays.critic(setup)
-    found = [program("train", policy, sampled, _allowed(setup), loss, config.optimizer)]
+    step_programs = [program("train", policy, sampled, _allowed(setup), loss, config.optimizer)]
     if critic is not None:
         batch, optimizer = arrays.critic_batch(setup, number), critic_optimizer(setup.rl)
         clip = setup.rl.chosen.value_clip
-        found.append(program("critic", critic, batch, None, ValueLoss(clip), optimizer))
-    return found
+        step_programs.append(program("critic", critic, batch, None, ValueLoss(clip), optimizer))
+    return step_programs
 
 
 def _scoring(setup: Setup) -> list[Program]:
@@ -139,23 +139,23 @@ def _scoring(setup: Setup) -> list[Program]:
         )  # fmt: skip
         return program(name, lower, times, shared, _head_turns(setup))
 
-    found = []
+    step_programs = []
     if setup.teacher is not None:
         shapes = arrays.teacher(setup)
-        found.append(score("score_teacher", 1, shapes, shapes, setup.teacher))
+        step_programs.append(score("score_teacher", 1, shapes, shapes, setup.teacher))
     old = experience.scores_old(config.chosen, config.updates_per_step)
     if policy.frozen and old:
-        found.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
+        step_programs.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
         old = False
     if times := old + config.chosen.needs_reference:
         params, base = policy.frozen or policy.params, without_adapters(setup.model)
-        found.append(score("score", times, params, params, base))
+        step_programs.append(score("score", times, params, params, base))
     if critic is not None:
         values = functools.partial(
             experience.score_values.lower, critic.params, batch, model=setup.model, compute=compute
         )
-        found.append(program("values", values, 1, critic.params))
-    return found
+        step_programs.append(program("values", values, 1, critic.params))
+    return step_programs
 
 
 def _allowed(setup: Setup) -> Any:
@@ -332,9 +332,9 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
         functools.partial(programs.copy_pages.lower, layers, copies, copies, compute=compute),
     )  # fmt: skip
     trips = (float(engine.chunk), float(pages))
-    found = [
+    engine_programs = [
         Program("extend", extend, 0, lying, devices, trips[1:]),
         Program("decode", decode, 0, lying - chip_bytes(rules), devices, trips),
         Program("fork", fork, 0, kept - chip_bytes(layers), devices),
     ]
-    return [dataclasses.replace(program, scratch=scratch) for program in found]
+    return [dataclasses.replace(program, scratch=scratch) for program in engine_programs]

@@ -140,21 +140,21 @@ class _Clock:
 
 def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...]) -> Timeline:
     computation, chip = module.computations[name], machine.chip
-    clock, found = _Clock(), Timeline()
+    clock, timeline = _Clock(), Timeline()
     for line in computation.values():
         if line.opcode == "while":
             loop = loop_of(module, computation, line, trips)
             body = _play(module, loop.body, machine, loop.inner)
-            found.add(body, loop.turns)
+            timeline.add(body, loop.turns)
             clock.now += loop.turns * body.total
         elif line.opcode in ("call", "conditional"):
             for called in line.called:
                 part = _play(module, called, machine, trips)
-                found.add(part, 1)
+                timeline.add(part, 1)
                 clock.now += part.total
         elif exchanged := tuple(collectives(module, computation, line)):
             for kind, sent, within in exchanged:
-                _collective(machine, within, sent, kind, clock, found)
+                _collective(machine, within, sent, kind, clock, timeline)
             clock.now += flops_of(module, computation, line) / chip.flops  # of a fusion
         elif line.opcode in PREFETCHES:
             seconds = moved_by(module, computation, line) / chip.hbm_bandwidth
@@ -165,9 +165,9 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
             wait = max(ready - clock.now, 0.0)
             clock.now += wait
             if line.opcode.replace("-done", "-start") in PREFETCHES:
-                found.beyond += wait
+                timeline.beyond += wait
             else:
-                found.waiting += wait
+                timeline.waiting += wait
         elif line.opcode not in FREE:
             products = flops_of(module, computation, line) / chip.flops
             if line.opcode == "custom-call":
@@ -177,13 +177,13 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
             seconds = max(products, memory)
             if estimate and chip.clock:
                 seconds = int(estimate[1]) / chip.clock
-            found.beyond += seconds - products
+            timeline.beyond += seconds - products
             # The memory traffic of an operation delays concurrent copies.
             if clock.copied > clock.now:
                 clock.copied += min(memory, seconds)
             clock.now += seconds
-    found.total = clock.now
-    return found
+    timeline.total = clock.now
+    return timeline
 
 
 def _collective(
@@ -192,7 +192,7 @@ def _collective(
     line: Instruction,
     kind: str,
     clock: _Clock,
-    found: Timeline,
+    timeline: Timeline,
 ) -> None:
     _, sent = sent_by(kind, line, computation, len(machine.places))
     links, bandwidth = machine.links(kind, line)
@@ -201,8 +201,8 @@ def _collective(
     clock.links |= dict.fromkeys(links, free + seconds)
     if line.opcode.endswith("-start"):
         clock.arrives[line.name] = free + seconds
-        found.split += seconds
+        timeline.split += seconds
     else:
-        found.waiting += free + seconds - clock.now
-        found.whole += seconds
+        timeline.waiting += free + seconds - clock.now
+        timeline.whole += seconds
         clock.now = free + seconds

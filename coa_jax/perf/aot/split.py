@@ -1,7 +1,8 @@
-"""Compares the ways to split a slice into chips for training and chips for rollouts.
+"""Compares the ways to divide the chips of a run between training and rollouts.
 
-Work is measured in chip-seconds: n chips do some work in an n-th of the time of one chip. The times
-of all splits are computed from the programs that were compiled for one split.
+A slice is all chips of a run. A split divides a slice into training chips and rollout chips. Work
+is measured in chip-seconds: n chips do some work in an n-th of the time of one chip. The times of
+all splits are computed from the programs that were compiled for one split.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BY_DECODING = (
 
 @dataclasses.dataclass(frozen=True)
 class ChipSplit:
-    """A split of a slice into chips for training and chips for rollouts.
+    """A division of the chips of a run into chips for training and chips for rollouts.
 
     Attributes:
         rollout_devices: number of chips of each host that are reserved for rollouts; 0 if all chips
@@ -58,7 +59,7 @@ class ChipSplit:
 def splits(
     hosts: int, of_host: int, counts: Iterable[int], update: float, rollout: float
 ) -> list[ChipSplit]:
-    """Returns the splits of a slice with the given numbers of rollout chips per host.
+    """Returns a `ChipSplit`, with its times, for each given number of rollout chips per host.
 
     Args:
         hosts: number of hosts of the slice.
@@ -68,11 +69,11 @@ def splits(
         update: chip-seconds that a step's update takes.
         rollout: chip-seconds that a step's rollouts take.
     """
-    found = []
+    chip_splits = []
     for count in counts:
         train, roll = hosts * (of_host - count), hosts * (count or of_host)
-        found.append(ChipSplit(count, train, roll, update / train, rollout / roll))
-    return found
+        chip_splits.append(ChipSplit(count, train, roll, update / train, rollout / roll))
+    return chip_splits
 
 
 def best(rows: Sequence[ChipSplit]) -> ChipSplit:

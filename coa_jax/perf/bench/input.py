@@ -90,7 +90,7 @@ def batch_size_of(examples: Examples, rows: int, length: int) -> int:
     """Returns how many examples, starting with the first one, fit in the rows of an update.
 
     Args:
-        examples: examples of the run.
+        examples: the tokenized records.
         rows: number of rows.
         length: number of tokens of a row.
     """
@@ -114,7 +114,7 @@ def run_steps(
     """Runs steps that sleep instead of training, and measures how long they wait for data.
 
     Args:
-        examples: examples of the run.
+        examples: the tokenized records.
         hosts: number of processes of the run.
         rows: number of rows of a micro-batch in each process.
         length: number of tokens of a row.

@@ -74,7 +74,7 @@ class PipelineWorkload:
 
 
 def draw(p99: int) -> PipelineWorkload:
-    """Draws a workload, which is a function of ``p99`` alone.
+    """Draws a workload at random; the same ``p99`` always gives the same workload.
 
     Args:
         p99: 99th percentile of the tool latency, in seconds; also the seed of all random numbers.

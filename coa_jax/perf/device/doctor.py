@@ -3,8 +3,9 @@
 ``coa-jax doctor [--backend bubblewrap|landlock]`` shows how model-written programs are isolated,
 and runs a hostile program for each kind of attack that the isolation must prevent.
 
-``coa-jax doctor --tools [--config FILE.py[:ARGUMENT]]`` shows the configuration of each tool, and
-whether its servers answer.
+``coa-jax doctor --tools [--config FILE.py[:ARGUMENT]] [--config.KEY=VALUE]`` shows the
+configuration of each tool, and whether its servers answer. Without a file, the command checks all
+built-in tools with their default settings; tools that no config names by default are then optional.
 
 ``coa-jax doctor --device`` checks the first accelerator of this machine. It uses random weights,
 and downloads nothing. The command compares
@@ -34,8 +35,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from coa_jax.config.installed import warn_untested
 from coa_jax.errors import UserError
-from coa_jax.tools import doctor
+from coa_jax.sandbox.isolation import BACKENDS
+from coa_jax.tools.doctor import check_isolation, check_tools
 
 
 def check_device(out: str) -> int:
@@ -135,18 +138,23 @@ def _facts(jax: Any) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``coa-jax doctor``; returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa-jax doctor", description=__doc__)
-    doctor.define_options(parser)
+    parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
+    parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
+    parser.add_argument("--config", default="", help="config file with a group 'tools'")
     parser.add_argument("--device", action="store_true", help="check the accelerator")
     parser.add_argument(
         "--out", default="coa-jax-device.json", help="JSON file that --device writes"
     )
     options, overrides = parser.parse_known_args(arguments)
-    if not options.device:
-        return doctor.run_checks(options, overrides)
-    if overrides:
+    if options.device and overrides:
         parser.error(f"--device takes no {overrides[0]}")
     try:
-        return check_device(options.out)
+        if options.device:
+            return check_device(options.out)
+        warn_untested()
+        if options.tools or options.config or overrides:
+            return check_tools(options.config, overrides)
+        return check_isolation(options.backend)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

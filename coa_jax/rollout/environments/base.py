@@ -152,7 +152,7 @@ class EnvironmentConfig(Extension):
         return code_needs(ENVIRONMENTS, self.path, self.options)
 
     def probes(self) -> dict[str, Probe]:
-        """Returns the probe of the environment's class, if there is one, see `config.preflight`."""
+        """Returns the check that the environment's class may define, see `config.preflight`."""
         return code_probes(ENVIRONMENTS, self.path, self.options, "environment")
 
 
@@ -166,13 +166,13 @@ def tags_of(config: EnvironmentConfig) -> dict[str, str]:
     """
     if not config:
         return {}
-    found = find(ENVIRONMENTS, config.path, "config.environment.path")
-    tools = getattr(found, "tools", {})
+    environment = find(ENVIRONMENTS, config.path, "config.environment.path")
+    tools = getattr(environment, "tools", {})
     if not isinstance(tools, Mapping) or not all(
         isinstance(text, str) for pair in tools.items() for text in pair
     ):
-        wanted = "tools as a dict from tags to their descriptions"
-        raise refuse_result(ENVIRONMENTS, config.path, tools, wanted, "config.environment.path")
+        expected = "tools as a dict from tags to their descriptions"
+        raise refuse_result(ENVIRONMENTS, config.path, tools, expected, "config.environment.path")
     if taken := {TURN, RESET, ANSWER} & set(tools):
         raise UserError(f"config.environment.path: {taken.pop()!r} cannot be a tool's tag")
     return dict(tools)
@@ -188,17 +188,17 @@ def read_step(value: Any, path: str) -> Step:
     Raises:
         MisfitError: the result is neither a `Step` nor a tuple (observation, reward, done).
     """
-    found = Step(*value) if isinstance(value, tuple | list) and len(value) == 3 else value
-    fits = isinstance(found, Step) and isinstance(found.observation, str)
-    if not fits or found.done not in (True, False) or isinstance(found.reward, str):
+    step = Step(*value) if isinstance(value, tuple | list) and len(value) == 3 else value
+    fits = isinstance(step, Step) and isinstance(step.observation, str)
+    if not fits or step.done not in (True, False) or isinstance(step.reward, str):
         raise refuse_result(ENVIRONMENTS, path, value, _STEP, "config.environment")
     try:
-        reward = None if found.reward is None else float(found.reward)
+        reward = None if step.reward is None else float(step.reward)
     except (TypeError, ValueError):
         reward = math.nan
     if reward is not None and not math.isfinite(reward):
         raise refuse_result(ENVIRONMENTS, path, value, _STEP, "config.environment")
-    return Step(found.observation, reward, bool(found.done))
+    return Step(step.observation, reward, bool(step.done))
 
 
 def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
@@ -221,5 +221,5 @@ def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
         rows = [t if isinstance(t, Mapping) else dict(zip(names, t, strict=True)) for t in value]
         return tuple(read_messages(rows).turns)
     except (TypeError, ValueError):
-        wanted = "a text, or messages that end with the user's, from reset"
-        raise refuse_result(ENVIRONMENTS, path, value, wanted, "config.environment") from None
+        expected = "a text, or messages that end with the user's, from reset"
+        raise refuse_result(ENVIRONMENTS, path, value, expected, "config.environment") from None

@@ -105,13 +105,13 @@ class OpenEnv:
         if address.scheme not in ("http", "https", "ws", "wss") or not address.hostname:
             raise UserError(f"{_URL} is {url!r}; give an address such as http://127.0.0.1:8000")
         self._safe = address.scheme in ("https", "wss")
-        self._place = address.netloc + address.path.rstrip("/")
+        self._address = address.netloc + address.path.rstrip("/")
         self._here = address.hostname in _HERE
         self._action, self._fields = action, tuple(filter(None, observation.split("+")))
         self._arguments = {"seed": seed, **(reset or {})}
         self._socket: Any = None
         self._closed = False
-        self._seen: Mapping[str, Any] = {}
+        self._before: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> str:
         """Opens a session on the server, and starts an episode.
@@ -128,7 +128,7 @@ class OpenEnv:
             self._actions = Actions.of(schema, self._action, tools)
         except KeyError as error:
             raise UserError(f"environment.options.action: {error.args[0]}") from None
-        parts = (task.question, self._read(data), self._actions.told())
+        parts = (task.question, self._read(data), self._actions.instructions())
         return "\n\n".join(filter(None, parts))
 
     def step(self, turn: Turn) -> Step:
@@ -159,12 +159,12 @@ class OpenEnv:
             await asyncio.to_thread(self._socket.close)
 
     def _read(self, data: Mapping[str, Any]) -> str:
-        found = data.get("observation") or {}
+        fields = data.get("observation") or {}
         try:
-            text = read_observation(found, self._fields, self._seen)
+            text = read_observation(fields, self._fields, self._before)
         except KeyError as error:
             raise UserError(f"environment.options.observation: {error.args[0]}") from None
-        self._seen = found
+        self._before = fields
         return text
 
     def _schema(self) -> Mapping[str, Any]:
@@ -176,17 +176,17 @@ class OpenEnv:
                 schema: Mapping[str, Any] = json.load(reply)["action"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._refused(error) from None
-        _reached.add(self._place)
+        _reached.add(self._address)
         return schema
 
     def _at(self, protocol: str, path: str) -> str:
-        return f"{protocol}{'s' if self._safe else ''}://{self._place}/{path}"
+        return f"{protocol}{'s' if self._safe else ''}://{self._address}/{path}"
 
     def _refused(self, error: Exception) -> Exception:
-        if self._place in _reached:
+        if self._address in _reached:
             return error
         return UserError(
-            f"{_URL}: no OpenEnv server answers at {self._place} ({error}); start it, for "
+            f"{_URL}: no OpenEnv server answers at {self._address} ({error}); start it, for "
             "example by uvicorn, and see whether the address has /schema"
         )
 

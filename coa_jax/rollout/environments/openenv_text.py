@@ -74,7 +74,7 @@ class Actions:
             field = field or (alone[0] if len(alone) == 1 else "")
         return cls(field, kinds)
 
-    def told(self) -> str:
+    def instructions(self) -> str:
         """Returns instructions for the policy on how to write an action.
 
         The result is "" if every text is a valid action.
@@ -109,8 +109,8 @@ class Actions:
         if fenced := _FENCED.fullmatch(text):
             text = fenced[1]
         if self.tools:
-            found = _object(text)
-            name, arguments = found.get("name", found.get("tool_name")), found.get("arguments", {})
+            call = _object(text)
+            name, arguments = call.get("name", call.get("tool_name")), call.get("arguments", {})
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 raise UnreadableError('call a tool by {"name": ..., "arguments": {...}}')
             return {"type": "call_tool", "tool_name": name, "arguments": arguments}
@@ -142,24 +142,26 @@ def _shown(kind: Mapping[str, Any]) -> str:
 
 def _object(text: str) -> dict[str, Any]:
     """Returns the last JSON object that a text contains."""
-    decoder, at, found = json.JSONDecoder(), text.find("{"), None
+    decoder, at, value = json.JSONDecoder(), text.find("{"), None
     while at >= 0:
         try:
-            found, at = decoder.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             at += 1
         at = text.find("{", at)
-    if found is None:
+    if value is None:
         raise UnreadableError("the turn has no JSON object")
-    return dict(found)
+    return dict(value)
 
 
 def _value(text: str, kind: Mapping[str, Any], field: str) -> Any:
     """Returns the last value of a field that a text contains."""
     if "enum" in kind:
         names = sorted(map(str, kind["enum"]), key=len, reverse=True)
-        named = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", text)
-        return next(value for value in kind["enum"] if str(value) == named[-1]) if named else text
+        matches = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", text)
+        if not matches:
+            return text
+        return next(value for value in kind["enum"] if str(value) == matches[-1])
     if kind.get("type") in ("integer", "number"):
         numbers = _NUMBER.findall(text)
         if not numbers:
@@ -173,7 +175,7 @@ def _value(text: str, kind: Mapping[str, Any], field: str) -> Any:
 
 
 def read_observation(
-    found: Mapping[str, Any], fields: Sequence[str], before: Mapping[str, Any]
+    values: Mapping[str, Any], fields: Sequence[str], before: Mapping[str, Any]
 ) -> str:
     """Converts an observation of an OpenEnv server to the text that the policy reads.
 
@@ -186,7 +188,7 @@ def read_observation(
     text of a field, the contained text is left out.
 
     Args:
-        found: maps the name of each field of the observation to its value.
+        values: maps the name of each field of the observation to its value.
         fields: names of the fields to show; () for all fields that are not empty.
         before: the previous observation of the episode.
 
@@ -194,16 +196,16 @@ def read_observation(
         KeyError: the observation has no field of this name.
     """
     for name in fields:
-        if name not in found:
-            raise KeyError(f"the observation has no {name!r}; there are {', '.join(found)}")
-    if not fields and "tool_name" in found and (found.get("error") or "result" in found):
-        result = found.get("error") or found["result"]
+        if name not in values:
+            raise KeyError(f"the observation has no {name!r}; there are {', '.join(values)}")
+    if not fields and "tool_name" in values and (values.get("error") or "result" in values):
+        result = values.get("error") or values["result"]
         inner = result if isinstance(result, Mapping) else {}
         return _text(next((inner[k] for k in ("data", "message") if inner.get(k)), result))
     texts = {
-        name: _text(found[name])
-        for name in fields or found
-        if fields or found[name] not in (None, "", [], {})
+        name: _text(values[name])
+        for name in fields or values
+        if fields or values[name] not in (None, "", [], {})
     }
     kept = {
         name: text

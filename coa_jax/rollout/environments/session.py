@@ -132,7 +132,7 @@ class Environments:
         self.make = bind(ENVIRONMENTS, config.path, config.options, "config.environment")
         self.tools = tags_of(config)
         # If the samples of a task share an environment, a resumed run must repeat all of them.
-        self.together = bool(getattr(self.make.found, "together", False))
+        self.together = bool(getattr(self.make.function, "together", False))
         self.turns = Turns(config.concurrency) if config.concurrency else None
         self._warned: set[str] = set()
 
@@ -142,7 +142,7 @@ class Environments:
         The function takes the index of a sample and the tools, and returns a `Session`.
 
         Args:
-            task: the task.
+            task: the task of the samples.
             seed: seed of the run.
             prompt_id: index of the task in the run. The seed of the environments is derived from
                 ``seed`` and this index.
@@ -177,7 +177,7 @@ def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> l
     Args:
         config: settings of the environment. If there is no environment, the tasks are returned
             unchanged.
-        tasks: tasks of the run.
+        tasks: the tasks that the run samples or evaluates.
 
     Raises:
         UserError: the environment does not exist, or the protocol of a task has none of the
@@ -234,7 +234,7 @@ class Session(ToolLoop):
 
         async def begin() -> Observation:
             make = self._all.make
-            in_loop = inspect.iscoroutinefunction(getattr(make.found, "reset", None))
+            in_loop = inspect.iscoroutinefunction(getattr(make.function, "reset", None))
 
             def create() -> Any:  # at once known to `close`, even if nobody waits for it any longer
                 self._environment = make(**self._offered)
@@ -244,12 +244,12 @@ class Session(ToolLoop):
             path, task = self._all.config.path, self._offered["task"]
             if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
                 raise refuse_result(ENVIRONMENTS, path, made, _WANTED, "config.environment")
-            found = read_reset(await self._run(made.reset, task), path)
-            if isinstance(found, str):
-                self.question = found
-                asked = dataclasses.replace(task, question=found, prompt="", context=())
-                found = tuple(messages_of(asked, self._all.prompt).turns)
-            self.begun = found
+            opening = read_reset(await self._run(made.reset, task), path)
+            if isinstance(opening, str):
+                self.question = opening
+                opened = dataclasses.replace(task, question=opening, prompt="", context=())
+                opening = tuple(messages_of(opened, self._all.prompt).turns)
+            self.begun = opening
             return Observation("", True, "ok", 0.0)
 
         return await self._guarded("reset", begin, context)
@@ -271,8 +271,8 @@ class Session(ToolLoop):
 
         async def step() -> Observation:
             began = time.monotonic()
-            found = await self._run(self._environment.step, turn)
-            result = read_step(found, self._all.config.path)
+            value = await self._run(self._environment.step, turn)
+            result = read_step(value, self._all.config.path)
             seconds = time.monotonic() - began
             text, reward, done = result.observation, result.reward, result.done
             return Observation(text, True, "ok", seconds, {}, reward, done)
@@ -299,9 +299,9 @@ class Session(ToolLoop):
                 await self._run(close)  # after the creation, in the same thread
             return Observation("", True, "ok", 0.0)
 
-        seen = await call_tool(_Job("close", seconds, end), "", ToolContext())
-        if not seen.ok:
-            self._all.warn("close", seen, masks=False)
+        result = await call_tool(_Job("close", seconds, end), "", ToolContext())
+        if not result.ok:
+            self._all.warn("close", result, masks=False)
         self._thread.stop()
 
     async def _guarded(
@@ -318,15 +318,17 @@ class Session(ToolLoop):
                 raise
 
         async with self._all.turns.here() if self._all.turns else contextlib.nullcontext():
-            seen = await call_tool(_Job(what, seconds, fitting), "", context)
+            result = await call_tool(_Job(what, seconds, fitting), "", context)
         if self._refused is not None:
             raise self._refused
-        if seen.outcome == "timeout" and (context.deadline is None or seconds <= context.deadline):
+        if result.outcome == "timeout" and (
+            context.deadline is None or seconds <= context.deadline
+        ):
             late = {"exception": f"no result within {seconds:g} seconds"}
-            seen = dataclasses.replace(seen, outcome="fault", detail=late)
-        if seen.outcome == "fault":
-            self._all.warn(what, seen)
-        return seen
+            result = dataclasses.replace(result, outcome="fault", detail=late)
+        if result.outcome == "fault":
+            self._all.warn(what, result)
+        return result
 
     async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Runs an async method in the event loop, any other method in the environment's thread."""
@@ -338,7 +340,7 @@ class Session(ToolLoop):
 
 @dataclasses.dataclass
 class _Job:
-    """A call of the environment in the form of a tool, which `coa_jax.tools.base.call` can run."""
+    """A call of the environment in the form of a tool, for `coa_jax.tools.base.call_tool`."""
 
     name: str
     deadline: float

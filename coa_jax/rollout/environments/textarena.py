@@ -136,7 +136,7 @@ class TextArena:
     def _await(self) -> Step:
         """Waits for the player's turn or the end of the game; opponents in this process move."""
         while self._opponent and (seat := self._game.turn_of_others(self._seat)) is not None:
-            self._game.move(seat, self._opponent(self._game.told(seat), self._random))
+            self._game.move(seat, self._opponent(self._game.text_for(seat), self._random))
         return self._game.wait(self._seat)
 
 
@@ -149,7 +149,7 @@ class _Game:
         self._over = False
         self._state = random.Random(seed).getstate()
         self._env = _make(name)
-        self._told = {seat: "" for seat in range(players)}
+        self._texts = {seat: "" for seat in range(players)}
         self._do(lambda: self._env.reset(num_players=players, seed=seed))
 
     def _do(self, work: Callable[[], Any]) -> Any:
@@ -175,11 +175,11 @@ class _Game:
             current: int = self._env.state.current_player_id
             return None if self._over or current == seat else current
 
-    def told(self, seat: int) -> str:
+    def text_for(self, seat: int) -> str:
         """Returns all messages of the game to a player so far."""
         with self._changed:
-            self._told[seat] += self._news(seat)
-            return self._told[seat]
+            self._texts[seat] += self._news(seat)
+            return self._texts[seat]
 
     def wait(self, seat: int) -> Step:
         """Waits for a player's turn or the end of the game; returns the new messages as a step."""
@@ -237,14 +237,14 @@ def _fits(name: str, players: int, seed: int) -> bool:
     return True
 
 
-def random_move(told: str, draw: random.Random) -> str:
+def random_move(text: str, draw: random.Random) -> str:
     """Returns a random move, for a random opponent.
 
     Args:
-        told: text of the game to the player. The move is one of the moves in brackets in its last
+        text: text of the game to the player. The move is one of the moves in brackets in its last
             line, or else in the whole text. Without such a move, it is a number from 0 to 8 in
             brackets.
         draw: generator of random numbers.
     """
-    shown = _MOVE.findall(told.rstrip().rpartition("\n")[2]) or _MOVE.findall(told)
+    shown = _MOVE.findall(text.rstrip().rpartition("\n")[2]) or _MOVE.findall(text)
     return draw.choice(shown) if shown else f"[{draw.randint(0, 8)}]"

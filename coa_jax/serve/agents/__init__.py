@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class AgentPrograms:
     """Samplers that run agent programs, and the replay of their samples.
 
-    Each method imports its module only now, because the modules need optional packages.
+    Each method imports its module when it is called, because the modules need optional packages.
     """
 
     @staticmethod

@@ -63,8 +63,8 @@ class Sessions(Service):
             check_length(self.model.tokenizer, [text for _, text in new], length, "messages")
             place = session.place(before, new)
             prompt = place.prompt
-            room = length - len(prompt)
-            if room < 1:
+            free = length - len(prompt)
+            if free < 1:
                 raise Refused(
                     400, f"the conversation has {len(prompt)} tokens; this model's maximum "
                     f"context length is {length} tokens", "messages"
@@ -72,7 +72,7 @@ class Sessions(Service):
         except Refused:
             session.ended_by = session.ended_by or StopReason.LENGTH
             raise
-        limit = min(body.limit or room, room)
+        limit = min(body.limit or free, free)
         return dataclasses.replace(
             make_visit(self, body, prompt, limit, calls=body.calls),
             task=session.request.task,
@@ -135,7 +135,7 @@ def make_app(service: Sessions, sessions: Mapping[str, AgentSession], log: Refus
         session = session_of(request)
         prepare = functools.partial(service.prepare, session)
         try:
-            return await chat_completion(service, request, prepare)
+            return await chat_completion([service], request, prepare)
         except Refused as refusal:
             session.refused = str(refusal)
             raise

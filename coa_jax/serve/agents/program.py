@@ -71,7 +71,7 @@ class ProgramOutcome:
         return cls(None if answer is None else str(answer), reward)
 
     def over(self, other: ProgramOutcome) -> ProgramOutcome:
-        """Completes this outcome: fields that are None get the values of another outcome.
+        """Returns this outcome, with the values of another outcome for the fields that are None.
 
         Args:
             other: the other outcome.
@@ -96,7 +96,7 @@ class Access:
 AgentFunction = Callable[[Mapping[str, Any], Access], Awaitable[ProgramOutcome]]
 """A function that solves a task, a JSON object, by calling the policy.
 
-If it is cancelled, it ends its processes.
+When a call is cancelled, the function must end the processes that it started.
 """
 
 
@@ -113,7 +113,7 @@ def make_agent(config: AgentConfig) -> AgentFunction:
         command = shlex.split(config.command)
         return lambda task, access: run_command(command, task, access)
     call = bind(AGENTS, config.function, config.options, "agent.function")
-    if not inspect.iscoroutinefunction(call.found):
+    if not inspect.iscoroutinefunction(call.function):
         raise UserError(f"agent.function: {config.function} is not async; write 'async def'")
 
     async def run(task: Mapping[str, Any], access: Access) -> ProgramOutcome:

@@ -80,10 +80,13 @@ class RecordedSession:
         ]
 
     def add(self, answer: Trajectory) -> list[Visit]:
-        """Adds the new trajectory of a turn.
+        """Adds the repetition of a recorded turn.
+
+        Args:
+            answer: the trajectory of the turn, sampled again.
 
         Returns:
-            The requests of the turns that continue this turn.
+            The requests of the recorded turns that continue this turn, to be submitted next.
         """
         index = answer.metadata["turn"]
         self._answers[index] = answer
@@ -92,7 +95,8 @@ class RecordedSession:
     def trajectory(self) -> Trajectory | None:
         """Returns the trajectory of the whole sample, for comparison with the recorded one.
 
-        The trajectory has no outcome of the program. The result is None while a turn is missing.
+        The trajectory lacks the answer and the reward that the program reported. The result is None
+        while a turn is missing.
         """
         turns, first = self._sample["recorded_turns"], self._sample["versions"][0][1]
         if len(self._answers) < len(turns):

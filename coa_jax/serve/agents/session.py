@@ -83,7 +83,8 @@ class AgentTurn:
 class AgentSession:
     """The conversations of an agent program with the policy for one sample, as a tree of turns.
 
-    Several threads may call `known` and `place` at the same time, but only one thread calls `add`.
+    `known` and `place` may be called in several threads at the same time. Call `add` in one thread
+    only.
 
     Attributes:
         request: the trainer's request for the samples of a task.
@@ -125,9 +126,9 @@ class AgentSession:
     def known(
         self, messages: Sequence[Message], turn: AgentTurn | None = None
     ) -> tuple[AgentTurn | None, tuple[Message, ...]]:
-        """Finds the turn that a request continues, by comparing the texts of the messages.
+        """Returns the turn that a request continues, and the new messages after this turn.
 
-        The result is the last turn that the messages repeat, and the messages after this turn.
+        It is the last turn whose texts the messages repeat; ``turn`` if they repeat no later turn.
 
         Args:
             messages: messages of the request that follow ``turn``.
@@ -144,7 +145,7 @@ class AgentSession:
         return best
 
     def place(self, before: AgentTurn | None, new: tuple[Message, ...]) -> TurnPlace:
-        """Tokenises the new messages of a request, and returns its place in the tree of turns.
+        """Returns the place of a request in the tree of turns, after tokenising the new messages.
 
         Args:
             before: turn that the request continues, as returned by `known`.
@@ -167,7 +168,7 @@ class AgentSession:
         """Records a completion as a new turn.
 
         Args:
-            place: point at which the request continued the tree.
+            place: turn, in the tree of conversations, that the request continued.
             said: text of the completion as the program received it.
             answer: trajectory of the completion.
         """

@@ -37,7 +37,7 @@ class JsonRoute:
     def __init__(
         self, answer: Callable[[Any], Awaitable[bytes]], *, values: int, running: int, waiting: int
     ):
-        """Describes a route.
+        """Creates a route.
 
         Args:
             answer: function that returns a JSON text for the parsed body. It is cancelled if the

@@ -42,7 +42,10 @@ class Connections:
         self._scheduled = False
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Registers that a connection has received data, which it parses at once or in its turn."""
+        """Queues a connection that has received data, so that the connection parses it in turn.
+
+        If no other connection is waiting, the first turn takes place before the method returns.
+        """
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)
         if not self._scheduled:

@@ -33,8 +33,7 @@ class RefusalLog:
 
         Args:
             status: HTTP status of the response.
-            route: method and path of the request, taken from a fixed set of names instead of the
-                request's text.
+            route: method and path, one of a fixed set of names and never text of the client.
             client: address of the client, without the port.
             reason: reason in one line, without content of the request.
         """

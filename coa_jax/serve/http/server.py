@@ -55,7 +55,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server with the limits of `Connections`; setting ``should_exit`` ends it."""
+    """A uvicorn server with limits on connections; to end it, set ``should_exit`` to True."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, log: RefusalLog):
         """Creates a server, which ``serve([listener])`` runs.
@@ -108,7 +108,7 @@ async def run_until_signal(server: Server, listener: socket.socket) -> None:
     Requests in progress have a few seconds to finish.
 
     Args:
-        server: the server.
+        server: a configured server that does not run yet.
         listener: socket that clients connect to.
     """
     stop = on_signals()

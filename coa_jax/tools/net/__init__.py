@@ -1,1 +1,1 @@
-"""Provides what network tools share: HTTP with deadlines, address checks, API keys, a store."""
+"""Provides what network tools share: HTTP requests, address checks, API keys, stored answers."""

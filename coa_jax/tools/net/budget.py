@@ -255,7 +255,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
 
 
 def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
-    """Returns the purse that counts the cost of calls in the current run.
+    """Returns the purse (the counter of costs) for calls to a model or tool in the current run.
 
     Calls with the same arguments return the same purse.
 
@@ -407,5 +407,5 @@ def counts_of(usage: Any) -> dict[str, int | None]:
             becomes None.
     """
     fields = usage if isinstance(usage, Mapping) else {}
-    named = {"prompt": fields.get("prompt_tokens"), "completion": fields.get("completion_tokens")}
-    return {name: count if type(count) is int else None for name, count in named.items()}
+    counts = {"prompt": fields.get("prompt_tokens"), "completion": fields.get("completion_tokens")}
+    return {name: count if type(count) is int else None for name, count in counts.items()}

@@ -85,7 +85,7 @@ class ServedModel(Budget):
 
     @property
     def price(self) -> tuple[float, float] | None:
-        """(money per million prompt tokens, per million completion tokens); None if unknown."""
+        """Prices of a million prompt tokens and of a million completion tokens; None if unknown."""
         return self.price_of(self.model)
 
     def __bool__(self) -> bool:
@@ -291,15 +291,15 @@ class Client:
     async def _send(self, body: Mapping[str, Any]) -> dict[str, Any]:
         openai, http, more = self._openai, self._http, dict(body)
         route: Any = self._client.chat.completions
-        named = {"messages": more.pop("messages", None)}
-        if named["messages"] is None:
-            route, named = self._client.completions, {"prompt": more.pop("prompt")}
+        content_field = {"messages": more.pop("messages", None)}
+        if content_field["messages"] is None:
+            route, content_field = self._client.completions, {"prompt": more.pop("prompt")}
         content = bytearray()
         try:
             async with (
                 asyncio.timeout(self._config.timeout_s),
                 route.with_streaming_response.create(
-                    model=self._config.model, **named, extra_body=more
+                    model=self._config.model, **content_field, extra_body=more
                 ) as response,
             ):
                 async for chunk in response.iter_bytes():

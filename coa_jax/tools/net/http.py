@@ -20,7 +20,6 @@ from typing import Any, TypeVar, cast
 
 import httpcore2
 import httpx2
-import tenacity
 
 from coa_jax.tools.net.address import AddressGuard, GuardedBackend, parse_url, port_of
 from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
@@ -120,7 +119,7 @@ async def fetch(request: HttpRequest, limits: RequestLimits, guard: AddressGuard
     """Sends a request and returns the response. Redirects are followed, and failures are retried.
 
     Args:
-        request: the request.
+        request: what to send, and to which address.
         limits: limits on the request.
         guard: allowed and blocked addresses.
 
@@ -136,7 +135,7 @@ async def fetch_json(request: HttpRequest, limits: RequestLimits, guard: Address
     The request is repeated if it fails, or if the answer is not JSON.
 
     Args:
-        request: the request.
+        request: what to send, and to which address.
         limits: limits on the request.
         guard: allowed and blocked addresses.
 
@@ -169,6 +168,8 @@ async def attempts(
         FetchError: the error of the last call, or an error of the kind ``timeout`` if the time
             limit passes before any call has ended.
     """
+    import tenacity  # takes a tenth of a second, and this module is imported by every command
+
     last: FetchError | None = None
 
     async def once() -> T:  # tenacity requires a function that is defined with async

@@ -107,7 +107,7 @@ def _redacted(value: Any, keys: list[str]) -> Any:
 
 
 def with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
-    """Adds to the result of a check whether the API key is set. The key itself is not shown."""
+    """Returns the result of a check with a note whether the API key is set, without the key."""
     if not key_env:
         return ok, text
     there = bool(Secret(key_env))

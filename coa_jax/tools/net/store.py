@@ -139,7 +139,7 @@ class Store:
         Args:
             key: key of the observation, see `key_of`.
             tool: name of the tool.
-            arguments: arguments of the call.
+            arguments: text that the policy wrote to call the tool.
             observation: result of the call.
 
         Raises:

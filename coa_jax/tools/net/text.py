@@ -45,9 +45,9 @@ def decode(body: bytes, headers: Mapping[str, str]) -> str:
     for mark, name in _MARKS:
         if body.startswith(mark):
             return body.decode(name, "replace")
-    named = _CHARSET.search(headers.get("content-type", ""))
+    header_charset = _CHARSET.search(headers.get("content-type", ""))
     written = _META.search(body[:2048])
-    candidates = [named[1]] if named else []
+    candidates = [header_charset[1]] if header_charset else []
     candidates += [written[1].decode("ascii")] if written else []
     for name in (*candidates, "utf-8"):
         codec = _codec(name)

@@ -77,7 +77,7 @@ def test_a_whole_record_becomes_a_web_trajectory(read):
         "<think>Both are known.</think>\n"
         "<suggested_answer>Gustave Eiffel, 1832</suggested_answer>\n"
         "<think>I check the suggested answer.</think>\n"
-        "<double_check>The score of the suggested answer is 4.</double_check>\n"
+        "<double_check>The score of the suggested answer is 3.</double_check>\n"
         "<answer>Gustave Eiffel, 1832</answer>"
     )
 

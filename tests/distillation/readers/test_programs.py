@@ -4,7 +4,7 @@ import builtins
 import pytest
 from smolagents.local_python_executor import BASE_PYTHON_TOOLS, LocalPythonExecutor
 
-from coa_jax.distillation.readers.programs import examine, split_plan, thought_of
+from coa_jax.distillation.readers.programs import examine, runnable, split_plan, thought_of
 from coa_jax.tools.base import ToolContext, call_tool
 from coa_jax.tools.code import CodeTool
 from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons, step
@@ -162,6 +162,14 @@ def test_programs_are_told_apart_by_what_they_do():
     for answer in ("f'{x * 2}'", "x + 2", "round(x)", "', '.join(sorted(x))"):
         assert examine(f"final_answer({answer})", ()).computes
     assert not examine("print(-1, f'x')", ()).computes
+
+
+def test_a_program_that_computes_the_answer_runs_as_plain_python(capsys):
+    """A policy has no `final_answer` in its sandbox, so the distilled program must not call it."""
+    source = "x = 'Maß'; final_answer(answer=6 * 7)\nif x:\n    final_answer(sqrt(16))"
+    exec(runnable(examine(source, ())), {})
+    assert capsys.readouterr().out == "42\n4.0\n"
+    assert runnable(examine("print('final_answer(1)')", ())) == "print('final_answer(1)')"
 
 
 def test_words_and_plans_are_taken_out_of_what_is_around_them():

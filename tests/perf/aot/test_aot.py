@@ -240,10 +240,11 @@ def test_recipes_of_small_slices_fit_with_a_tenth_of_the_memory_free(machine, na
 def test_a_training_step_compiles_for_gpus_of_several_hosts():
     code, result, err = aot(
         "--config=configs/sft/tiny.py", "--topology=gpu:2x4xh100", *TINY_MODEL,
-        "--config.dtype=bfloat16", "--config.row_length=256",
+        "--config.dtype=auto", "--config.row_length=256",
     )  # fmt: skip
     assert code == 0, err
     assert "estimate" not in err
+    assert "chosen: dtype bfloat16" in err  # and nothing but the result on stdout
     train = check(result, 8, 256)["train"]
     assert {"mha_forward", "mha_backward"} <= train["kernels"].keys()
     # Two layers; a kernel counts 2 products of half of the square, and the backward one 7.

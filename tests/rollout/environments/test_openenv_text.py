@@ -52,7 +52,7 @@ def test_a_turn_calls_a_tool():
     for name in ("name", "tool_name"):
         turn = f'<tool_call>{{"{name}": "echo", "arguments": {{"text": "a"}}}}</tool_call>'
         assert actions.read(turn) == wanted
-    assert '"description": "Says it again"' in actions.told()
+    assert '"description": "Says it again"' in actions.instructions()
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,18 @@ def test_a_turn_without_an_action_is_told_to_the_policy(schema, tools, turn):
 
 
 def test_the_policy_is_told_how_to_act():
-    assert Actions.of(TEXT, "", ()).told() == "Your whole turn is the message (What to say)."
-    assert Actions.of(COLUMN, "", ()).told() == "Name the column in each turn: integer; at most 6."
-    assert Actions.of(MOVE, "", ()).told() == "Name the action in each turn: UP, DOWN; Direction."
-    assert Actions.of(MANY, "", ()).told().endswith("- x: integer\n- y: number")
+    assert (
+        Actions.of(TEXT, "", ()).instructions() == "Your whole turn is the message (What to say)."
+    )
+    assert (
+        Actions.of(COLUMN, "", ()).instructions()
+        == "Name the column in each turn: integer; at most 6."
+    )
+    assert (
+        Actions.of(MOVE, "", ()).instructions()
+        == "Name the action in each turn: UP, DOWN; Direction."
+    )
+    assert Actions.of(MANY, "", ()).instructions().endswith("- x: integer\n- y: number")
     assert Actions.of(MANY, "y", ()).read("2.5") == {"y": 2.5}
     with pytest.raises(KeyError, match="no field 'z'; there are x, y"):
         Actions.of(MANY, "z", ())

@@ -61,6 +61,6 @@ def _fields(task: Task, text: str) -> dict[str, Any]:
 
 
 def written(trajectory: Trajectory) -> str:
-    """Returns the text that the policy wrote, without observations."""
+    """Returns the text that the policy wrote in a trajectory, without observations."""
     policy_texts = (span.text for span in trajectory.segments if span.author == Author.POLICY)
     return "".join(policy_texts)
