@@ -67,8 +67,9 @@ def figure(width: int, height: int, title: str, *parts: str) -> str:
         'orient="auto-start-reverse"><path class="head" d="M0,0.5 L8,4 L0,7.5 z"/></marker>'
     )
     body = "\n".join(parts)
+    size = f' width="{width}"' if width < 600 else ""  # a narrow figure is not stretched
     return f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
+<svg xmlns="http://www.w3.org/2000/svg"{size} viewBox="0 0 {width} {height}" role="img" \
 aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="14">
 <style>{STYLE}</style>
 <defs>{head}</defs>
@@ -126,6 +127,121 @@ def ask() -> str:
     return terminal.draw(Path(__file__).with_name("ask.cast"), f'coa-jax ask "{question}"')
 
 
+def label(x: float, y: float, words: str, anchor: str = "start", kind: str = "note") -> str:
+    """A line of text."""
+    return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def masks() -> str:
+    """From the text of a trajectory to its tokens, its loss mask and a packed row."""
+    blocks = (
+        ("group", "prompt", "Question: What is the capital of Lesotho?"),
+        ("learn", "policy", "<think>...</think> <wiki_search>Lesotho</wiki_search>"),
+        ("tool", "environment", "<observation> ... Maseru ... </observation>"),
+        ("learn", "policy", "<think>...</think> <answer>Maseru</answer>"),
+    )
+    parts = [label(16, 26, "1. The text, cut where the author changes", kind="name")]
+    for row, (kind, author, text) in enumerate(blocks):
+        y = 40 + 50 * row
+        loss = "has a loss" if kind == "learn" else "no loss"
+        parts += [
+            f'<rect class="{kind}" x="16" y="{y}" width="388" height="44" rx="6"/>',
+            label(26, y + 18, author, kind="name"),
+            label(394, y + 18, loss, "end"),
+            label(26, y + 36, text),
+        ]
+    parts.append(
+        arrow(
+            (210, 240),
+            (210, 264),
+            note="each part is tokenized alone",
+            at=(222, 256),
+            anchor="start",
+        )
+    )
+    parts.append(label(16, 288, "2. A row of a batch: two trajectories and padding", kind="name"))
+    # kinds of the tokens: prompt, policy, environment, padding
+    first, second = "ggllllttll", "glltl"
+    kinds = {"g": "group", "l": "learn", "t": "tool", "-": "line"}
+    tokens = first + second + "-"
+    values = {
+        "mask": ["1" if kind == "l" else "0" for kind in tokens],
+        "segment": ["1"] * len(first) + ["2"] * len(second) + ["0"],
+        "position": [*map(str, range(len(first))), *map(str, range(len(second))), "0"],
+    }
+    width = 20
+    for row, name in enumerate(("token", *values)):
+        y = 302 + 24 * row
+        parts.append(label(16, y + 15, name))
+        for column, kind in enumerate(tokens):
+            x = 76 + (width + 0.6) * column
+            if row == 0:
+                parts.append(
+                    f'<rect class="{kinds[kind]}" x="{x:.1f}" y="{y}" '
+                    f'width="{width}" height="19" rx="3"/>'
+                )
+            else:
+                parts.append(label(round(x + width / 2, 1), y + 15, values[name][column], "middle"))
+    title = (
+        "A trajectory is cut into parts by author; each part is tokenized; only tokens of the "
+        "policy have mask 1; a row holds several trajectories and padding"
+    )
+    return figure(420, 408, title, *parts)
+
+
+def tool_call() -> str:
+    """The way of a tool call from a sampled tag to an observation in the KV cache."""
+    steps = (
+        (
+            "learn",
+            "Engine: decode",
+            "up to engine.chunk tokens for every slot",
+            "tokens, log-probabilities",
+        ),
+        (
+            "box",
+            "Scheduler: find the call",
+            "a token closes a tag; tokens after it are discarded",
+            "tag, arguments; the other slots decode on",
+        ),
+        (
+            "tool",
+            "Tool: answer or fail",
+            "budget, store, deadline; a failure is an outcome",
+            "text, outcome",
+        ),
+        (
+            "box",
+            "Scheduler: add the observation",
+            "as tokens of the environment, with mask 0",
+            "token ids",
+        ),
+        ("learn", "Engine: extend", "computes the new tokens into the same KV cache", ""),
+    )
+    parts = []
+    for row, (kind, name, note, passed) in enumerate(steps):
+        y = 16 + 98 * row
+        parts.append(
+            f'<rect class="{kind}" x="16" y="{y}" width="344" height="56" rx="7"/>'
+            + label(28, y + 23, name, kind="name")
+            + label(28, y + 43, note)
+        )
+        if passed:
+            parts.append(
+                arrow((120, y + 56), (120, y + 98), note=passed, at=(132, y + 81), anchor="start")
+            )
+    parts += [
+        arrow((360, 436), (396, 436), (396, 44), (360, 44)),
+        '<text class="note" transform="translate(374,340) rotate(90)" text-anchor="middle">'
+        "the sample decodes on</text>",
+    ]
+    title = (
+        "Decode, find the call, run the tool, add the observation, extend the cache, decode on; "
+        "meanwhile the other slots decode"
+    )
+    return figure(420, 482, title, *parts)
+
+
 def curve() -> str:
     """The reward of RL by step, and the pass@1 of its policy and of the control (curve.json)."""
     data = json.loads(Path(__file__).with_name("curve.json").read_text(encoding="utf-8"))
@@ -174,7 +290,13 @@ def curve() -> str:
     return figure(960, 280, f"{data['left']}; {data['right']}", *parts)
 
 
-FIGURES = {"data_flow.svg": data_flow, "ask.svg": ask, "curve.svg": curve}
+FIGURES = {
+    "data_flow.svg": data_flow,
+    "masks.svg": masks,
+    "tool_call.svg": tool_call,
+    "ask.svg": ask,
+    "curve.svg": curve,
+}
 """Name of each file -> the function that draws it."""
 
 

@@ -38,6 +38,7 @@ OF_ROOT = {
 """Document in the root of the repository -> page of the site that shows the document."""
 
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_BADGE = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)  # pictures of other hosts, for GitHub only
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -57,7 +58,8 @@ def navigation(entry: Any) -> Any:
 def linked(markdown: str, source: str) -> str:
     """Returns a document whose relative links lead to pages of the site.
 
-    A link to a file that is not a page of the site, such as a script, becomes plain text.
+    A link to a file that is not a page of the site, such as a script, becomes plain text.  Badges
+    are left out.
 
     Args:
         markdown: the document.
@@ -72,7 +74,7 @@ def linked(markdown: str, source: str) -> str:
         return f"[{link['text']}]({posixpath.relpath(page, here or '.')}{link['anchor'] or ''})"
 
     # The pattern has one group, so the parts at odd places are code.
-    parts = _CODE.split(markdown)
+    parts = _CODE.split(_BADGE.sub("", markdown))
     text = "".join(part if i % 2 else _LINK.sub(mended, part) for i, part in enumerate(parts))
     return text if source.startswith("docs/") else text.replace('src="docs/', 'src="')
 

@@ -168,9 +168,9 @@ def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
 
 def command_settings(module: types.ModuleType) -> type[Any] | None:
     """Returns the dataclass that the config of a command fills; None for one without."""
-    command._config_flag = command._ConfigFlag()
+    command.defined_config = command.ConfigFlag()
     command_flags(module)
-    return command._config_flag.settings
+    return command.defined_config.settings
 
 
 # --- Markdown ------------------------------------------------------------------------------
