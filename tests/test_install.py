@@ -137,6 +137,7 @@ def test_no_hint_asks_for_a_package_that_no_index_has():
         str(path)
         for path in texts
         if path.suffix in (".py", ".md")
+        and path.name != "release.md"  # says what to write after the first release
         and re.search(r"pip install ['\"]?coa[_-]jax", path.read_text())
     ] == []
 

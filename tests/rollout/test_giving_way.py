@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,11 +52,16 @@ def wanted():
     return requests(SAMPLES, SamplingParams(1.3))
 
 
-def bits(groups):
-    return [
-        [(t.tokens.tobytes(), t.logp.tobytes(), t.stop_reason, t.text) for t in group]
-        for group in groups
-    ]
+def check_same(groups, others):
+    """Checks that both have the same tokens, and log-probabilities up to rounding.
+
+    A sample that comes back is prefilled in larger matmuls than those of decoding, whose last bits
+    are the same on some processors only.
+    """
+    for one, other in zip(itertools.chain(*groups), itertools.chain(*others), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert (one.stop_reason, one.text) == (other.stop_reason, other.text)
+        np.testing.assert_allclose(one.logp, other.logp, rtol=1e-5, atol=1e-5)
 
 
 def tools(delays):
@@ -63,7 +70,7 @@ def tools(delays):
 
 @functools.cache
 def reference():
-    return bits(run(wanted(), tools=tools([0.0]), on=unsteady(0)))
+    return run(wanted(), tools=tools([0.0]), on=unsteady(0))
 
 
 def restarts(groups):
@@ -77,7 +84,7 @@ def check_random_moments(pages, share, seed, delays):
         found = run(wanted(), tools=tools(delays), on=on)
     finally:
         del on.refuse
-    assert bits(found) == reference()
+    check_same(found, reference())
     assert not on.any_active
     return found
 
@@ -93,7 +100,7 @@ MOMENTS = {
 @pytest.mark.usefixtures("cpu_ops")
 @settings(max_examples=4, deadline=None)
 @given(**MOMENTS)
-def test_samples_that_give_way_at_random_moments_have_the_same_bits(pages, share, seed, delays):
+def test_samples_that_give_way_at_random_moments_have_the_same_tokens(pages, share, seed, delays):
     check_random_moments(pages, share, seed, delays)
 
 
@@ -101,7 +108,7 @@ def test_samples_that_give_way_at_random_moments_have_the_same_bits(pages, share
 @pytest.mark.usefixtures("cpu_ops")
 @settings(max_examples=200, deadline=None)
 @given(**MOMENTS)
-def test_samples_that_give_way_200_times_have_the_same_bits(pages, share, seed, delays):
+def test_samples_that_give_way_200_times_have_the_same_tokens(pages, share, seed, delays):
     check_random_moments(pages, share, seed, delays)
 
 
@@ -113,7 +120,7 @@ def test_all_samples_end_though_all_grow_at_once_and_one_fits():
         for request in requests(SAMPLES)
     ]
     found = run(endless, on=unsteady(12))
-    assert bits(found) == bits(run(endless, on=unsteady(0)))
+    check_same(found, run(endless, on=unsteady(0)))
     assert sum(len(t.tokens) > 180 for group in found for t in group) > 2
     assert sum(map(len, restarts(found))) > 2
 
