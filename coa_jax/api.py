@@ -112,8 +112,9 @@ class Trained:
         path: directory of the run.
         metrics: metrics of each step of the run, as in ``metrics.jsonl``.
         tools: tools with which the policy was trained.
-        rollout: budgets of the rollouts; None after SFT.
-        module: your own module, after training; None for a model of this package.
+        rollout: limits on the tokens, tool calls and time of a trajectory; None after SFT.
+        module: the Flax module that you gave, after training, see `Foreign`; None if you gave a
+            model of coa_jax.
     """
 
     path: Path
@@ -149,12 +150,12 @@ def train_sft(
     """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        model: the model, its path or its name on the Hub; a module of your own, see `Foreign`; or
-            settings, see `train.config.SFTConfig`. A setting that is left out has its default, see
-            `train.defaults`.
+        model: the model, its path or its name on the Hub; a Flax module of your own, see `Foreign`;
+            or settings, see `train.config.SFTConfig`. A setting that is left out has its default,
+            see `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         data: training records, rows (a list of dicts or a ``datasets.Dataset``, see
-            docs/data.md), or the files that contain them; None for ``data`` in the settings.
+            docs/data.md), or the files that contain them; None to use the setting ``data``.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
@@ -203,16 +204,16 @@ def train_rl(
         model: the model, its path or its name on the Hub; or settings of RL and of the tools, see
             `RLRun`. A setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
-        tasks: training tasks; None for those that ``tasks`` in the settings names.
-        rewards: reward functions; None for those of ``graders.rewards`` in the settings.
-        tools: tools of the policy: a list of names, tools and typed functions, or settings that
-            override those of ``tools``; None for ``tools`` in the settings. If the list contains a
-            function, the policy calls all tools in the format ``hermes``, unless the settings name
-            another format.
+        tasks: training tasks; None to use the setting ``tasks``.
+        rewards: reward functions; None to use the setting ``graders.rewards``.
+        tools: tools of the policy: a list of names, tools and typed functions; or values that
+            override single settings of the group ``tools``; None to use this group as it is. If the
+            list contains a function, the policy calls all tools in the format ``hermes``, unless
+            the settings name another format.
         tags: maps tags to typed functions, in addition to ``tools``. The policy then writes a chain
             of agents, and calls a function by ``<tag>arguments</tag>``.
-        environment: environment class (docs/environments.md); None for ``environment`` in the
-            settings.
+        environment: environment class (docs/environments.md); None to use the setting
+            ``environment``.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
@@ -310,8 +311,8 @@ class Distilled:
 
     Attributes:
         path: directory of the distillation; ``runs.jsonl`` holds all runs.
-        records: records of the right runs, for ``data`` of `train_sft`.
-        dropped: number of dropped runs by reason.
+        records: records of the runs with a right answer, for the argument ``data`` of `train_sft`.
+        dropped: maps each reason to the number of runs that were dropped for this reason.
     """
 
     path: Path
@@ -330,7 +331,8 @@ def distill(
 ) -> Distilled:
     """Lets a multi-agent system solve tasks, and keeps the runs whose answers are right.
 
-    The command ``coa-jax distill`` distils systems that it reads from log files or drives itself.
+    To distil log files of finished runs, or the teams of agents of this package, use the command
+    ``coa-jax distill``.
 
     Args:
         team: function that takes a question, solves it, and returns the messages of its run, a list
@@ -338,7 +340,7 @@ def distill(
             raises an exception is left out, and tried again by the next call.
         workdir: directory of the distillation. Runs that it holds are not repeated.
         tasks: as in `train_rl`; each task needs an accepted answer.
-        num_tasks: number of tasks to take from a named source; 0 for all.
+        num_tasks: number of tasks to load if ``tasks`` is the name of a source; 0 for all.
         tools: typed functions that the team calls, which the policy's prompt then describes.
         concurrency: number of tasks that are solved at the same time.
 
@@ -379,7 +381,7 @@ class Evaluation:
 
     Attributes:
         path: directory of the run.
-        outcome: content of the file ``results.json``, see docs/benchmarks.md.
+        outcome: all results and settings: the content of ``results.json``, see docs/benchmarks.md.
     """
 
     path: Path
@@ -402,7 +404,11 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One row per sample, with task, number, grade, stop reason, tokens and tool calls."""
+        """One dict per sample, with the data of the sample in ``results.json``.
+
+        Keys are, among others, ``id`` of the task, ``number`` (index among the samples of the task,
+        from 0), ``value`` (the grade), ``stop`` (the stop reason), ``tokens`` and ``calls``.
+        """
         return [
             {
                 **{key: value for key, value in task.items() if key != "samples"},
@@ -455,7 +461,8 @@ def evaluate(
         model: the policy, its path or its name on the Hub; or settings, see `EvaluateRun`. A
             setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run.
-        policy: the policy or its path; None for ``model`` in the settings.
+        policy: the policy or its path, if ``model`` gives settings: it replaces the policy that
+            they name; None to use ``model``.
         tasks, rewards, tools, tags, environment: as in `train_rl`.
         fresh: whether to delete existing samples of this evaluation (``stage``) first.
         changes: settings that override those of ``model``, for example ``stage``, the name of the

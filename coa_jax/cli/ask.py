@@ -126,10 +126,10 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
 
 
 def limits_of(config: ConfigDict) -> dict[str, int]:
-    """Returns the limits of a trajectory in a config.
+    """Returns the limits of a trajectory in a config, such as ``max_tokens``.
 
-    The limits are in the group ``rollout``, or in ``evaluate.rollout`` in the config of a pipeline.
-    A config without these groups gives the default limits.
+    The limits are in the group ``rollout``. In the config of a run with several stages, such as the
+    quickstart, they are in ``evaluate.rollout``. Limits that the config lacks are left out.
     """
     part = config if "rollout" in config else config.get("evaluate", {})
     rollout = part.get("rollout", {})

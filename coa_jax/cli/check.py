@@ -68,7 +68,8 @@ def check(command: str) -> int:
     """Checks whether everything that a command needs with the given flags is available.
 
     Args:
-        command: name of the command, one of ``sft``, ``rl``, ``rft``, ``dpo`` and ``evaluate``.
+        command: name of the command: ``sft``, ``rl``, ``rft`` (rejection-sampling fine-tuning),
+            ``dpo`` or ``evaluate``.
 
     Returns:
         The exit code: 0 if every check passes on every host, otherwise 2.

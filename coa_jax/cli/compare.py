@@ -84,11 +84,11 @@ def compared(
 
 
 def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
-    """Compares two run directories, prints the results, and writes the page.
+    """Compares two run directories, prints the results, and writes them to an HTML page.
 
     Args:
         a, b: the run directories.
-        page: file for the page; "" for ``report/compare.html`` in ``b``.
+        page: file for the HTML page; "" for ``report/compare.html`` in ``b``.
 
     Returns:
         The comparison of each stage, keyed by the name of the stage in ``a``.
@@ -105,11 +105,12 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
 
 
 def compare_traces(a: Path, b: Path, page: str) -> dict[str, Any]:
-    """Compares the trajectories at two places, prints the results, and writes the page.
+    """Compares the trajectories at two places, prints the results, and writes an HTML page.
 
     Args:
-        a, b: files or folders of trajectories or of ATIF documents.
-        page: file for the page; "" for no page.
+        a, b: files or folders of trajectories, or of documents in the Agent Trajectory Interchange
+            Format (ATIF, see docs/data.md).
+        page: file for the HTML page; "" for no page.
 
     Returns:
         The comparison; {} if no task has graded trajectories at both places.
@@ -153,13 +154,13 @@ def define_flags() -> None:
 
 
 def run(places: Sequence[str], out: str = "", page: str = "") -> None:
-    """Compares two runs or two result files.
+    """Compares two runs, two result files, or the trajectories at two places.
 
     Args:
         places: two run directories, two result files, or two files or folders of trajectories.
         out: file to which the comparison is written as JSON; "" for no file.
-        page: file for the page that compares two runs; "" for ``report/compare.html`` in the second
-            run directory.
+        page: file for an HTML page of the comparison, "" in the case of result files. For runs, ""
+            means ``report/compare.html`` in the second directory; for trajectories, no page.
 
     Raises:
         UserError: an argument is wrong, or a file is malformed.
@@ -194,7 +195,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``coa-jax compare``: compares two runs or result files."""
+    """Runs ``coa-jax compare``: compares runs, result files or trajectories."""
     run(argv[1:], flags.FLAGS.out, flags.FLAGS.page)
 
 

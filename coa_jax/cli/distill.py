@@ -50,8 +50,9 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 class Command(Bounded):
     """The settings of a distillation: its teacher, the tasks and the tools.
 
-    By default the teacher is a team of agents with scripted rules. The fields ``endpoint``,
-    ``smolagents`` and ``traces`` select another teacher, or logs in place of a teacher.
+    By default the teacher is a team of agents with scripted rules. With ``endpoint``, a language
+    model decides for these agents. With ``smolagents``, two smolagents agents are the teacher. With
+    ``traces`` alone there is no teacher: the runs are read from logs.
 
     Attributes:
         teacher: settings of the team of agents and of the filters.
@@ -60,9 +61,9 @@ class Command(Bounded):
             unless the teacher's runs are read from logs.
         endpoint: language model that decides what the agents do; None if scripted rules decide.
         smolagents: settings of two smolagents agents that solve the tasks in place of the team;
-            None if the team solves them. ``smolagents`` requires ``endpoint`` and ``traces``.
-        traces: logs of another system, which are read in place of runs of a teacher. With
-            ``smolagents``, these settings say how to read the logs of the smolagents agents.
+            None if the team solves them. They need ``endpoint``, their model, and ``traces``.
+        traces: how to read logs: the logs that the smolagents agents write or, without
+            ``smolagents``, finished logs of any system; None for the team.
     """
 
     teacher: DistillConfig

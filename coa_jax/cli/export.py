@@ -69,7 +69,7 @@ def export(
     Args:
         workdir: directory of a training run.
         output: directory to create. If the export fails, the directory is not created.
-        phase: one of `PHASES`; "" if the run has only one phase.
+        phase: kind of training, one of `PHASES`, such as ``sft``; "" if the run has only one.
         step: step of the checkpoint; None for the newest checkpoint.
         dtype: dtype of the saved tensors.
         best: whether to export the checkpoint that is best by the metric in the setting

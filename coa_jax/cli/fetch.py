@@ -44,8 +44,8 @@ class Weights:
         file: name of the weights file in this folder.
         sha256: SHA-256 hash of the weights file, as its authors published it.
         others: whether the model also needs the other files of ``folder``.
-        header: YAML header of the card ``README.md`` that says what the weights are a copy of, see
-            `storage.origin`; {} for no card.
+        header: YAML header of the file ``README.md`` that `fetch` writes next to the weights; it
+            names the original model, see `storage.origin`. {} to write no such file.
     """
 
     name: str

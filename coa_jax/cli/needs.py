@@ -106,9 +106,10 @@ def worst_case(config: Any) -> str:
     """Describes the maximum number of tool calls and judge verdicts, and the maximum cost of a run.
 
     The estimate assumes that each sample makes the maximum number of calls, and that each call goes
-    to the most expensive tool that has a budget left. The number of tokens in a prompt is estimated
-    from the maximum number of characters of the prompt. If an evaluation reads all tasks of a
-    source, the numbers are those of one task, and the cost is left out.
+    to the most expensive tool that has not yet reached its limit in the setting ``tools.budgets``.
+    The number of tokens in a prompt is estimated from the maximum number of characters of the
+    prompt. If an evaluation reads all tasks of a source, the numbers are those of one task, and the
+    cost is left out.
     """
     samples, how = _most_samples(config)
     if not samples:

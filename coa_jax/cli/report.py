@@ -38,7 +38,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Writes the page of a run or of files, and prints its path."""
+    """Runs ``coa-jax report``: writes the HTML page of a run or of files of trajectories."""
     values, places = flags.FLAGS, argv[1:]
     if bool(places) == bool(values.workdir):
         raise UserError("give --workdir, the directory of a run, or files of trajectories")

@@ -44,7 +44,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs the server until Ctrl-C or SIGTERM."""
+    """Runs ``coa-jax serve``: serves a policy until Ctrl-C or SIGTERM."""
     try:
         from coa_jax.serve.run import make_services, open_listener, serve
     except ModuleNotFoundError as error:

@@ -51,7 +51,7 @@ from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
 
 @dataclasses.dataclass(frozen=True)
 class Team(Bounded):
-    """The settings of the team of agents that tries to answer the drafts with tools.
+    """The settings of the team of agents that tries to answer the new questions with tools.
 
     Attributes:
         attempts: maximum number of runs per question. The question counts as solvable if at least
@@ -70,15 +70,15 @@ class Command(Bounded):
     """The settings of the synthesis.
 
     Attributes:
-        tools: tools of the team that tries to answer the drafts. The corpus of ``wiki_search`` is
-            also the source of the questions.
+        tools: tools of the team that tries to answer the new questions. The corpus of
+            ``wiki_search`` is also the source of the questions.
         synthesis: number and kinds of the questions to create.
         with_tools, without_tools: settings of the two solvers. A question is kept only if the
             solver with tools answers it right, and the solver without tools rarely does.
         judge: model that decides whether an answer is right if it does not equal the accepted
             answer.
-        endpoint: model that writes questions. If None, questions about facts of the Factbook are
-            written without a model.
+        endpoint: model that writes questions; None if rules write them, which works only for the
+            corpus of the CIA World Factbook.
         solver: model that answers without tools; None to use ``endpoint`` for this, too.
     """
 
@@ -204,7 +204,7 @@ def _with_tools(
 
 
 def figures_of(items: Sequence[Item]) -> dict[str, Any]:
-    """Returns statistics of the drafts that were kept, as a JSON object."""
+    """Returns statistics of the questions that were kept, as a JSON object."""
     rates = [item.figures["closed_book"] for item in items]
     bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
     names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")

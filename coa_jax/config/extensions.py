@@ -52,9 +52,9 @@ _CHECKED = (int, float, bool, str, tuple)
 class Reference(str):
     """A function or class of the caller, as the value of a setting that names code.
 
-    A config of Python carries the object itself. What a config writes to a file is the name: the
-    path ``package.module:name`` if the object can be imported from there, else ``given.SHORT``,
-    which no later process can look up.
+    In a Python program, a config holds the object itself. In a file it holds the object's name: the
+    path ``package.module:name`` if the object can be imported from there, else a name such as
+    ``given.tasks``. No later process can find the object by such a name: give the object again.
 
     Attributes:
         target: the function or class.
@@ -63,7 +63,7 @@ class Reference(str):
     target: Callable[..., Any]
 
     def __new__(cls, target: Callable[..., Any], short: str) -> Reference:
-        """Refers to ``target``; if it cannot be imported, its name is ``given.`` and ``short``."""
+        """Refers to ``target``, by the name ``given.`` plus ``short`` if it cannot be imported."""
         name = getattr(target, "__qualname__", type(target).__qualname__)
         inside: Any = sys.modules.get(getattr(target, "__module__", None) or "")
         for part in name.split("."):
@@ -112,7 +112,7 @@ class ExtensionKind:
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:
-        """Returns the short names of this kind: built in, and of installed packages."""
+        """Returns the short names of this kind: those built in, then those of other packages."""
         installed = sorted(self._installed().names)
         return tuple(dict.fromkeys((*self.built_in, *installed)))
 
@@ -139,9 +139,9 @@ class ExtensionKind:
 
 
 class Named(OneOf):
-    """A bound of a setting that names code of a kind, such as a reward.
+    """Allows names of code of one kind, such as rewards, as the value of a setting.
 
-    It allows the short names of the kind, some further names, and paths ``package.module:name``.
+    These are the short names of the kind, some further names, and paths ``package.module:name``.
     """
 
     def __init__(self, kind: ExtensionKind, *further: str):
@@ -157,7 +157,7 @@ class Named(OneOf):
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed names, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed names for an error such as "give one of a, b"; ignores ``kind``."""
         return f"{super().wanted(kind)}, or package.module:name"
 
 
@@ -166,8 +166,8 @@ class Extension(Bounded):
     """A reference to code in a config, with the options of the code.
 
     Attributes:
-        path: a path ``package.module:name`` or a short name. ``path`` may be "" if the key of the
-            config under which the reference stands is itself a short name.
+        path: a path ``package.module:name`` or a short name. It may be "" if the group that holds
+            ``path`` has the short name as its key, as in ``rewards.f1.weight=2``.
         options: values of the function's options, keyed by the name of the parameter.
     """
 
@@ -196,7 +196,7 @@ class BoundFunction:
         return self.function(**self.arguments(offered))
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a call: the options, and the offered values that it accepts."""
+        """Returns the function's arguments: its options, and the offered values it accepts."""
         accepted = {name: value for name, value in offered.items() if name in self.asks}
         return {**accepted, **self.options}
 
@@ -245,8 +245,7 @@ def parameters_of(
 
     Args:
         function: the function or class.
-        name: name of the function or class, used in error messages.
-        where: name of the setting, used in error messages.
+        name, where: names of the function and of the setting, used in error messages.
 
     Raises:
         UserError: the parameters cannot be determined, as for some functions written in C.

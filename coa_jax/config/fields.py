@@ -61,7 +61,7 @@ class Between:
         return (inside and not edge) or value in self.also
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed numbers, for error messages of the form "give DESCRIPTION".
+        """Describes the allowed numbers for an error such as "give a number from 0 to 1".
 
         Args:
             kind: type of the value, int or float.
@@ -100,15 +100,13 @@ class OneOf:
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed names, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed names for an error such as "give one of a, b"; ignores ``kind``."""
         return "one of " + ", ".join(name or '""' for name in self.names())
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Allows strings that can be a path or a part of an HTTP request.
-
-    The strings must not contain NUL, and must be encodable as UTF-8.
+    """Allows strings without NUL that can be encoded as UTF-8, as paths and HTTP requests require.
 
     Attributes:
         longest: maximum length in characters.
@@ -123,17 +121,13 @@ class Text:
     hidden: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a string is within the bounds.
-
-        It must be at most ``longest`` characters of valid UTF-8 without NUL, and match ``pattern``
-        in full.
-        """
+        """Returns whether a string is UTF-8 without NUL, and fits ``longest`` and ``pattern``."""
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed strings, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed strings for an error such as "give a name"; ignores ``kind``."""
         return self.what or f"at most {self.longest} characters of UTF-8 without NUL"
 
 
@@ -153,7 +147,7 @@ class Items:
         return self.low <= len(value) <= self.high
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed number of items, for error messages ("give DESCRIPTION")."""
+        """Describes the allowed number for an error such as "give 2 items"; ignores ``kind``."""
         number = self.low if self.low == self.high else f"{self.low} to {self.high}"
         return f"{number} items"
 
@@ -165,8 +159,8 @@ Bound = Between | OneOf | Text | Items
 class Sparse:
     """Marks a group of settings that a config lists only if they differ from their defaults.
 
-    Such a group belongs to a feature that is off unless it is set, such as a judge, or replaces
-    settings of a preset.
+    Such a group configures a feature that is off by default, such as a judge, or changes some
+    settings of a preset, such as an RL algorithm.
     """
 
 

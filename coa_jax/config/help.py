@@ -102,7 +102,7 @@ def settings_of(
 
 
 def page(settings: Iterable[Setting], keys: Sequence[str], width: int) -> str:
-    """Returns one line for each of the settings with the given keys, in the order of the keys."""
+    """Returns a line of at most ``width`` characters for each key: key, value and short meaning."""
     by_key = {setting.key: setting for setting in settings}
     lines = []
     for setting in map(by_key.__getitem__, keys):
@@ -124,7 +124,10 @@ def _cut(text: str, width: int) -> str:
 
 
 def outermost(settings: Sequence[Setting]) -> list[str]:
-    """Returns the keys outside groups and, if these are few, the keys of the outer groups."""
+    """Returns the keys outside groups and, if these are fewer than 10, the keys one group deep.
+
+    In the second case there are at most 30 keys. Keys inside `Sparse` groups are left out.
+    """
     keys = [setting.key for setting in settings if not setting.inside]
     outer = [key for key in keys if "." not in key]
     inner = [key for key in keys if key.count(".") == 1]

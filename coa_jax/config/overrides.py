@@ -183,7 +183,11 @@ def join_new_values(
 
 
 def lock(config: ml_collections.ConfigDict) -> None:
-    """Locks a config, except groups that list only changed settings, such as ``algorithm``."""
+    """Locks a config, so that overrides add no keys, except in groups that may gain keys.
+
+    These list only changed settings (`fields.Sparse`), such as ``algorithm``, or have keys that the
+    user chooses, such as ``rewards``.
+    """
     config.lock()
     _unlock_open_groups(config, "")
 

@@ -68,7 +68,7 @@ class Needs:
         )
 
     def under(self, group: str) -> Needs:
-        """Returns the same needs, with the names of settings below a group of settings."""
+        """Returns the same needs, with ``group`` and a dot before each name of a setting."""
         servers = {f"{group}.{setting}": server for setting, server in self.servers.items()}
         return dataclasses.replace(self, servers=servers)
 
@@ -104,7 +104,14 @@ class Check:
 def declares(
     needs: Needs | Callable[..., Needs], probe: Callable[..., Any] | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that gives a function the attributes ``needs`` and ``probe``."""
+    """Returns a decorator that gives a function the attributes ``needs`` and ``probe``.
+
+    Args:
+        needs: what the function needs, such as packages and keys, or a function that returns this.
+        probe: checks before a run, within a number of seconds, whether the decorated function can
+            work. It returns (whether it can, one line of text), or None if there is nothing to
+            report. None for no check.
+    """
 
     def mark(function: F) -> F:
         function.__dict__.update({"needs": needs, **({"probe": probe} if probe else {})})
@@ -129,14 +136,15 @@ def settings_needs(group: Any) -> Needs:
 def code_needs(kind: ExtensionKind, name: str, options: Mapping[str, Any], **offered: Any) -> Needs:
     """Returns what the code of an extension requires before a run can start.
 
-    That is the result of its function ``needs``, and the server in its options.
+    These are the needs in the code's attribute ``needs`` (see `declares`), and the server that the
+    options name.
 
     Args:
         kind: kind of the code.
         name: name of the code; "" for no code.
         options: options of the code. ``url`` names a server, and ``key_env`` the variable with its
             key.
-        offered: arguments for the function ``needs``, in addition to the options. The function
+        offered: arguments, in addition to the options, if ``needs`` is a function. The function
             receives those for which it has parameters.
     """
     url, key_env = (str(options.get(option) or "") for option in ("url", "key_env"))
@@ -154,7 +162,7 @@ def code_needs(kind: ExtensionKind, name: str, options: Mapping[str, Any], **off
 def code_probes(
     kind: ExtensionKind, name: str, options: Mapping[str, Any], where: str, **offered: Any
 ) -> dict[str, Probe]:
-    """Returns {setting: probe} for the code that a setting names; {} if the code has no probe.
+    """Returns {setting: probe (see `declares`)} for the code that a setting names; {} for no probe.
 
     Args:
         kind, name, options, offered: as in `code_needs`, with ``probe`` in place of ``needs``.
@@ -178,8 +186,8 @@ def preflight(probes: Mapping[str, Probe], seconds: float) -> list[Check]:
     """Checks at the same time whether several parts of a run can start.
 
     Args:
-        probes: name of a part -> its probe.
-        seconds: time limit for the answer of each server. With 0 nothing is asked.
+        probes: name of a part -> the function that checks this part, see `declares`.
+        seconds: time limit for the answer of each server; 0 to check nothing.
 
     Returns:
         The checks in the order of ``probes``, without the parts that have nothing to report.

@@ -52,7 +52,7 @@ _TURN = "turn"  # tool of a `ToolCall` with which an environment answers a whole
 
 
 def is_atif(value: Any) -> bool:
-    """Returns whether a JSON value is an ATIF document; its fields may still be malformed."""
+    """Returns whether a JSON value is an ATIF document (see `to_atif`), perhaps a malformed one."""
     return isinstance(value, dict) and {"schema_version", "agent", "steps"} <= value.keys()
 
 
@@ -63,7 +63,7 @@ def is_own(document: Mapping[str, Any]) -> bool:
 
 
 def decode_trajectory(value: Any) -> Trajectory:
-    """Converts a JSON value, an ATIF document or a stored trajectory, to a trajectory.
+    """Converts a JSON value to a trajectory: an ATIF document (`to_atif`) or a stored trajectory.
 
     Raises:
         KeyError, TypeError, ValueError: the value is neither of the two, or is malformed.
@@ -94,11 +94,13 @@ class _Turn(NamedTuple):
 def to_atif(trajectory: Trajectory) -> dict[str, Any]:
     """Converts a trajectory to an ATIF document, from which `from_atif` restores every bit.
 
-    The size of the document grows with the square of the number of turns, because each step repeats
-    the token ids of its prompt.
+    ATIF is the Agent Trajectory Interchange Format, which other agents and trainers use, see
+    docs/data.md. The size of the document grows with the square of the number of turns, because
+    each step repeats the token ids of its prompt.
 
     Returns:
-        The document as JSON values. `jsonl.dumps` writes NaN and infinities in its ``extra``.
+        The document as JSON values. Write it with `jsonl.dumps`, because ``extra`` may contain NaN
+        and infinities.
     """
     turns, stored = _turns(trajectory), trajectory.to_json()
     name = f"{trajectory.task_id}/{trajectory.sample_id}"
@@ -263,9 +265,9 @@ def _unicode(value: Any) -> Any:
 def from_atif(document: Mapping[str, Any]) -> Trajectory:
     """Converts an ATIF document to a trajectory; restores every bit of what `to_atif` wrote.
 
-    In a trajectory of another program, an answer is the message of the last step, if this step
-    calls no tool. The spans have the roles ``think`` and ``answer`` and the names of the tools.
-    Images and sounds become their paths in brackets. The subagents become branches.
+    Subagents become branches. In a document of another program, the message of the last step is the
+    answer, if this step calls no tool. The resulting segments have the role ``think``, ``answer``
+    or, for a call, the name of the tool. Images and sounds become their paths in brackets.
 
     Raises:
         KeyError, TypeError, ValueError: the document is malformed; the message names the step.
@@ -455,10 +457,10 @@ def _clock(step: Mapping[str, Any]) -> float | None:
 
 
 def chat_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts an ATIF trajectory to a row of chat messages, in the form of OpenAI's API.
+    """Converts an ATIF document (see `to_atif`) to a row of chat messages, as in OpenAI's API.
 
-    Steps of the agent that only repeat steps of an earlier context are left out. A step that no
-    model wrote (``llm_call_count`` 0) is marked as excluded from training.
+    Steps of the agent that are marked as copies of earlier steps (``is_copied_context``) are left
+    out. A step that no model wrote (``llm_call_count`` 0) is marked as excluded from training.
 
     Raises:
         KeyError, TypeError, ValueError: the document is malformed.

@@ -30,14 +30,14 @@ def columns_of(path: Path) -> dict[str, Any]:
 
 
 def renamed(row: Any, info: Mapping[str, Any]) -> Any:
-    """Returns a row with the standard column names of LLaMA-Factory.
+    """Returns a row with the standard column names of LLaMA-Factory, such as ``output``.
 
     Args:
         row: a row of a data file.
-        info: entry of the data file in ``dataset_info.json``. Its mapping ``columns`` gives the
-            name in the file for each standard column name; other columns with standard names are
-            ignored, as in LLaMA-Factory. Its mapping ``tags`` does the same for the keys and roles
-            of messages.
+        info: entry of the data file in ``dataset_info.json``. For example, its mapping ``columns``
+            ``{"response": "reply"}`` renames the column ``reply`` to ``output``. Columns that have
+            a standard name, but are not in the mapping, are then dropped, as in LLaMA-Factory. The
+            mapping ``tags`` renames keys and roles of messages.
     """
     if not isinstance(row, dict) or not info:
         return row

@@ -47,11 +47,11 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
 
     In a run of several processes, process 0 downloads the data set. The other processes get a copy
     of the split, in the cache of the library, unless they see the files of process 0. All processes
-    must therefore call this function in the same order, see `parallel.transfer`. If NAME is a
-    folder that every process has, each process reads this folder.
+    must therefore call this function in the same order, see `parallel.transfer`. A local folder
+    that all processes have is read by each process itself.
 
     Args:
-        source: ``hf:NAME:CONFIG:SPLIT``.
+        source: ``hf:NAME:CONFIG:SPLIT``, where NAME is a data set of the Hub or a local folder.
         split: split to read if the source names none.
         revision: branch, tag or commit of the data set; "" for the newest commit.
         setting: name of the setting that contains the source, used in error messages; "" if there

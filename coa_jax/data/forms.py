@@ -2,7 +2,7 @@
 
 The keys of a row determine its format. A value with a wrong type raises `TypeError` or
 `ValueError`, because the file is then damaged. `Unusable` means that the file is intact, but that
-this row is not safe to train on.
+this row cannot be used for training.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
 
     Raises:
         KeyError, TypeError, ValueError: the row has an unknown format, or is damaged.
-        Unusable: the row is not safe to train on.
+        Unusable: the row is intact, but cannot be used for training, see `Unusable`.
         UserError: the protocol is unknown.
     """
     if not isinstance(value, dict):

@@ -31,10 +31,12 @@ class Turn(NamedTuple):
     """A turn of a conversation.
 
     Attributes:
-        role: ``system``, ``user``, ``assistant``, ``tool``, or ``call`` for a function call.
-        text: text of the turn.
-        calls: tool calls in the form of OpenAI; None if there are none.
-        unlearned: whether the row excludes the turn from training.
+        role: ``system``, ``user``, ``assistant``, ``tool``, or ``call`` for a turn that is nothing
+            but a call, as in ShareGPT data.
+        text: text of the turn; usually JSON if the role is ``call``.
+        calls: function calls of an ``assistant`` turn, in the form of OpenAI; None if there are
+            none.
+        unlearned: whether the data file marks the turn as excluded from training.
     """
 
     role: str
@@ -46,7 +48,8 @@ class Turn(NamedTuple):
 def names_of(turns: Sequence[Turn]) -> set[str]:
     """Returns the names of the functions that a conversation calls.
 
-    A malformed call has no name. A call inside the text of a turn counts as the name ``tool_call``.
+    Malformed calls are left out. The tag ``<tool_call>`` in the text of a turn gives the name
+    ``tool_call``, because the text is not parsed.
     """
     texts = (turn.text for turn in turns if turn.role == "assistant")
     names = {"tool_call"} if any("<tool_call>" in text for text in texts) else set[str]()

@@ -5,7 +5,7 @@ A row may be a record of this project, an alpaca or ShareGPT row of LLaMA-Factor
 JSONL, parquet and ArrayRecord files, from TFDS, or from the Hugging Face Hub. docs/data.md shows
 each format.
 
-A damaged file is refused. A row that is not safe to train on, such as a row with an observation
+A damaged file is refused. A row that cannot be used for training, such as a row with an observation
 that is never closed, is left out and counted.
 """
 
@@ -45,7 +45,7 @@ The value "" infers the protocol of such a record from its tags.
 
 
 class LeftOut(NamedTuple):
-    """A row that is left out because it is not safe to train on.
+    """A row that is left out because it cannot be used for training, see `split.Unusable`.
 
     Attributes:
         row: where the row is, and its fields.

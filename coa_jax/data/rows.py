@@ -259,10 +259,10 @@ def _stamp(path: Path) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value of a table to a JSON value.
+    """Converts a value of a table to a JSON value, if it has a JSON form.
 
     Dates, decimals, durations and UTF-8 bytes become strings, and NumPy arrays become lists. Values
-    in dicts and lists are converted too. Bytes that are not UTF-8 stay bytes.
+    in dicts and lists are converted too. Other bytes, such as images, stay bytes.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()

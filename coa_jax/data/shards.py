@@ -37,7 +37,7 @@ def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes])
     Args:
         folder: folder of the shards; it is created if necessary.
         form: format of the shard, one of `SHARD_FORMATS`.
-        phase: phase to which all rows belong.
+        phase: phase of the run to which all rows belong, such as ``sft`` or ``rl``.
         step: step to which all rows belong.
         rows: JSON texts without newlines. Only one row is in memory at a time.
 
@@ -80,7 +80,7 @@ def rewind(folder: Path, phase: str, step: int) -> None:
 
     Args:
         folder: folder of the shards.
-        phase: phase whose shards are removed.
+        phase: phase of the run whose shards are removed, such as ``sft`` or ``rl``.
         step: last step whose shards stay.
     """
     for path in folder.glob(".*.new"):

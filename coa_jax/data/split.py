@@ -35,16 +35,20 @@ _BRIEF = re.compile(r"Follow the (\w+) protocol(?:\.| with these tools:)")
 
 
 class Unusable(ValueError):
-    """Raised if a row is not safe to train on; the message is the reason."""
+    """Raised if a row of data cannot be used for training; the message is the reason.
+
+    For example, it is unclear who wrote a part of the text: the policy must not learn to write the
+    results of tools.
+    """
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Returns a text between observation tags, with the line breaks that rollouts write there."""
+    """Puts observation tags around a text, with the line breaks that rollouts write there."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
 def observation(protocol: Protocol, text: str) -> str:
-    """Returns the result of a tool between observation tags, see `frame`.
+    """Puts observation tags around the result of a tool, unless it has them, see `frame`.
 
     Args:
         protocol: protocol with the observation tag.
@@ -181,25 +185,23 @@ def any_protocol() -> Protocol:
 
 
 def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
-    """Infers the protocol of a trajectory from its tags.
+    """Infers the protocol of a trajectory from its instructions and its tags.
 
-    If the instructions name a registered protocol, this protocol is the result. Otherwise the
-    result is the protocol with the fewest tags among those that contain every used tag.
-
-    At first, the used tags are the tags in the text and the tags in the instructions. If these tags
-    do not determine a single protocol, the used tags are only the tags in the text.
+    1. If the instructions name a registered protocol, this protocol is the result.
+    2. Otherwise it is the protocol that has all tags of the text and of the instructions, and the
+       fewest further tags.
+    3. If this is no single protocol, the tags of the instructions are ignored.
 
     Args:
         text: text of the policy.
         instructions: the system message, and the user message without the question.
 
     Returns:
-        (name of the protocol, the used tags in sorted order). If the instructions name the
-        protocol, the sentence that names it takes the place of the tags.
+        (name of the protocol, the tags from which it was inferred, sorted). In the first case, the
+        sentence that names the protocol takes the place of the tags.
 
     Raises:
-        Unusable: no protocol contains every used tag, or several such protocols have the same
-            smallest number of tags.
+        Unusable: no protocol has all tags of the text, or several that have them are equally small.
     """
     protocols = {name: get_protocol(name) for name in protocol_names()}
     match = _BRIEF.search(instructions)

@@ -43,7 +43,8 @@ class StopReason(enum.StrEnum):
     - ``environment``: the environment ended the episode.
     - ``length``: the token budget of the episode is used up.
     - ``turn_length``: the token budget of a turn is used up.
-    - ``turns``: the maximum number of tool calls is reached.
+    - ``turns``: the policy called a tool, or an agent program called the policy, more often than is
+      allowed.
     - ``eos``: the policy ended its turn without an answer.
     - ``violation``: the policy broke a rule of the protocol, which ends the episode only if the
       setting ``strict`` is on.
@@ -120,10 +121,10 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSpan:
-    """A span of a trajectory's text, written by one author.
+    """A part of a trajectory's text by one author: a segment, or the text between two segments.
 
     Attributes:
-        role: tag of the segment; None for text between segments.
+        role: role of the segment, which is the name of its tag; None for text between segments.
         author: author of the span.
         text: all characters of the span, including tags. The texts of all spans, joined, are the
             ``text`` of the trajectory.

@@ -15,17 +15,18 @@ def verdict_of(trajectory: Trajectory) -> str:
 
 
 def failure_of(trajectory: Trajectory) -> str:
-    """Returns why the answer of a trajectory is wrong, in a few words.
+    """Returns why a trajectory has no right answer, in a few words; "" if it has one.
 
-    The result is "" if the answer is right or not graded. Otherwise it is the first of these
-    reasons that applies:
+    The result is the first of these reasons that applies:
 
-    - The trajectory stopped without an answer. This reason needs no grade, unless the environment
-      ended the trajectory.
-    - The policy called no tool.
-    - An observation contained an accepted answer, but the policy wrote another answer.
-    - A tool call failed.
-    - No observation contained an accepted answer.
+    1. The trajectory stopped without an answer.
+    2. The policy called no tool.
+    3. An observation contained an accepted answer, but the policy wrote another answer.
+    4. A tool call failed.
+    5. No observation contained an accepted answer.
+
+    If the trajectory has no grade, only the first reason can apply. If moreover the environment
+    ended it, the result is "".
     """
     verdict, stopped = verdict_of(trajectory), trajectory.stop_reason
     quiet = verdict == "ungraded" and stopped == StopReason.ENVIRONMENT

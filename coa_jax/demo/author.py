@@ -96,10 +96,10 @@ class FactsAuthor:
         return self._draft("depth", steps, value, documents, parts, (*draft.hidden, answer))
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a question about the sum, difference or ratio of the answers of two drafts.
+        """Returns a question about the sum, difference or ratio of the answers of two questions.
 
-        The answers must be numbers of the same kind. The result is None if a draft is not
-        understood, or if both drafts ask the same.
+        The answers must be numbers of the same kind. The result is None if a question is not
+        understood, or if both questions ask the same.
         """
         if to_decimal(one.steps[-1][1]) < to_decimal(other.steps[-1][1]):
             one, other = other, one

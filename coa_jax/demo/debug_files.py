@@ -30,11 +30,7 @@ QUESTIONS = (
 
 
 def make_debug_files(folder: Path) -> None:
-    """Writes data, policy, questions and benchmarks for the debug variants of the configs.
-
-    Args:
-        folder: folder to write to.
-    """
+    """Writes data, policy, questions and benchmarks of the configs' debug variants to a folder."""
     sizes = {"tasks.train": 40, "tasks.validation": 4}
     config = load_config("configs/distill/factbook.py", sizes)
     apart(lambda: distill(config, folder / "distill"))  # a notebook has a running event loop

@@ -26,7 +26,7 @@ from coa_jax.tools.base import Observation, Tool, ToolContext
 
 _FILE = load_templates(__file__)
 KINDS: Mapping[str, Any] = _FILE["tools"]
-"""Name of a kind of tool -> its names, purposes, slots, fields and questions."""
+"""Kind of tool -> its names, purposes, slots (arguments), fields (of results) and questions."""
 
 UNKNOWN = "unknown"
 """The answer of scripted minds if no tool can answer, or if they do not understand the question."""
@@ -53,7 +53,7 @@ FUNCTIONS: Mapping[str, Callable[..., list[str]]] = {
     "remainders": lambda a, b: [str(int(a) % int(b)), str(int(a) // int(b))],
     "interest": lambda n, rate, years: [f"{int(n) * int(rate) * int(years) / 100:.2f}"],
 }
-"""Name -> the function that computes the values of all fields from the values of all slots."""
+"""Name -> the function that computes the values of all fields of a result from the arguments."""
 
 
 def _value(kind: str, draw: random.Random) -> str:
@@ -73,7 +73,8 @@ class Use:
     Attributes:
         kind: kind of the tool, a key of `KINDS`.
         field: index of the asked field of the tool's result.
-        values: values of the slots, the arguments of the call, as the question states them.
+        values: arguments of the tool, as the question states them, in the order of the ``slots`` in
+            `KINDS`.
     """
 
     kind: str
@@ -94,7 +95,7 @@ def _patterns() -> tuple[tuple[str, int, re.Pattern[str]], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def understand(question: str) -> Use | None:
-    """Parses a question; None if the question is of another source."""
+    """Parses a question of `load_source`; returns None for any other text."""
     for kind, field, pattern in _patterns():
         if match := pattern.fullmatch(question):
             values = (match[f"s{slot}"] for slot in range(len(KINDS[kind]["slots"])))
@@ -103,17 +104,17 @@ def understand(question: str) -> Use | None:
 
 
 def kind_of(description: str) -> str:
-    """Returns the kind of the tool with a description."""
+    """Returns the kind of a tool, a key of `KINDS`, given the description of the tool."""
     kinds = (k for k, spec in KINDS.items() if description.startswith(spec["purposes"]))
     return next(kinds)
 
 
 def shape_of(description: str) -> tuple[str, tuple[int, ...]]:
-    """Parses the description of a tool; returns the form of the arguments of a call.
+    """Parses the description of a tool; returns how the arguments of a call must be written.
 
     Returns:
-        The form, such as ``AMOUNT COIN COIN``, and the slot (argument) of each placeholder. If
-        several slots have the same placeholder, they follow each other in the order of the slots.
+        The form, such as ``COIN AMOUNT COIN``, and for each word in it the index of the argument
+        that replaces the word, here ``(1, 0, 2)``. Arguments with the same word keep their order.
     """
     slots = KINDS[kind_of(description)]["slots"]
     shape = next(m[0] for m in _SHAPE.finditer(description))
@@ -129,7 +130,7 @@ def write_call(description: str, values: Sequence[str]) -> str:
 
     Args:
         description: description of the tool.
-        values: value of each slot.
+        values: the arguments, in the order of the ``slots`` in `KINDS`.
     """
     shape, order = shape_of(description)
     ordered = iter(order)
@@ -137,7 +138,9 @@ def write_call(description: str, values: Sequence[str]) -> str:
 
 
 class DrawnTool:
-    """A tool with a drawn name, a drawn form of its arguments, and a drawn form of its results.
+    """A tool whose name, form of arguments and form of results are chosen at random.
+
+    From tasks with such tools, a policy learns to use tools that it knows only by description.
 
     Args:
         name: tag of the tool.
@@ -179,11 +182,11 @@ FORMS: tuple[Callable[[Sequence[str], Sequence[str]], str], ...] = (
 
 
 def fields_of(kind: str, values: Sequence[str]) -> list[str]:
-    """Returns the value of each field of a result.
+    """Returns the value of each field in the result of a tool.
 
     Args:
-        kind: kind of the tool.
-        values: value of each slot.
+        kind: kind of the tool, a key of `KINDS`.
+        values: arguments of the call, in the order of the ``slots`` in `KINDS`.
 
     Raises:
         ValueError: the number of values is wrong, or the tool does not know a value.
@@ -199,7 +202,7 @@ def fields_of(kind: str, values: Sequence[str]) -> list[str]:
 
 
 def tools_of(protocol: str) -> dict[str, Tool]:
-    """Returns the drawn tools of a protocol by tag."""
+    """Returns the tools of a protocol of `load_source` by tag, see `DrawnTool`."""
     return {tag: DrawnTool(tag, text) for tag, text in get_protocol(protocol).described.items()}
 
 
@@ -265,7 +268,7 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
 
 
 def load_source(split: str, n: int | None, seed: int) -> list[Task]:
-    """Generates tasks whose tools only the prompt describes.
+    """Generates tasks with random tools, which the policy knows only from the prompt.
 
     Args:
         split: ``train``, ``validation`` or ``test``.

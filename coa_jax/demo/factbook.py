@@ -359,9 +359,11 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
             question is used in a second wording. If ``n`` is larger than the number of questions in
             all wordings, fewer tasks are returned.
         seed: seed of the random choice, order and wording.
-        source: ``factbook``, or ``factbook:`` with options after the colon, for example
-            ``factbook:hops=1-2,arithmetic=0,templates=1`` or ``factbook:weights=60/30/10/0``. The
-            options are the fields of `_Options`.
+        source: ``factbook``, or ``factbook:`` with options, such as
+            ``factbook:hops=1-2,arithmetic=0``. Options are ``hops`` (number of searches),
+            ``weights`` (shares of the questions with 1, 2, 3 and 4 hops, such as 60/30/10/0),
+            ``arithmetic`` (0 for no arithmetic), ``templates`` (number of wordings), and
+            ``protocol`` (in which the policy answers).
 
     Raises:
         UserError: an option is invalid.

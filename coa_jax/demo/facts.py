@@ -34,7 +34,7 @@ _OFFICES = "President|King|Queen|Prime Minister|Chancellor|Governor|Premier|Emir
 
 @functools.cache
 def facts() -> dict[str, dict[str, str]]:
-    """Returns all facts, as a mapping: name of an entity -> (key of a relation -> value).
+    """Returns the main facts, as a mapping: name of an entity -> (key in `RELATIONS` -> value).
 
     Numbers have thousands separators. The items of a list are joined by "; ".
     """
@@ -43,9 +43,10 @@ def facts() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def fields() -> dict[str, dict[str, str]]:
-    """Returns the values of `FIELDS`, as a mapping: name of an entity -> (key -> value).
+    """Returns further facts, as a mapping: name of an entity -> (key in `FIELDS` -> value).
 
-    A value is left out if the passages of the entity state several values.
+    Passages quote these facts in the words of the Factbook. A value is left out if the passages of
+    the entity state several values.
     """
     by_title = {relation.title: relation for relation in FIELDS.values()}
     values_of: dict[str, dict[str, set[str]]] = {name: {} for name in facts()}
@@ -82,7 +83,10 @@ def inverse_keys() -> dict[tuple[str, str], str]:
 
 @functools.cache
 def adjectives() -> dict[tuple[str, str], str]:
-    """Returns the adjectives of nationality that identify an entity, as `inverse_keys` does."""
+    """Returns {("adjective", adjective of nationality): the only entity with this adjective}.
+
+    Adjectives that several entities share are left out.
+    """
     owners = collections.defaultdict(list)
     for name, values in fields().items():
         if "adjective" in values:
@@ -152,15 +156,11 @@ def _extreme(step: Comparison, values: list[str]) -> str | None:
 
 
 def compute(operation: str, a: str, b: str) -> str:
-    """Computes the result of an operation on two numbers of the Factbook.
+    """Computes an operation of `OPERATIONS` on two numbers; returns the result as text.
 
     Args:
-        operation: one of `OPERATIONS`.
-        a: first number, as in the Factbook.
-        b: second number, as in the Factbook.
-
-    Returns:
-        The result as text.
+        operation: name of the operation, such as ``sum``.
+        a, b: the numbers, as the Factbook writes them.
     """
     x, y = to_decimal(a), to_decimal(b)
     if operation == "ratio":

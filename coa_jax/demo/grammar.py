@@ -176,8 +176,8 @@ def read_value(step: Step, title: str, text: str) -> str | None:
         text: text of the passage.
 
     Returns:
-        The answer in the words of the passage. The items of a list are joined by "|". The result is
-        None if the passage does not contain the answer.
+        The answer as the passage writes it, but border countries are joined by "|", as in accepted
+        answers. The result is None if the passage does not contain the answer.
     """
     if isinstance(step, Computed):
         return None
@@ -239,7 +239,7 @@ def describe(step: Step) -> str:
 def kind_of(program: Program) -> str:
     """Returns the kinds of a program's steps in order, such as ``inverse>neighbour>lookup``.
 
-    A program that divides population by area ends with ``density``.
+    If the last three steps divide population by area, they have the common kind ``density``.
     """
     names = [
         step.operation if isinstance(step, Arithmetic) else type(step).__name__.lower()
@@ -252,13 +252,14 @@ def render(program: Program, template: int = 0) -> str:
     """Writes a question program as an English question.
 
     Args:
-        program: a program with the order of steps that `understand` returns. Each step must
-            contribute to the answer.
+        program: the steps. Each step must contribute to the answer. For arithmetic on two values,
+            the steps of the first value come first.
         template: index of the paraphrase, from 0 to `TEMPLATES` - 1, that is used for the question
             and for the phrases in the question.
 
     Raises:
-        ValueError: the question cannot be expressed, for example because it compares values.
+        ValueError: the last step is a `Comparison` or a `Count`, which only `render_people` can
+            express, or arithmetic on the answers of steps that are not a `Lookup`.
     """
     steps, last = program.steps, program.steps[-1]
     entity = functools.partial(_entity_phrase, steps, template)

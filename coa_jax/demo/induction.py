@@ -44,9 +44,10 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     token that followed the earlier occurrence.
 
     Args:
-        params: stacked parameters of a model with at least two query heads per key/value head.
-        config: architecture of the model. A larger ``rope_theta`` gives the circuit more dimensions
-            for matching tokens.
+        params: parameters of a model, in which one array has the weights of all layers (stacked
+            along the first axis). Each key/value head needs at least two query heads.
+        config: architecture of the model. The circuit matches tokens by the rotary dimensions that
+            hardly rotate with distance; a larger ``rope_theta`` gives more of these.
         seed: seed of the random projections.
 
     Raises:

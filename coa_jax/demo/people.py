@@ -84,18 +84,21 @@ class _Options:
 
 @declares(Needs(("demo",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """Draws questions, balanced over topics, kinds of questions and relations.
+    """Draws questions about the World Factbook in varied wordings, balanced over topics.
 
-    The same arguments give the same questions.
+    They are also balanced over kinds of questions and relations. The same arguments give the same
+    questions.
 
     Args:
         split: ``train``, ``validation`` or ``test``.
         n: number of questions; None uses each question program once. If ``n`` is larger than the
             number of programs, fewer questions are returned.
         seed: seed of the random choice, order and wording.
-        source: the source with its options, for example
-            ``factbook_people:protocol=mhqa,topics=single/chain``. The options are the fields of
-            `_Options`.
+        source: ``factbook_people``, or with options, such as
+            ``factbook_people:protocol=mhqa,topics=single/chain``. Options are ``protocol`` (in
+            which the policy answers), ``topics`` (keys of `TOPICS`, such as ``single`` for a fact
+            and ``chain`` for a chain of facts), and ``wording`` (``known`` for wordings of training
+            questions, ``new`` for held-out wordings, ``any`` for all wordings).
 
     Raises:
         UserError: an option is invalid, or the option ``wording`` is ``new`` for the split

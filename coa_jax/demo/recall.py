@@ -36,6 +36,8 @@ def recalling_minds(
 ) -> Minds:
     """Returns the minds of a scripted team that remembers facts about some countries.
 
+    The mind of an agent is the function that decides the agent's next message.
+
     Args:
         mistake_rate, unrecovered_rate, seed: probabilities of mistakes and the seed of the random
             choices, as in `scripted_minds`.

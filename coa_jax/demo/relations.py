@@ -15,20 +15,23 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """A kind of fact about an entity.
+    """A kind of fact about an entity, such as its capital.
+
+    Passages state the facts of `RELATIONS` in the sentence ``sentence``. The facts of `FIELDS` are
+    quoted in the words of the Factbook, from which ``pattern`` takes the value.
 
     Attributes:
         key: identifier of the relation, such as ``capital``.
         title: second part of the title of a passage, such as ``Capital``.
         noun: name of the relation in questions and queries, such as ``capital``.
-        sentence: template of the sentence that states a fact, with the slots ``{entity}`` and
-            ``{value}``; "" for a relation of `FIELDS`.
+        sentence: template of the sentence that states a fact, with the placeholders ``{entity}``
+            and ``{value}``; "" in `FIELDS`.
         preposition: word between the noun and the entity in questions.
         unit: unit that follows the number in the sentence; "" for no unit.
         number: whether the value is a number.
         invertible: whether a question may identify an entity by the value of this relation.
-        pattern: regular expression that matches a whole passage with a field. Its group is the
-            value. "" for a relation of `RELATIONS`.
+        pattern: regular expression that matches a whole passage, and whose group is the value; ""
+            in `RELATIONS`.
     """
 
     key: str
@@ -83,7 +86,7 @@ _ALL = (
 )
 
 RELATIONS: dict[str, Relation] = {relation.key: relation for relation in _ALL}
-"""Key -> relation, for all relations."""
+"""Key -> relation, for all relations that a passage states in a sentence of this module."""
 
 INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
 """Keys of the relations that can identify an entity by their value."""
@@ -134,12 +137,9 @@ def relation_of(key: str) -> Relation:
 
 
 def state(relation: Relation, entity: str, value: str) -> str:
-    """Returns the sentence that states a fact.
+    """Returns the sentence that states the value of a relation of `RELATIONS` for an entity.
 
-    Args:
-        relation: the relation.
-        entity: name of the entity.
-        value: value of the relation. The items of a list are joined by "; ".
+    The items of a list in ``value`` are joined by "; ".
     """
     return relation.sentence.format(entity=entity, value=value)
 

@@ -198,9 +198,10 @@ def code(slips: Slips, view: AgentView) -> Action:
 def reflect(slips: Slips, view: AgentView) -> Action:
     """Decides the message of the reflection agent, which grades the last call by its result.
 
-    The grade of ``tool_effectiveness`` is Poor, which requires a new plan, if the call did not ask
-    what the step asks. It is Fair if the call was vague, failed or found nothing. If the result is
-    as expected, all grades are Good.
+    If the result is as expected, all three grades are Good. Otherwise ``information_conflict`` is
+    Good, ``trajectory_monitoring`` is Fair, and ``tool_effectiveness`` is Fair if the call was
+    vague, failed or found nothing, or Poor if it did not ask what the step asks. Poor requires a
+    new plan.
 
     Args:
         slips: not used, because grades contain no mistakes.

@@ -19,7 +19,7 @@ from coa_jax.distillation.chance import uniform
 
 @dataclasses.dataclass(frozen=True)
 class Slips:
-    """Decides when scripted minds make a deliberate mistake, and which mistake.
+    """Decides when agents with scripted rules make a deliberate mistake, and which mistake.
 
     Attributes:
         rate: probability that a decision is a deliberate mistake.
@@ -32,29 +32,19 @@ class Slips:
     seed: int = 0
 
     def happens(self, episode: str, decision: str) -> bool:
-        """Returns whether a decision of a run becomes a deliberate mistake.
-
-        Args:
-            episode: id of the run.
-            decision: name of the decision.
-        """
+        """Returns whether a decision becomes a deliberate mistake, given the id of the run."""
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:
-        """Returns whether the double check of a run overlooks a wrong suggested answer.
-
-        Args:
-            episode: id of the run.
-        """
+        """Returns whether the verification in a run, given by its id, overlooks a wrong answer."""
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:
         """Chooses an option; the choice depends only on the seed, the run and the decision.
 
         Args:
-            episode: id of the run.
-            decision: name of the decision.
-            options: options to choose from.
+            episode, decision: id of the run, and name of the decision.
+            options: texts to choose from.
         """
         return options[int(uniform(self.seed, episode, f"{decision}/choice") * len(options))]
 

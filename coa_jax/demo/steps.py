@@ -74,12 +74,7 @@ class Progress:
 
 
 def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
-    """Returns a step in which references to earlier steps are replaced by their answers.
-
-    Args:
-        step: the step.
-        answers: answers of all earlier steps, as text.
-    """
+    """Returns a step in which ``answers``, those of all earlier steps, replace the references."""
     return step if isinstance(step, Expression) else grammar.resolve_references(step, answers)
 
 
@@ -106,7 +101,7 @@ def operands(step: grammar.Computed, answers: Sequence[str]) -> str:
 
 
 def tool_for(step: AnyStep) -> str:
-    """Returns the agent that carries out a step: ``code`` for computations, else ``search``."""
+    """Returns the name of a step's agent: ``code`` if the step computes, else ``search``."""
     return "code" if isinstance(step, grammar.Computed | Expression) else "search"
 
 
@@ -129,9 +124,7 @@ def queries(step: AnyStep) -> tuple[str, ...]:
 def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
     """Returns Python programs that compute the answer of a step, the best program first.
 
-    Args:
-        step: the step.
-        answers: answers of all earlier steps, as text.
+    ``answers`` are the answers of all earlier steps, as text.
     """
     if isinstance(step, Expression):
         setup = f"{step.setup}\n" if step.setup else ""
@@ -202,14 +195,9 @@ def _read_program(
 
 
 def run_progress(question: str, messages: Sequence[Message]) -> Progress | None:
-    """Computes how far a run has come, from its messages.
+    """Computes how far a run has come, from its question and its messages so far.
 
-    Args:
-        question: the question.
-        messages: messages of the run so far.
-
-    Returns:
-        The progress of the run; None if the question fits no known template.
+    The result is None if the question fits no known template.
     """
     steps = steps_of(question)
     if steps is None:

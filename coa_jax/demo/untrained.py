@@ -66,7 +66,7 @@ def write_policy(
         config: sizes of the policy.
         records: records on whose text the tokenizer is trained.
         prompt: prompt style in which the policy sees the questions of the records.
-        path: path of the directory.
+        path: directory to write.
 
     Raises:
         UserError: the free memory is too small for the parameters.

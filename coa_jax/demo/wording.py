@@ -15,11 +15,7 @@ Templates = tuple[str, ...]
 
 
 def load_templates(module: str) -> Any:
-    """Reads the TOML file next to a module; arrays of templates become tuples.
-
-    Args:
-        module: path of the module.
-    """
+    """Reads the TOML file next to a module, given its path; arrays of templates become tuples."""
 
     def frozen(value: Any) -> Any:
         if isinstance(value, dict):

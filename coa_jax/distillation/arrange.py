@@ -76,19 +76,19 @@ class Completion(Bounded):
         plan: whether, in a run without a plan, the first thought becomes the plan.
         thoughts: whether a standard sentence, such as "I use wiki_search.", is invented if the
             protocol requires a thought where the run has none.
-        verification: whether a suggested answer and a verification are invented before an answer
-            that the run did not verify. The score is 4 if a tool result contains the answer, and 3
-            otherwise. A run is refused if its answer equals no accepted answer of the question, or
-            if the score does not pass under the protocol.
-        review: whether the review of a tool result is added, if the protocol requires one and the
-            run has none. The review is the first sentence after the result. If this sentence has
-            fewer than three words, the next sentences are added to it. The remaining text is the
+        verification: whether a suggested answer and its verification are invented before an answer
+            that the run did not verify. On the scale from 1 (wrong) to 4, the verification scores
+            4 if a tool result contains the answer, else 3. A run is refused if its answer is not
+            an accepted answer, or if the protocol requires a higher score.
+        review: whether the text after a tool result becomes its review (reflection), if the
+            protocol requires a review and the run has none. The review is the first sentence; if it
+            has fewer than three words, the next sentences are added. The remaining text is the
             thought before the next call.
-        good_from, average_from: lowest scores, from 0 to 10, that count as good and as average; a
-            lower score counts as poor. The scores come from a process judge, a model that scored
-            each step of the run. All three criteria of a review get the same grade. The protocol
-            requires a new plan after the grade poor; if the run has no new plan there, the grade
-            becomes average.
+        good_from, average_from: lowest scores, from 0 to 10, that become the grades good and
+            average; a lower score becomes poor. The scores come from a process judge, a model that
+            scored each step of the run. All criteria in the review of a step get its grade. The
+            protocol requires a new plan after poor; if the run has none there, poor becomes
+            average.
     """
 
     plan: bool = True

@@ -58,10 +58,10 @@ def card(
         name: name of the data set.
         records: all records of the data set.
         funnel: statistics of the filters, see `FilterReport`; None if unknown.
-        configs: the forms of the data set and their files, as the Hub expects them under
-            ``configs``.
-        tasks: maps the name of a part of a mixture, which records have as their source, to the
-            source of its tasks, such as ``arithmetic:gcd``.
+        configs: the formats in which the data set is stored, such as ``sharegpt``, with their
+            files, as the Hub expects them under ``configs``.
+        tasks: task source behind each name that ``source`` has in the records, such as
+            ``{"sums": "arithmetic:gcd"}`` for a mixture; None if ``source`` is the task source.
     """
     tags: Counter[str] = sum(map(tags_of, records), Counter())
     tools = {t for r in records for t in get_protocol(r.protocol).tools}
@@ -103,7 +103,7 @@ def joined(cards: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         cards: the cards of the data sets.
-        configs: the forms of the data sets and their files, as for `card`.
+        configs: the formats in which the data sets are stored, and their files, as for `card`.
     """
     from huggingface_hub import DatasetCard
 

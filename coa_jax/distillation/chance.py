@@ -9,8 +9,8 @@ def uniform(seed: int, episode: str, decision: str) -> float:
     """Returns a pseudo-random number in [0, 1) that depends only on the arguments.
 
     Args:
-        seed: seed of the run.
-        episode: id of the task.
+        seed: seed of the random choices.
+        episode: id of the episode or task in which the decision is made.
         decision: name of the decision for which the number is drawn, e.g. ``"query/2"``.
     """
     key = f"{seed}\0{episode}\0{decision}".encode()

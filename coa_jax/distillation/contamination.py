@@ -117,9 +117,9 @@ class Contamination:
             n-grams.
         entity_share: a training question reveals an evaluation question if both have the same
             answer, and the training question contains at least this share of the evaluation
-            question's entities. If the evaluation question has fewer than two entities, the
-            training question must contain all of its entities and this share of its
-            `content_words`. 0 disables this comparison.
+            question's `entities` (names and numbers). If these are fewer than two, the second
+            condition is that the training question contains the entity, if there is one, and this
+            share of the evaluation question's `content_words`. 0 disables this comparison.
         shown: maps each n-gram to the indices of the evaluation questions that contain the n-gram.
         questions: the evaluation questions.
     """

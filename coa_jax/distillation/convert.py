@@ -196,7 +196,7 @@ def _write(writer: _Writer, message: Message) -> None:
 def corrected_itself(log: MessageLog, protocol: str) -> bool:
     """Returns whether a run replaced a suggested answer whose verification gave a low score.
 
-    The fourth stage of the paper's filtering (§3.2.1) uses this property.
+    The Chain-of-Agents paper gives such runs more weight in the training data (§3.2.1).
 
     Args:
         log: messages of the run.
@@ -250,9 +250,9 @@ def convert(
 
     Returns:
         The record. Its parts, joined, are the text after the prompt. Unpaired surrogates, which a
-        model may write, are replaced in the same way as tokenizers replace them. If the run does
-        not contain some segments, ``metadata["invented"]`` lists their numbers among the segments
-        of the policy, from 0.
+        model may write, are replaced in the same way as tokenizers replace them. If segments were
+        invented, such as standard thoughts, ``metadata["invented"]`` lists their indices among the
+        segments of the policy, from 0.
 
     Raises:
         Unconvertible: a required thought is missing, and ``thoughts`` is False.
@@ -278,7 +278,7 @@ def convert(
 
 
 def invented_segments(record: DistilledRecord) -> frozenset[int]:
-    """Returns the numbers of the policy's segments that the run does not contain, see `convert`."""
+    """Returns the indices of invented segments among the policy's segments, see `convert`."""
     numbers = record.metadata.get("invented")
     if not isinstance(numbers, list | tuple):
         return frozenset()

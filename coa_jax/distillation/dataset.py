@@ -67,13 +67,12 @@ def distill_split(
         tools: maps the name of each tool to the tool.
         config: settings of the teacher and the filters.
         workdir: work directory to which all files are written.
-        tool_settings: settings on which the results of the tools depend, as JSON values. If the
-            journal in ``workdir`` was written with other settings, the function raises UserError.
+        tool_settings: settings on which the results of the tools depend, as JSON values.
         on_done: function to call whenever a run ends, with the number of finished runs.
         count_tokens: function that counts the tokens of a text; needed if
             ``config.selection.max_tokens`` is set.
-        endpoint: model that decides for the agents; None for scripted minds. Its connection is
-            closed when all tasks are done.
+        endpoint: model that decides for the agents; None if scripted rules decide. Its connection
+            is closed when all tasks are done.
 
     Raises:
         UserError: the journal belongs to other settings or is malformed.
@@ -139,7 +138,8 @@ def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
 
     They are the number of records, the shares of records with a reflection and with a corrected
     answer, and the number of deliberate mistakes of each kind. For each number of hops (searches
-    per question), they also contain mean and maximum lengths and the mean number of tool calls.
+    per question), they also contain the number of records, the mean number of tool calls, and the
+    mean and maximum number of characters, in total and by the policy.
     """
     by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
     for record in records:

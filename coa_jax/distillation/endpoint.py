@@ -45,8 +45,8 @@ It contains the word JSON because servers in JSON mode demand this.
 class EndpointConfig(ChatConfig):
     """The settings of the language model that decides for the teacher's agents.
 
-    The budget in these settings also covers the calls of earlier processes of the same
-    distillation.
+    The limits on the calls, such as ``max_money``, also cover the calls of earlier processes of the
+    same distillation.
 
     Attributes:
         key_env: name of the environment variable with the API key. If the variable is not set, no
@@ -233,13 +233,9 @@ class Endpoint:
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits ``work``, and then closes the connection in the same event loop.
+        """Returns the result of a coroutine that uses this endpoint, and closes the connection.
 
-        Args:
-            work: coroutine that uses this endpoint.
-
-        Returns:
-            The result of ``work``.
+        Both happen in the same event loop.
         """
         try:
             return await work

@@ -134,21 +134,21 @@ def fits_alpaca(record: DistilledRecord) -> bool:
 
 
 def masked_by_markers(record: DistilledRecord) -> bool:
-    """Returns whether the paper's fork of LLaMA-Factory masks exactly the environment's text.
+    """Returns whether the Chain-of-Agents paper's fork of LLaMA-Factory masks the right text.
 
-    The fork masks the tokens of ``output`` from each ``<observation`` to the next ``observation>``
-    that is followed by an empty line. It masks the wrong text if an observation contains one of
-    these marks. The fork also skips records in which the numbers of opening and closing tags
-    differ.
+    This is the environment's text without the first newline of each observation. The fork masks the
+    tokens of ``output`` from each ``<observation`` to the next ``observation>`` that is followed by
+    an empty line. It masks the wrong text if an observation contains one of these marks. The fork
+    also skips records in which the numbers of opening and closing tags differ.
 
-    The fork does not mask the newline before ``<observation``. The newline is necessary: without
-    it, the two brackets of ``><`` would become one token, and the fork would not find the beginning
-    of the observation. The effect of the newline depends on the tokenizer:
+    The newline before ``<observation`` is never masked. It is necessary: without it, the two
+    brackets of ``><`` would become one token, and the fork would not find the beginning of the
+    observation. Its effect depends on the tokenizer:
 
-    - Tokenizers such as Qwen's have one token for ``>`` and a newline. The newline then belongs to
-      the token that closes the policy's call, and all other tokens of the environment are masked.
+    - Tokenizers such as Qwen's have one token for ``>`` and a newline. It ends the policy's call,
+      so the policy is trained on no token of the environment.
     - In the tokenizers of GPT-2 and SmolLM2, a newline is a token of its own. The policy is then
-      trained on one token of each observation.
+      trained on this one token of each observation, which the function tolerates.
     """
     expected = [(start + 1, end) for start, end in _spans(record, "environment")]
     marked = [match.span() for match in _MARKED.finditer(record.text)]
@@ -160,8 +160,7 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     """Converts a record to a row of LLaMA-Factory's sharegpt form, with each tool result as a turn.
 
     Raises:
-        UserError: the policy did not write the first or the last part, although this form requires
-            that.
+        UserError: the record does not begin and end with text of the policy, as this form requires.
     """
     names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
     turns = [*record.context, ("user", prompt_of(record, style))]
@@ -316,7 +315,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
     features |= dict.fromkeys(lists, tfds.features.Sequence(tfds.features.Text()))
 
     class Coa(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-        """Distilled records."""
+        """Builder of the TFDS data set ``coa``, which holds distilled records."""
 
         name = "coa"
         VERSION = tfds.core.Version(VERSION)
@@ -404,11 +403,14 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
 
 
 def export_atif(data: str, out: Path) -> int:
-    """Writes sampled trajectories as ATIF documents, one per line; one is in memory at a time.
+    """Writes sampled trajectories to a file of ATIF documents (see `to_atif`), one per line.
+
+    Only one trajectory is in memory at a time.
 
     Args:
         data: work directory or files of trajectories, see `iterate_trajectories`.
-        out: folder of the file, whose name begins with the name of ``data``.
+        out: folder for the file ``NAME_atif.jsonl``, where NAME is the last part of ``data``,
+            without suffixes.
 
     Returns:
         The number of trajectories.
@@ -447,7 +449,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``coa-jax export-data``."""
+    """Runs ``coa-jax export-data``: exports records or trajectories for other programs."""
     values = flags.FLAGS
     if "atif" in values.forms:
         if len(values.forms) > 1:
