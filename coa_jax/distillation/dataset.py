@@ -72,7 +72,7 @@ def distill_split(
         on_done: function to call whenever a run ends, with the number of finished runs.
         count_tokens: function that counts the tokens of a text; needed if
             ``config.selection.max_tokens`` is set.
-        endpoint: model that decides for the agents; None for scripted minds. Its connection is
+        endpoint: model that decides for the agents; None for scripted agents. Its connection is
             closed when all tasks are done.
 
     Raises:
