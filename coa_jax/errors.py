@@ -39,8 +39,8 @@ class UserErrors(UserError):
 class Outage(UserError):
     """An error that probably passes without a correction, such as a store that does not answer.
 
-    The exit code is the value of ``$COA_JAX_STOP_CODE``, by default 2. Launch scripts set this
-    variable, and start a command that ends with this code again.
+    The exit code is 2, as for every `UserError`, unless ``$COA_JAX_STOP_CODE`` contains another
+    number. Launch scripts set this variable, and repeat a command that exits with its value.
     """
 
 

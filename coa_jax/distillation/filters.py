@@ -1,7 +1,7 @@
 """Selects the runs of the teacher that become training data, and counts the runs it drops.
 
-The filters are those of the paper's progressive filtering (§3.2.1): complexity, quality, the share
-of runs with reflection, and up-sampling of runs that corrected themselves. A filter is a name and a
+The filters are those of the Chain-of-Agents paper (§3.2.1): complexity, quality, the share of runs
+with reflection, and up-sampling of runs that corrected themselves. A filter is a name and a
 predicate over one run. So filters can be combined, and the runs that each filter drops can be
 counted.
 """
@@ -28,10 +28,10 @@ class TeacherRun:
         log: the messages of the run.
         record: the trajectory that was converted from the messages.
         reward: reward of the task's grader, which also grades policies. ``parts["format"]`` is 1 if
-            the trajectory obeys the protocol.
+            the tags of the trajectory obey the protocol.
         correct: whether the answer is right; None if neither the grader nor a judge could decide.
-        obeys: whether the run followed its instructions, according to a judge; None if no judge was
-            asked or the judge gave no verdict.
+        obeys: whether the trajectory does what the prompt of its protocol asks, according to a
+            judge (a language model). True if no judge was asked; None if the judge gave no verdict.
     """
 
     task: Task
@@ -86,7 +86,10 @@ class FilterReport:
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Returns a line for each filter that dropped runs: its count, setting and an example."""
+        """Returns a line of text for each filter that dropped runs.
+
+        It has the number of these runs, the setting that changes the filter, and an example.
+        """
         dropped = ((name, number) for name, number in self.dropped.items() if number)
         return [
             f"dropped {number} of {self.total} runs: {name}"
@@ -174,8 +177,8 @@ def repeats_no_call(run: TeacherRun) -> bool:
     """Returns whether a run never called a tool twice with the same arguments.
 
     Arguments that differ only in white space count as the same. In a program, only white space at
-    the ends of the program and of its lines is disregarded, because a program with corrected
-    indentation is another call.
+    the ends of lines, and before or after the whole program, is disregarded, because a program with
+    corrected indentation is another call.
     """
     calls = [(tool, _without_blanks(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
@@ -190,9 +193,10 @@ def _without_blanks(tool: str, arguments: str) -> str:
 def notices_mistakes(run: TeacherRun) -> bool:
     """Returns whether a reflection followed every deliberately wrong call of a run.
 
-    A wrong query may find the answer by luck. Then the run may contain no reflection, and would
-    teach the policy the mistake without its correction. Only scripted minds make deliberate
-    mistakes and record them, so this filter drops no run of a model or of another system.
+    In a reflection, an agent of the team reviews the work so far. A wrong query may find the answer
+    by luck. Then the run may contain no reflection, and would teach the policy the mistake without
+    its correction. Only the team of scripted agents (programs) makes deliberate mistakes, so this
+    filter drops no run of a model or of another system.
     """
     unnoticed = False
     for message in run.log.messages:
@@ -207,12 +211,14 @@ def notices_mistakes(run: TeacherRun) -> bool:
 def quality_filters(
     max_chars: int, min_interactions: int = 0, *, keep_without_gold: bool = False
 ) -> tuple[Filter, ...]:
-    """Returns the complexity and quality filters, in the order in which they are applied.
+    """Returns the basic filters of single runs, in the order in which they are applied.
+
+    They are the complexity and quality filters of the Chain-of-Agents paper (§3.2.1).
 
     Args:
         max_chars: maximum number of characters of a trajectory, including observations.
-        min_interactions: minimum number of messages of any kind. (The complexity filter of the
-            paper counts tool calls instead, see ``SelectionConfig.min_tool_calls``.)
+        min_interactions: minimum number of messages of any kind. (The paper counts tool calls
+            instead, see ``SelectionConfig.min_tool_calls``.)
         keep_without_gold: whether to keep runs of tasks without an accepted answer.
     """
 
@@ -235,10 +241,10 @@ def quality_filters(
 
 
 def plain_share(fraction: float, seed: int) -> Filter:
-    """Returns a filter that keeps a random share of the runs without reflection.
+    """Returns a filter that keeps a random share of runs with neither reflection nor correction.
 
-    Runs with a reflection, and runs that corrected their answer, are always kept. This is the third
-    stage of the paper's filtering (§3.2.1).
+    It keeps all runs in which an agent reviewed the work (a reflection) or corrected the answer.
+    This is the third stage of filtering in the Chain-of-Agents paper (§3.2.1).
 
     Args:
         fraction: share of the runs with neither reflection nor correction that is kept.
@@ -264,10 +270,11 @@ def failures_of(
     """Returns for each run the name of the first filter that it fails; None if it passes all.
 
     Args:
-        runs: the runs. The first of several similar runs is kept.
+        runs: the runs.
         filters: conditions on single runs.
-        set_filters: filters that compare runs with each other. They are applied one after the other
-            to the runs that pass ``filters``.
+        set_filters: filters that compare runs with each other, for example to keep only the first
+            of several similar runs. They are applied one after another to the runs that pass
+            ``filters``.
     """
     failures = [first_failure(run, filters) for run in runs]
     for each in set_filters:
@@ -326,10 +333,10 @@ def _in_one_line(run: TeacherRun) -> str:
 
 
 def copies(run: TeacherRun, corrected_copies: int) -> list[DistilledRecord]:
-    """Returns the training records of a kept run, to give self-corrections more weight.
+    """Returns the training records of a kept run: several copies if the run corrected its answer.
 
-    If the run corrected its answer, the result is ``corrected_copies`` equal records, otherwise one
-    record. The copies after the first one have the ids ``<id>#2``, ``<id>#3``, ...
+    The copies give self-corrections more weight in training. There are ``corrected_copies`` of
+    them, with the ids ``<id>``, ``<id>#2``, ``<id>#3``, ... Any other run becomes one record.
     """
     number = corrected_copies if run.record.metadata["corrected"] else 1
     ids = [run.record.id, *(f"{run.record.id}#{k}" for k in range(2, number + 1))]

@@ -40,13 +40,14 @@ Team: TypeAlias = Callable[[str], Conversation | Awaitable[Conversation]]
 async def solve_all(
     team: Team, tasks: Sequence[Task], path: Path, concurrency: int
 ) -> list[dict[str, Any]]:
-    """Lets a team solve the tasks that the file of runs does not contain yet.
+    """Lets a team (a Python function) solve the tasks that the file of runs does not contain yet.
 
     Args:
-        team: the team. A synchronous function runs in threads.
+        team: function that takes a question, and returns the messages of a run as OpenAI's API
+            writes them. It may be asynchronous; if it is not, it runs in threads.
         tasks: all tasks, also those that were solved before.
-        path: file of runs. A row has ``id``, ``question``, and ``messages`` or ``error``; runs with
-            an error are tried again by the next call.
+        path: JSONL file of runs. A run has the fields ``id`` and ``question``, and either
+            ``messages`` or ``error``. The next call repeats runs with an error.
         concurrency: number of tasks that are solved at the same time.
 
     Returns:
@@ -96,10 +97,10 @@ async def _attempt(team: Team, task: Task) -> dict[str, Any]:
 def select(
     tasks: Sequence[Task], runs: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[DistilledRecord], Counter[str]]:
-    """Selects the runs whose answers are right.
+    """Selects the runs whose answers are right, according to the graders of the tasks.
 
-    The answer is what the last message marks as such, see `marked_answer`, or else the whole
-    message. The grader of the task grades it.
+    The answer is the marked part of the last message (`marked_answer`), or the whole message if
+    nothing is marked.
 
     Args:
         tasks: the tasks that the runs should solve.

@@ -1,7 +1,7 @@
 """Lets language models judge the answers of runs, and whether runs followed instructions (§3.2.1).
 
-A judge is asked only if rules cannot decide. If a judge gives no verdict, the run is dropped as
-``ungraded``, and judged again when the command is started again.
+A judge of answers is asked only if rules do not accept the answer. If a judge gives no verdict, the
+run is dropped as ``ungraded``, and judged again when the command is started again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ class JudgesConfig(Bounded):
     """Settings of the models that judge runs; a judge without ``chat.url`` is not used.
 
     Attributes:
-        answer: model that judges answers. It is asked about answers that the grader of the task
-            finds wrong or cannot grade. It is not asked if a program grades the answers of the
-            task. It is not asked about wrong numbers either, because graders compare numbers by
-            value.
-        instruction: model that judges whether a run followed its instructions. It is asked about
-            runs that pass all other filters of single runs.
+        answer: model that judges text answers which the grader of the task finds wrong or cannot
+            grade. It judges no answers of tasks that a program grades, and no numbers that the
+            grader finds wrong, because the grader compares numbers by value.
+        instruction: model that judges whether a trajectory does what the prompt of its protocol
+            asks. It judges the runs that pass all other filters of single runs.
     """
 
     answer: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -69,7 +68,10 @@ def _needs_judge(run: TeacherRun) -> bool:
 
 
 async def judge_answers(runs: Sequence[TeacherRun], config: JudgeConfig) -> list[TeacherRun]:
-    """Asks a judge about answers that rules cannot grade; returns all runs, with the verdicts.
+    """Asks a judge about answers that the grader finds wrong or cannot grade; see `JudgesConfig`.
+
+    Returns:
+        All runs. In judged runs, ``correct`` is the verdict, or None if the judge gave none.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
@@ -88,12 +90,15 @@ async def judge_answers(runs: Sequence[TeacherRun], config: JudgeConfig) -> list
 async def judge_instructions(
     runs: Sequence[TeacherRun], filters: Sequence[Filter], config: JudgeConfig
 ) -> list[TeacherRun]:
-    """Asks a judge whether runs followed instructions; returns all runs, with the verdicts.
+    """Asks a judge whether trajectories do what the prompts of their protocols ask.
 
     Args:
         runs: runs of the teacher.
         filters: filters of single runs; only runs that pass all of them are judged.
         config: settings of the judge.
+
+    Returns:
+        All runs. In judged runs, ``obeys`` is the verdict, or None if the judge gave none.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.

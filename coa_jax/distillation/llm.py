@@ -170,7 +170,7 @@ async def ask(
 
     Raises:
         UnusableReplyError: no reply could be parsed, or the endpoint refuses the request.
-        UserError: the budget is spent, or the endpoint does not answer.
+        UserError: the endpoint does not answer, or its limit of calls, tokens or money is reached.
     """
     problem = ""
     for attempt in range(attempts):
@@ -195,8 +195,8 @@ def language_minds(endpoint: Endpoint) -> Minds:
 
     A mind asks the model up to three times for a message that its agent may send. It raises
     `UnusableReplyError`, which ends the run, if all three replies are invalid, or if the endpoint
-    refuses the request. It raises UserError if the budget is spent, or if the endpoint does not
-    answer.
+    refuses the request. It raises UserError if the endpoint does not answer, or if its limit of
+    calls, tokens or money is reached.
 
     Args:
         endpoint: the model.

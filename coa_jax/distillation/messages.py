@@ -56,7 +56,7 @@ class Ending(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A message from one participant to another.
+    """A message between two participants of a run: the user, an agent or a tool.
 
     Attributes:
         index: position of the message in the log, from 0.
@@ -64,13 +64,14 @@ class Message:
         recipient: ``user``, the name of an agent, or the name of a tool.
         kind: purpose of the message.
         content: text of the message: query or program of a call, text of an observation, steps of a
-            plan, grades of a reflection, score of a verdict, or the answer.
+            plan, grades of the work so far (kind ``reflection``), score of a suggested answer (kind
+            ``verdict``), or the answer.
         thought: reasoning of the sender before the message.
         outcome: how the tool call ended (``coa_jax.tools.base.Outcome``) if the message is an
             observation; None for other messages.
-        slip: name of the deliberate mistake that a scripted mind made with the message; None for no
-            mistake.
-        invented: whether the conversion of a foreign run added the message.
+        slip: name of the deliberate mistake that a scripted agent made with the message; None for
+            no mistake.
+        invented: whether the conversion of another system's log added the message.
     """
 
     index: int
@@ -106,18 +107,18 @@ class MessageLog:
 
     @property
     def answer(self) -> str | None:
-        """The final answer; None if the run ended without an answer."""
+        """The final answer of the run; None if the run ended without an answer."""
         last = self.messages[-1]
         return last.content if last.kind is Kind.ANSWER else None
 
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
-        """The tool calls as pairs (tool, arguments), oldest first."""
+        """The tool calls of the run as pairs (tool, arguments), oldest first."""
         return tuple((m.recipient, m.content) for m in self.messages if m.kind is Kind.CALL)
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Names of the deliberate mistakes that scripted minds made in the run, oldest first."""
+        """Names of the deliberate mistakes that scripted agents made in the run, oldest first."""
         return tuple(m.slip for m in self.messages if m.slip)
 
     def count(self, kind: Kind) -> int:

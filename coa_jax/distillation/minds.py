@@ -49,7 +49,7 @@ class AgentView:
         role: name of the agent for which the mind decides.
         question: the question of the user.
         protocol: name of the protocol that the manager, the agent which leads the team, follows.
-        episode: id of the run, from which scripted minds derive their random choices.
+        episode: id of the run, from which scripted agents derive their random choices.
         messages: all messages of the run so far, oldest first.
         tools: names of the tools that this agent may call.
     """
@@ -63,7 +63,7 @@ class AgentView:
 
     @property
     def last(self) -> Message:
-        """The newest message, which activated this agent."""
+        """The newest message of the run, to which this agent responds."""
         return self.messages[-1]
 
     def of_kind(self, kind: Kind) -> tuple[Message, ...]:
@@ -110,12 +110,16 @@ def team_minds(
 ) -> Minds:
     """Returns the minds of a team that needs no language model.
 
+    The mind of an agent is the function that decides the agent's next message.
+
     Args:
-        team: name of a teacher, or the path ``package.module:name`` of its function.
-        mistake_rate, unrecovered_rate, seed: which mistakes the team makes, see `TEACHERS`.
+        team: name of the function that makes the minds, see `TEACHERS`; or its path
+            ``package.module:name``.
+        mistake_rate, unrecovered_rate, seed: probabilities and seed of deliberate mistakes, see
+            `TEACHERS`.
 
     Raises:
-        UserError: there is no teacher of this name.
+        UserError: there is no function of this name.
     """
     teacher = bind(TEACHERS, team, {}, "config.teacher.team")
     minds: Minds = teacher(mistake_rate=mistake_rate, unrecovered_rate=unrecovered_rate, seed=seed)

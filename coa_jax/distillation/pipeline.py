@@ -35,11 +35,11 @@ class DistillConfig(Bounded):
     """Settings of the teacher and of the filters.
 
     Attributes:
-        team: the team, if no language model decides for its agents: the name of a teacher, or the
-            path ``package.module:name`` of a function that returns the minds of a team.
-        mistake_rate: probability that a decision of a scripted mind is a deliberate mistake.
+        team: name, or path ``package.module:name``, of a function that makes a team without a
+            language model, see `minds.TEACHERS`.
+        mistake_rate: probability that a decision of a scripted agent is a deliberate mistake.
         unrecovered_rate: probability that the scripted double check overlooks a wrong suggested
-            answer. The correctness filter drops the runs that end with this answer.
+            answer. The filter ``wrong_answer`` drops the runs that end with this answer.
         seed: seed of the deliberate mistakes and of the random selection of runs.
         concurrency: number of tasks that the teacher solves at the same time.
         max_messages: number of messages after which a run is abandoned.
@@ -47,13 +47,12 @@ class DistillConfig(Bounded):
         min_interactions: minimum number of messages, of any kind, of a kept run.
         keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
             graded. If False, the filter ``no_accepted_answer`` drops them.
-        plain_fraction: share of the runs without reflection that is kept. Runs with a reflection
-            and runs that corrected their answer are always kept.
+        plain_fraction: share of the runs with neither reflection nor correction that is kept. All
+            other runs are kept.
         corrected_copies: number of equal records that are written for a run that corrected its
             answer.
         selection: thresholds of further filters.
-        judges: models that judge the answers that rules cannot grade, and whether runs followed
-            their instructions.
+        judges: models that judge answers, and whether trajectories do what their prompts ask.
     """
 
     team: Annotated[str, Named(TEACHERS)] = "scripted"
@@ -71,7 +70,7 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """Returns the minds of ``team``, which decide the agents' messages by rules."""
+        """Returns the minds of ``team``: for each agent, the function that decides its messages."""
         return team_minds(self.team, self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
@@ -98,11 +97,11 @@ async def run_teacher(
     """Lets the teacher solve tasks, many at the same time.
 
     Args:
-        tasks: the tasks. Agents do not see their gold answers.
+        tasks: the tasks. The agents do not see the accepted answers of the tasks.
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         minds: maps the name of each agent to its mind, the function that decides the agent's next
-            message; None for scripted minds.
+            message; None for the minds of ``config.team``.
         journal: journal of finished runs, to which new runs are appended. A task whose run the
             journal contains is not solved again. None to store no runs.
         on_done: function to call whenever a new run ends, with the number of finished runs.
@@ -154,7 +153,8 @@ def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -
     """Makes a `TeacherRun`: converts the messages of a run to a trajectory, and grades it.
 
     Args:
-        task: the task, which names the protocol. Without a reference answer there is no grade.
+        task: the task, which names the protocol. If it has neither an accepted answer nor a program
+            that scores answers, the run has no grade (``correct`` is None).
         log: messages of the run.
         record: trajectory of the run; None to convert ``log``.
     """
@@ -172,8 +172,9 @@ def graded_runs(
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] = (),
 ) -> list[TeacherRun]:
-    """Converts and grades runs; a judge, if configured, grades the answers that graders cannot.
+    """Converts runs to trajectories, and grades their answers.
 
+    A configured judge checks answers that the graders find wrong or cannot grade (`JudgesConfig`).
     Each run should be graded only once, because a judge without a cache is asked again, which costs
     money and may give another verdict.
 
@@ -199,16 +200,16 @@ def select(
 ) -> tuple[list[DistilledRecord], FilterReport]:
     """Selects the graded runs that become training data.
 
-    The result depends only on the runs, on the settings, and on the verdicts of the judge that
-    decides whether runs followed their instructions.
+    The result depends only on the runs, on the settings, and on the verdicts of the judge
+    ``config.judges.instruction``.
 
     Args:
         runs: runs from `graded_runs`.
         config: settings of the filters.
         count_tokens: function that counts the tokens of a text; needed if
             ``config.selection.max_tokens`` is set.
-        on_example: function to call with examples of the runs that each filter dropped, see
-            `examples_of`.
+        on_example: function to call with each example of a dropped run, see
+            `filters.dropped_examples`.
 
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.

@@ -24,7 +24,7 @@ _ROLES = {
 
 
 def log_of(record: DistilledRecord) -> MessageLog:
-    """Reconstructs the messages of a run from its record, as the inverse of `convert`.
+    """Reconstructs the messages of a run from its record, as the inverse of `convert.convert`.
 
     Each action in the record, such as a plan or a tool call, becomes a message again. Thoughts, and
     text outside tags, become the field ``thought`` of the next message.

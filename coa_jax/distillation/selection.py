@@ -69,8 +69,8 @@ class SelectionConfig(Bounded):
         max_tokens: maximum number of tokens of a trajectory, including the environment's text.
         max_answer_words: maximum number of words of an answer. If this filter is enabled, it also
             drops runs with an evasive answer, unless the answer equals an accepted answer.
-        min_tool_calls: minimum number of tool calls in a run. The paper asks for 5 interactions of
-            agents with tools (§3.2.1); most questions of the Factbook need fewer.
+        min_tool_calls: minimum number of tool calls in a run. The Chain-of-Agents paper asks for 5
+            (§3.2.1); most questions of the Factbook need fewer.
         evaluation: names of task sources (see ``load_tasks``). A run is dropped if it reveals a
             question from the split ``test`` of one of these sources.
         evaluation_size: number of tasks that are read from each source in ``evaluation``.

@@ -110,7 +110,7 @@ def solve_with_smolagents(
     runs: list[dict[str, Any]] = []
 
     class SearchAgent(smolagents.ToolCallingAgent):  # type: ignore[name-defined]
-        """Stores the memory of every run before the next run overwrites it."""
+        """A smolagents agent that stores the steps of each run, which the next run overwrites."""
 
         def __call__(self, task: str, **settings: Any) -> Any:
             try:

@@ -43,7 +43,7 @@ class SmolConfig(Bounded):
     concurrency: Times = 8
 
     def needs(self) -> Needs:
-        """Returns the extra of the teacher smolagents, see `config.preflight`."""
+        """Returns the optional dependencies (pip extra) that smolagents needs, see `Needs`."""
         return Needs(("distill",))
 
 

@@ -48,7 +48,7 @@ async def solve(
     Args:
         question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
-        episode: id of the run, from which scripted minds derive their random choices.
+        episode: id of the run, from which scripted agents derive their random choices.
         minds: maps the name of each agent to its mind, the function that decides the agent's next
             message.
         tools: maps the name of each tool to the tool. Agents may call the tools for which the

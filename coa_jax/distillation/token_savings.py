@@ -118,7 +118,9 @@ def policy_economy(
           includes the tokens of failed attempts;
         - ``both_solved``: mean numbers of tokens over pairs of a run and a trajectory that both
           solve the task;
-        - ``saved``: shares of the team's tokens that the policy saves.
+        - ``saved``: shares of the team's tokens that the policy saves: ``both_solved`` for these
+          pairs, ``per_solved`` for tokens per solved task. Names ending in ``_resent`` count the
+          policy's tokens as in `resent_tokens`. Missing if there are no such pairs.
     """
     spent = {name: sum(team_tokens(run.log, tools, count)) for name, run in runs.items()}
     rows, left_out = [], 0

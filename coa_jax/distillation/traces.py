@@ -91,14 +91,15 @@ class Converted:
     """The runs that were read from files and converted.
 
     Attributes:
-        tasks, logs: the task and the reordered messages of each run that could be converted.
+        tasks: task of each run that could be converted.
+        logs: messages of each of these runs, reordered if the protocol requires it.
         records: trajectory of each run if the files contain trajectories; empty if they contain
             logs.
         tokens: number of tokens of each run for which the files state this number.
         reading: statistics of the records of each file.
         refusals: file, line and reason of each record that could not be read or converted.
-        refused: maps each reason to the number of records that could not be used for this reason.
-        examples: maps each reason to the place of the first of these records.
+        refused: maps each reason, without details such as numbers, to the number of these records.
+        examples: maps each reason to the file, the line and the full reason of its first record.
         unknown: maps the name of each tool without a tag in the protocol to its number of calls.
     """
 
@@ -113,12 +114,12 @@ class Converted:
     unknown: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def refuse(self, path: str, line: int, reason: str) -> None:
-        """Records that a run could not be read or converted.
+        """Counts a record of a file as refused, because it could not be read or converted.
 
         Args:
-            path: file of the run.
-            line: line number of its record.
-            reason: why the run cannot be used.
+            path: path of the file.
+            line: line number of the record.
+            reason: why the record cannot be used.
         """
         self.refusals.append({"path": path, "line": line, "reason": reason})
         # Parts that are specific to one run are removed, to count equal reasons.
@@ -271,7 +272,7 @@ def distill_traces(
 
     Args:
         config: the files, and how to convert them.
-        filters: settings of the filters; settings of scripted minds are not used.
+        filters: settings of the filters; settings of the team are not used.
         workdir: directory to which the files are written.
         count_tokens: function that counts the tokens of a text; needed if
             ``filters.selection.max_tokens`` is set.

@@ -45,9 +45,8 @@ class SamplingParams(Bounded):
 class EngineConfig(Bounded):
     """Settings of an engine, which decodes sequences in a fixed number of slots.
 
-    A slot is the space for one sequence in the KV cache.
-
-    The programs are compiled anew for each distinct configuration.
+    A slot is the space for one sequence in the KV cache. Each distinct configuration compiles its
+    own programs.
 
     Attributes:
         slots: number of sequences that can be in progress at the same time. 0 takes the number of
@@ -56,11 +55,11 @@ class EngineConfig(Bounded):
         max_length: maximum number of tokens of a sequence (the positions of a slot).
         chunk: number of tokens that the device decodes for each sequence before control returns to
             the host.
-        extend_buckets: sizes, in tokens and ascending, of the programs that prefill prompts and
-            observations; each size has a compiled program. () uses the default of the platform, see
-            `on_platform`.
-        extend_block: number of consecutive tokens of a sequence that a prefill program processes
-            together. The last block of a sequence is padded. 0 uses the default of the platform.
+        extend_buckets: sizes of the programs that prefill prompts and observations, in tokens per
+            call, ascending. () uses the default of the platform, see `on_platform`.
+        extend_block: number of consecutive tokens of a sequence in a row of a prefill program. With
+            32, a program of size 512 has 16 rows, of one or several sequences. The last row of a
+            sequence is padded. 0 uses the default of the platform.
         dtype: dtype of matmul operands; ``auto`` takes that of the platform, see `on_platform`.
         cache_dtype: dtype of keys and values in the cache; "" takes ``dtype``. ``int8`` stores one
             byte per number, and one scale per head and position.
@@ -72,8 +71,8 @@ class EngineConfig(Bounded):
             docs/kernels.md.
         decode_programs: maximum number of decoding programs, which differ in their number of rows.
             With 4, the programs have rows for a quarter, a half, three quarters, and all of the
-            slots, rounded up to multiples of eight. Each chunk runs the smallest program that has a
-            row for every slot that is not waiting for a tool.
+            slots, rounded up to multiples of eight. Each chunk runs the smallest program with a row
+            for each sequence that does not wait for a tool.
         engines: number of engines that share one copy of the parameters and work at the same time.
             The slots and the pages are divided equally among the engines. While one engine computes
             on a single core, or waits, the other engines use the other cores. 0 chooses the number
@@ -106,10 +105,10 @@ class EngineConfig(Bounded):
 
         The dtype is float32 on CPUs and bfloat16 on accelerators.
 
-        CPUs have a single bucket, because larger programs compute no more tokens per second there.
-        On accelerators, blocks are long, because the kernels read all pages of a sequence again for
-        each block of the sequence (docs/kernels.md). A block is the largest power of two, up to the
-        default of the platform, that divides all buckets.
+        On CPUs, one bucket of 64 tokens is enough, because larger programs compute no more tokens
+        per second. On accelerators, blocks are long, because the kernels read all pages of a
+        sequence again for each block of the sequence (docs/kernels.md). A block is the largest
+        power of two, up to the default of the platform, that divides all buckets.
         """
         widths = {"cpu": ((64,), 8), "tpu": ((128, 512), 128)}
         buckets, block = widths.get(platform, ((32, 128, 512), 32))
@@ -152,11 +151,12 @@ class EngineConfig(Bounded):
         return dataclasses.replace(self, slots=slots, pages=pages, engines=1)
 
     def whole(self) -> EngineConfig:
-        """Returns settings with about the same memory that give every slot its own pages.
+        """Returns the settings without a shared pool of pages: fewer slots, each with own pages.
 
-        Every slot has pages for ``max_length`` positions, so no sequence ever has to free its pages
-        for another one (`Engine.give_way`). There are at least two slots, because the results of an
-        engine with one slot differ in the last bits from those of all others, see `row_sizes`.
+        The cache keeps about the same size. Every slot has pages for ``max_length`` positions, so
+        no sequence ever has to free its pages for another one (`Engine.give_way`). There are at
+        least two slots, because the results of an engine with one slot differ in the last bits from
+        those of all others, see `row_sizes`.
         """
         if not self.pages:
             return self
@@ -179,8 +179,8 @@ class EngineConfig(Bounded):
 
         The numbers are multiples of eight, because two to seven rows decode no faster than eight,
         and attention on CPUs processes eight sequences together. An engine with a single slot has
-        a program with one row, which is faster. The results
-        are bit-identical for any number of rows from two on, but differ for one row.
+        a program with one row, which is faster. The results are bit-identical for any number of
+        rows from two on, but differ for one row.
         """
         if self.slots == 1:
             return (1,)

@@ -28,20 +28,20 @@ _IDENTITY, _NOWHERE = 0, 1  # the transition functions that keep a state, and th
 
 
 class ConstraintTables(NamedTuple):
-    """The tables of a constraint, as NumPy arrays or on a device, for S states and V tokens.
+    """Tables that say which tokens the policy may write in which state of its protocol.
 
-    The tokens fall into K kinds: two tokens are of the same kind if, in every state, the next state
-    after either of them is the same.
+    The tables are NumPy arrays, or lie on a device. Two tokens are of the same kind if, in every
+    state, the next state after either of them is the same.
 
     Attributes:
-        allowed: uint32 ``[S, ceil(V / 32)]``, for each state one bit per token, which is 1 if the
-            token is allowed; the lowest bit of a word belongs to the word's first token. None if
-            every token is allowed, and the tables only say where the policy must stop.
-        next_state: int32 ``[S, K]``, entry (s, k) is the state that follows state s when a token of
-            kind k is written; `DEAD` if tokens of kind k are not allowed in state s.
-        kind: int32 ``[V]``, kind of each token.
-        ends: bool ``[S]``, True for states in which the policy must not write a token, because an
-            observation or the end of the trajectory follows.
+        allowed: uint32 ``[states, ceil(tokens / 32)]``, for each state one bit per token, which is
+            1 if the token is allowed; the lowest bit of a word belongs to the word's first token.
+            None if every token is allowed, and the tables only say where the policy must stop.
+        next_state: int32 ``[states, kinds]``, the state that follows a state when a token of a kind
+            is written; `DEAD` if the token is not allowed.
+        kind: int32 ``[tokens]``, kind of each token.
+        ends: bool ``[states]``, True for states in which the policy must not write a token, because
+            an observation or the end of the trajectory follows.
     """
 
     allowed: Any
@@ -52,7 +52,7 @@ class ConstraintTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
-    """The constraint of a run: the automata of the run's protocols, applied to a vocabulary.
+    """Limits the tokens that the policy may sample to those that its protocol allows.
 
     `watch_for_ends` makes constraints that allow every token, and only end the turns.
 
@@ -60,7 +60,7 @@ class Constraint:
         tables: the tables for decoding, on the host.
         start: maps the name of a protocol to the state before the first token that the policy
             writes.
-        observed: int32 ``[S]``, state after an observation; `DEAD` for states in which no
+        observed: int32 ``[states]``, state after an observation; `DEAD` for states in which no
             observation is expected.
     """
 
@@ -91,8 +91,7 @@ def make_constraint(
     Args:
         automata: automaton of each protocol, by name.
         tokens: bytes of each token; b"" for tokens that may never be written.
-        vocab_size: V, the number of columns of the logits; columns beyond ``tokens`` are never
-            allowed.
+        vocab_size: number of columns of the logits; columns beyond ``tokens`` are never allowed.
 
     Raises:
         UserError: the vocabulary cannot spell a text that a protocol requires.
@@ -121,7 +120,7 @@ def watch_for_ends(
     Args:
         automata: automaton of each protocol's closing tags (`grammar.closing_tags`), by name.
         tokens: bytes of each token; b"" for tokens without text.
-        vocab_size: V, the number of columns of the logits; columns beyond ``tokens`` have no text.
+        vocab_size: number of columns of the logits; columns beyond ``tokens`` have no text.
     """
     starts, symbols = _join(automata)
     tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
@@ -155,13 +154,13 @@ def _compose(
     from every state are merged, so few transition functions are computed.
 
     Args:
-        transitions: int32 ``[S + 1, 256]``, next state for each state and byte; the last state is
+        transitions: int32 ``[states + 1, 256]``, next state for each state and byte; the last is
             `DEAD`.
-        tokens: the bytes of each of the V tokens.
+        tokens: the bytes of each token.
         empty: what a token without bytes does: `_IDENTITY` or `_NOWHERE`.
 
     Returns:
-        The kinds, int32 ``[V]``, and the next states, int32 ``[S, K]``.
+        The kinds, int32 ``[tokens]``, and the next states, int32 ``[states, kinds]``.
     """
     size = np.array([len(token) for token in tokens])
     width = max(int(size.max(initial=0)), 1)
@@ -208,7 +207,7 @@ def _without_dead_ends(after: np.ndarray, observed: np.ndarray, ends: np.ndarray
 
 
 def _pack(allowed: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Packs ``allowed[:, kind]`` into bits, uint32 ``[S, ceil(V / 32)]``."""
+    """Packs ``allowed[:, kind]`` into bits, uint32 ``[states, ceil(tokens / 32)]``."""
     words = -(-len(kind) // _WORD)
     packed = np.zeros((len(allowed), words), np.uint32)
     for state, row in enumerate(allowed):
@@ -218,12 +217,15 @@ def _pack(allowed: np.ndarray, kind: np.ndarray) -> np.ndarray:
 
 
 def allowed_tokens(allowed: jax.Array, state: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns whether each token is allowed in a state, bool ``[..., V]``.
+    """Returns whether each token is allowed in each of the given states.
 
     Args:
         allowed: the table `ConstraintTables.allowed`.
-        state: states of the constraint, int32 ``[...]``.
-        vocab_size: V, the number of tokens.
+        state: states of the constraint, int32 of any shape.
+        vocab_size: number of tokens.
+
+    Returns:
+        bool ``[..., vocab_size]``, where ``...`` is the shape of ``state``.
     """
     words = allowed[state][..., None]
     bits = words >> jnp.arange(_WORD, dtype=jnp.uint32) & 1
@@ -233,7 +235,7 @@ def allowed_tokens(allowed: jax.Array, state: jax.Array, vocab_size: int) -> jax
 def token_states(
     constraint: Constraint, start: int, tokens: Sequence[int], written: Sequence[bool]
 ) -> np.ndarray:
-    """Returns the state of the constraint in which each token was sampled, int32 ``[T]``.
+    """Returns the state of the constraint in which each token was sampled, int32 ``[tokens]``.
 
     Args:
         constraint: constraint of the run.

@@ -99,8 +99,8 @@ class Engine:
         """Replaces the parameters of the engine.
 
         Args:
-            params: training parameters, all of whose devices form this engine's device group; or a
-                copy that `layout.publish` made for the devices of this engine.
+            params: training parameters that lie on all devices of this engine, and on no others; or
+                a copy that `layout.publish` made for the devices of this engine.
         """
         if not isinstance(params, DecodeParams):
             (params,) = layout.publish(params, self.model, self.config)
@@ -109,18 +109,17 @@ class Engine:
             self._pages = layout.new_pages(params, self.model, self.config, self.compute)
 
     def give_back(self, places: DecodeParams) -> None:
-        """Frees the memory of parameters and cache until the next `publish`.
+        """Frees the memory of the engine's parameters and cache until the next `publish`.
 
         All slots must be free.
 
         Args:
-            places: shapes and shardings of the parameters, which the engine holds in place of the
-                arrays until the next `publish`.
+            places: shapes and shardings of the parameters, which replace the arrays until then.
         """
         self.params, self._pages = places, None
 
     def warm_up(self) -> None:
-        """Compiles all programs, so that no later call has to wait for a compilation.
+        """Compiles all programs of the engine, so that no later call waits for a compilation.
 
         All slots must be free.
         """
@@ -136,7 +135,7 @@ class Engine:
         self.restart()
 
     def restart(self) -> None:
-        """Sets the times and counts in `meter` to zero; all slots must be free."""
+        """Sets the engine's times and counts in `meter` to zero; all slots must be free."""
         self.meter = Meter()
 
     def reserve(
@@ -153,9 +152,9 @@ class Engine:
             slot: a free slot.
             positions: present length of the sequence, including the prompt, in tokens.
             source: a slot whose first ``length`` tokens are also those of the new sequence; this
-                may be ``slot`` itself. The two sequences share the full pages of these tokens;
-                `fork` copies the tokens of the last, partly filled page. None if the new sequence
-                shares no tokens.
+                may be ``slot`` itself. In a pool, the two sequences share the pages that the first
+                ``length - 1`` of these tokens fill; `fork` copies the tokens of the last, partly
+                filled page. None if the new sequence shares no tokens.
             length: number of tokens that the two sequences have in common, see ``source``.
             spare: number of pages that must stay free.
 
@@ -286,6 +285,7 @@ class Engine:
 
         Raises:
             RuntimeError: too few pages are free; see `grow`.
+            ValueError: a sequence would have more than ``max_length`` tokens.
         """
         size = self.config.extend_block
         blocks: list[tuple[int, int, Sequence[int]]] = []
@@ -336,14 +336,14 @@ class Engine:
         self.meter.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Puts the first ``length`` tokens of a sequence into other slots, without a new prefill.
+        """Puts the first ``length`` tokens of a sequence into more slots, without a new prefill.
 
-        Use it for the samples of a prompt, which are then prefilled only once.
+        With it, a prompt that several samples share is prefilled only once.
 
         Args:
-            source: slot of the other sequence.
-            targets: slots of the new sequences.
-            length: number of tokens that the sequences have in common.
+            source: slot of the sequence.
+            targets: slots of new sequences that begin with the same tokens.
+            length: number of these tokens.
         """
         pairs: list[tuple[int, int]] = []
         for target in targets:
@@ -445,7 +445,7 @@ class Engine:
 
     @property
     def any_active(self) -> bool:
-        """Whether a sequence is being decoded in any slot."""
+        """Whether a sequence is being decoded in any slot of the engine."""
         return bool(self._state.active.any())
 
 

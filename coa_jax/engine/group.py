@@ -152,10 +152,10 @@ def adapted(
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
     """Gives new training parameters to all engines from `make_engines`.
 
-    If only adapters are trained, engines keep the other parameters and get new adapters. Otherwise
-    engines on devices of their own may be decoding at the same time, because they keep the old
-    parameters until the new copy is complete. On devices that also train, the old copy is deleted
-    first, because the two copies might not fit in memory together.
+    - If only adapters are trained, engines keep the other parameters and get new adapters.
+    - Otherwise, engines on devices that do not train keep the old parameters until the new copy is
+      complete, and may decode until then. On devices that also train, the old copy is deleted
+      first, because the two copies might not fit in memory together.
     """
     if apart(engines, params) or _keeps_base(engines):
         take_copies(engines, new_copies(engines, params))

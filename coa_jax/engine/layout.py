@@ -76,9 +76,9 @@ def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: 
     Args:
         devices: reserved devices of all processes, sorted by process.
         tensor: number of devices of a group.
-        train: number of training devices of a process. These devices form groups of the same size,
-            which make the copies for the engines.
-        count: number of reserved devices of a process.
+        train: number of training devices of a process. ``tensor`` must divide it, because groups of
+            ``tensor`` training devices make the copies of the parameters for the engines.
+        count: number of reserved devices of a process; ``tensor`` must divide it.
 
     Raises:
         UserError: the devices of a process cannot be arranged into such groups.
@@ -120,12 +120,13 @@ def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tup
     """Returns the sizes and names of the axes of a `decode_mesh`.
 
     Args:
-        processes: int ``[N]``, index of the process of each device.
+        processes: int ``[devices]``, index of the process of each device.
         tensor: number of devices of a group.
 
     Returns:
-        The sizes and the names of the axes. If the devices of the processes are not placed
-        regularly, the sizes are unusable: their product is not N, or groups span processes.
+        The sizes and the names of the axes. If the devices of a process are not placed regularly,
+        the product of the sizes is not the number of devices, or groups span processes. The caller
+        must check both.
     """
     shape, names, rest = [], [], processes.size
     strides = _strides(np.flatnonzero(processes == processes[0])[:tensor].tolist())
@@ -177,8 +178,8 @@ def publish(
     weight matrices, see `KernelLayout`.
 
     Args:
-        params: training parameters, on one device or on a mesh; or the adapters alone, from whose
-            copies `DecodeParams.with_adapters` makes complete parameters.
+        params: training parameters, on one device or on a mesh; or the adapters alone. Then the
+            result holds adapters, which `DecodeParams.with_adapters` joins to other parameters.
         model: the architecture.
         config: settings of the engines that will use the copies.
         tensor: number of devices of a device group, see `decode_mesh`.

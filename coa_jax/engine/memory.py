@@ -101,12 +101,11 @@ def fitted(
     """Returns the settings of an engine, fitted to given samples and to this machine.
 
     No shape is larger than in ``config``. The cache fits in memory, no slot stays empty for the
-    whole run, and no slot is longer than the longest sample. If memory is too small for the longest
-    sequence in every slot, the slots share as many pages as fit, because most sequences are
-    shorter. On CPUs, ``extend_buckets`` (the sizes of prefill) and ``chunk`` (the decoding steps of
-    a call) are the defaults of the platform, because larger programs are no faster there. The
-    choice does not change any
-    trajectory.
+    whole run, and no slot is longer than the longest sample. If memory cannot hold the longest
+    sample in every slot, the slots share as many pages as fit, because most samples are shorter. On
+    CPUs, ``extend_buckets`` (the sizes of prefill) and ``chunk`` (the decoding steps of a call) are
+    at most the defaults of the platform, because larger programs are no faster there. The choice
+    changes no trajectory: a single slot, whose results differ in the last bits, is never chosen.
 
     Args:
         config: settings of the engine, with the largest allowed shapes; if ``slots`` is 0, at most
@@ -172,8 +171,8 @@ def waves(samples: int, places: int, engines: int) -> str:
 
     Args:
         samples: number of samples of a step.
-        places: number of slots of all engines together.
-        engines: number of engines (groups of devices) that divide the slots.
+        places: number of slots on all devices together.
+        engines: number of device groups, each of which has the same number of slots.
     """
     count, slots = -(-samples // places), -(-samples // engines)
     text = f"{samples:,} samples a step, {places:,} at a time: {count:,} wave{'s' * (count > 1)}"
@@ -273,7 +272,7 @@ def check_memory(
     published: bool = False,
     twice: bool = False,
 ) -> None:
-    """Checks that an engine fits in memory.
+    """Checks that an engine fits in the free memory of its devices.
 
     Args:
         model: the architecture.

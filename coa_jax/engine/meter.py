@@ -45,7 +45,7 @@ class Meter:
 
         Args:
             rows: number of rows of the program.
-            tokens: number of new tokens of each slot, int ``[slots]``.
+            tokens: int ``[slots]``, number of new tokens of each slot.
         """
         steps = int(tokens.max(initial=0))
         self.decode_steps += steps

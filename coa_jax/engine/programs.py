@@ -25,17 +25,17 @@ Pages = tuple[LayerPages, ...]
 
 
 class DecodeState(NamedTuple):
-    """The state of the B rows of a decoding program.
+    """The state of the rows of a decoding program; a row is a sequence that is decoded.
 
     Attributes:
-        token: int32 ``[B]``, the newest token of each row.
-        length: int32 ``[B]``, number of tokens of the sequence, including the newest token.
-        limit: int32 ``[B]``, length of the sequence, including the prompt, at which decoding stops.
-        active: bool ``[B]``, whether a row is decoding.
-        key: int32 ``[B, 3]``, the numbers from which `sampling.sample_keys` derives random keys.
-        temperature, top_p, top_k: sampling settings of each row: float32 ``[B]``, float32 ``[B]``
-            and int32 ``[B]``.
-        rule: int32 ``[B]``, state of the constraint; None without a constraint.
+        token: int32 ``[rows]``, the newest token of each row.
+        length: int32 ``[rows]``, number of tokens of the sequence, including the newest token.
+        limit: int32 ``[rows]``, length, including the prompt, at which decoding stops.
+        active: bool ``[rows]``, whether a row is decoding.
+        key: int32 ``[rows, 3]``, the numbers from which `sampling.sample_keys` derives random keys.
+        temperature, top_p: float32 ``[rows]``, sampling settings of each row.
+        top_k: int32 ``[rows]``, sampling setting of each row.
+        rule: int32 ``[rows]``, state of the constraint; None without a constraint.
     """
 
     token: jax.Array
@@ -50,13 +50,14 @@ class DecodeState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The result of decoding a chunk in B rows.
+    """The new tokens that one call of a decoding program gives to each of its rows (sequences).
 
     Attributes:
-        tokens: int32 ``[B, C]``; the first ``count[b]`` tokens of row b are the new tokens.
-        logps: float32 ``[B, C]``, log-probabilities of the tokens.
-        count: int32 ``[B]``, number of new tokens of each row.
-        active: bool ``[B]``, whether decoding of a row can continue in the next chunk.
+        tokens: int32 ``[rows, capacity]``; the first ``count[row]`` tokens of a row are new, and
+            the others have no meaning. ``capacity`` is an argument of `decode_chunk`.
+        logps: float32 ``[rows, capacity]``, log-probabilities of the tokens.
+        count: int32 ``[rows]``, number of new tokens of each row.
+        active: bool ``[rows]``, whether decoding of a row can continue in the next chunk.
     """
 
     tokens: jax.Array
@@ -94,9 +95,10 @@ def decode_chunk(
     Args:
         params: parameters in the layout for decoding.
         pages: keys and values of earlier tokens; donated.
-        table: page table, int32 ``[B, C]``, see `model.cache.Cache`.
+        table: int32 ``[rows, pages]``, numbers of the cache pages of each row's sequence, see
+            `model.cache.Cache`.
         state: state of the rows before the chunk.
-        stop: int32 ``[E]``, ids of the tokens that end a sequence.
+        stop: int32 vector, ids of the tokens that end a sequence.
         steps: number of decoding steps, an int32 scalar.
         tables: tables of the constraint; None if the state has no ``rule``.
         config: the architecture, with the adapters of ``params``.
@@ -185,9 +187,9 @@ def extend(
 
     Args:
         params, pages, config, compute: arguments of `decode_chunk`.
-        table: int32 ``[R, C]``, page table of each row's sequence.
-        tokens: token ids, int32 ``[R, T]``.
-        positions: int32 ``[R, T]``; a token at a position outside the cache is padding.
+        table: int32 ``[rows, pages]``, numbers of the cache pages of each row's sequence.
+        tokens: int32 ``[rows, block]``, token ids of each row's block.
+        positions: int32 ``[rows, block]``; a token at a position outside the cache is padding.
 
     Returns:
         The pages with the new keys and values.
@@ -204,9 +206,9 @@ def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Co
 
     Args:
         pages: pages of all layers; donated.
-        sources: numbers of the pages to copy, int32 ``[R]``.
-        targets: numbers of the pages to write, int32 ``[R]``; a page whose target is outside the
-            pool is not copied.
+        sources: int32 ``[copies]``, numbers of the pages to read.
+        targets: int32 ``[copies]``, numbers of the pages to write. A page whose target is outside
+            the pool is not copied.
         compute: settings of the computation; its attention determines the layout of the pages.
 
     Returns:

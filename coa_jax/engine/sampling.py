@@ -12,15 +12,15 @@ def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.
     """Sets the logits of all tokens outside the nucleus or the k most likely tokens to -inf.
 
     Args:
-        logits: float32 ``[B, V]``, already divided by the temperature.
-        top_p: probability mass of the nucleus, float32 ``[B]``, in [0, 1]. The nucleus is the
+        logits: float32 ``[rows, vocabulary]``, already divided by the temperature.
+        top_p: float32 ``[rows]``, probability mass of the nucleus, in [0, 1]. The nucleus is the
             smallest set of most likely tokens whose probability reaches ``top_p``; it has at least
             one token. The probabilities are normalised over the tokens that ``top_k`` keeps, as in
             vLLM and transformers. 1 keeps all tokens.
-        top_k: number k of most likely tokens to keep, int32 ``[B]``; 0 keeps all tokens.
+        top_k: int32 ``[rows]``, number k of most likely tokens to keep; 0 keeps all tokens.
 
     Returns:
-        The filtered logits, float32 ``[B, V]``.
+        The filtered logits, float32 ``[rows, vocabulary]``.
     """
     vocab = logits.shape[-1]
     ordered = jnp.sort(logits, axis=-1, descending=True)
@@ -49,23 +49,24 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Samples one token per row, by inverting the cumulative distribution.
 
-    The method needs one uniform random number per row, whereas the Gumbel trick would need V.
+    The method needs one uniform random number per row. The Gumbel trick would need one for each
+    token of the vocabulary.
 
     Args:
-        logits: float32 ``[B, V]``, not yet divided by the temperature.
-        keys: random keys ``[B]``, see `sample_keys`.
-        positions: int32 ``[B]``, position of each new token, which is folded into the key. The
-            result therefore depends only on the sample and the position.
-        temperature: float32 ``[B]``; 0 or a subnormal number selects the token with the largest
+        logits: float32 ``[rows, vocabulary]``, not yet divided by the temperature.
+        keys: random keys ``[rows]``, see `sample_keys`.
+        positions: int32 ``[rows]``, position of each new token, which is folded into the key. The
+            random number therefore depends only on the sample and the position.
+        temperature: float32 ``[rows]``; 0 or a subnormal number selects the token with the largest
             logit.
         top_p, top_k: settings of each row that limit the tokens that may be sampled, see
             `filter_logits`.
-        allowed: bool ``[B, V]``, the tokens that may be sampled, at least one per row; None allows
-            all tokens.
+        allowed: bool ``[rows, vocabulary]``, the tokens that may be sampled, at least one per row;
+            None allows all tokens.
         compute: computation whose backend computes the sums over the vocabulary; static.
 
     Returns:
-        Tokens, int32 ``[B]``, and their log-probabilities, float32 ``[B]``. A log-probability
+        Tokens, int32 ``[rows]``, and their log-probabilities, float32 ``[rows]``. A log-probability
         refers to the distribution over all allowed tokens at the sampling temperature (1 for greedy
         rows), before top-p and top-k limit the tokens.
     """
@@ -96,12 +97,12 @@ def sample(
 
 
 def sample_keys(numbers: jax.Array) -> jax.Array:
-    """Returns the random key of each sample, ``[B]``.
+    """Returns the random key of each sample, ``[samples]``.
 
     A random number of a sample depends only on the key and the position of the token.
 
     Args:
-        numbers: int32 ``[B, 3]``: seed, prompt id and sample id of each sample.
+        numbers: int32 ``[samples, 3]``: seed, prompt id and sample id of each sample.
     """
 
     def key(seed: jax.Array, prompt_id: jax.Array, sample_id: jax.Array) -> jax.Array:

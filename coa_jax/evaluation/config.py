@@ -129,15 +129,15 @@ class EvaluateConfig(SamplesConfig):
             addresses are counted, but not prevented. To prevent them, block the addresses in the
             settings of the tools.
         last_suggestion: whether the last ``suggested_answer`` of a sample takes the place of a
-            missing answer, as the code released with the paper (AFM) intends. With this setting,
-            with ``attempts`` above 1, or with ``rollout.cut_context``, the output says that the
-            result is not a plain pass@1.
+            missing answer, as the code of the Chain-of-Agents paper intends but never does. With
+            this setting, with ``attempts`` above 1, or with ``rollout.cut_context``, the output
+            says that the result is not a plain pass@1.
         attempts: maximum number of times that a sample is run. A sample without an answer is run
-            again until it has an answer. The AFM release uses 3.
+            again until it has an answer. The code of the Chain-of-Agents paper uses 3.
         retry_faults: whether to repeat samples that were ended by a fault of a tool or of the
             machine.
-        probe_s: seconds within which each required server (policy, judge, picker, tools) must
-            answer before the first sample; 0 skips this check.
+        probe_s: seconds within which each required server (policy, judge, tools, the model of
+            ``best_of``) must answer before the first sample; 0 skips this check.
     """
 
     engine: EngineConfig

@@ -29,7 +29,9 @@ _OWN_WORDS = frozenset({"code"})
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """Counts signs that samples of a benchmark found the answers in a copy of the benchmark.
+    """Counts signs that the policy read a copy of the benchmark on which it is evaluated.
+
+    The signs are calls with a blocked address, and observations with a question of the benchmark.
 
     Attributes:
         guard: decides which addresses are blocked.

@@ -29,9 +29,10 @@ _MOST_GROUPS = 6
 
 
 def check_written(stage: str, groups: Sequence[Measured]) -> None:
-    """Raises UserError if there are graded samples, and the policy wrote nothing in all of them.
+    """Raises UserError if the policy wrote nothing in every graded sample of an evaluation.
 
-    A sample that the policy ended at once (stop reason ``eos``) counts as written.
+    There is no error if no sample is graded, or if the policy itself ended a sample at once (stop
+    reason ``eos``).
     """
     graded = [one for group in groups for one in group.samples if one.value is not None]
     if graded and not any(one.tokens or one.answer or one.stop == "eos" for one in graded):
@@ -45,7 +46,7 @@ def check_written(stage: str, groups: Sequence[Measured]) -> None:
 
 
 def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
-    """Returns all figures of an evaluation, by name.
+    """Returns the results of an evaluation by name, such as pass@1, costs and stop reasons.
 
     Args:
         groups: the tasks with their finished samples.
@@ -214,8 +215,8 @@ def result(
 def not_plain(settings: Mapping[str, Any]) -> list[str]:
     """Returns the names of the enabled settings that make the measured rate differ from pass@1.
 
-    Such settings reproduce the AFM release. An example is ``attempts`` above 1, which runs a sample
-    again until it has an answer.
+    An example is ``attempts`` above 1, which runs a sample again until it has an answer. Such
+    settings reproduce the evaluation code of the Chain-of-Agents paper.
     """
     names = {
         "last_suggestion": (settings.get("grading") or {}).get("last_suggestion"),

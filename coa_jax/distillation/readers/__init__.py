@@ -75,7 +75,10 @@ _GUESSED_FROM = 50
 
 
 def guess_format(values: Iterable[Any]) -> str | None:
-    """Returns the format of the first of some records that has a known format; None for none."""
+    """Returns the log format of a file, given the JSON values of its records; None if unknown.
+
+    The first record with a known format decides.
+    """
     forms = (name for value in values for name, has in _SHAPES.items() if has(value))
     return next(forms, None)
 
@@ -83,15 +86,17 @@ def guess_format(values: Iterable[Any]) -> str | None:
 class TraceFile:
     """A file of logs of another system, which is read record by record.
 
-    Iteration yields the traces in the order of the file, each with a unique name. Damaged records
-    raise no error; they are listed in the report.
+    Iteration yields the runs (traces) in the order of the file, each with a unique name. Damaged
+    records raise no error; they are listed in the report.
 
     Attributes:
-        report: after iteration, the ``path`` and the ``format`` of the file, the number of its
-            ``records``, of ``used`` and ``ignored`` records and of ``traces``, and under
-            ``problems`` the ``path``, ``line`` (from 1) and ``reason`` of each problem. Each
-            record, that is, each nonblank line, is used for a trace, ignored because it has no
-            content for a trace, or a problem.
+        report: statistics of the file, complete after iteration:
+
+            - ``path``, ``format``: path and log format of the file;
+            - ``records``: number of records, which are nonblank lines;
+            - ``used``, ``ignored``: number of records with and without content for a trace;
+            - ``problems``: ``path``, ``line`` (from 1) and ``reason`` of each damaged record;
+            - ``traces``: number of traces. A trace may consist of several records.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ _BOX = "\\boxed{"
 
 
 def marked_answer(words: str) -> tuple[str, str] | None:
-    r"""Returns the marked answer of a text and the text before it, or None without a mark.
+    r"""Returns (text before the answer, answer) if a text marks an answer; otherwise None.
 
     If several answers are marked, the result is the last one with the most reliable kind of mark.
     The kinds of marks are, the most reliable first:
@@ -52,8 +52,8 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     - "Answer:" at the beginning of a line, or "the answer is". The answer is the rest of this line,
       if it is a single sentence.
 
-    If an answer that is marked in another way than by a box contains exactly one box, the content
-    of the box is the answer.
+    If a marked answer contains exactly one box, the content of the box is the answer. For example,
+    "Final answer: $\boxed{7}$" gives "7".
 
     Args:
         words: last text of the model.
@@ -61,11 +61,11 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     Returns:
         The text before the answer, and the answer; None if no answer is marked. Text after the
         answer is left out. If only a box marks the answer, the box is usually part of a sentence.
-        In this case the first text is the whole text with the box replaced by its content, or "" if
-        there is no word besides the box.
+        The first text is then the whole text, with the box replaced by its content; or "" if there
+        is no word besides the box.
     """
     if (stored := _answer_in_json(words)) is not None:
-        return "", stored
+        return "", _unboxed(stored)
     tagged = _tagged(words)
     if tagged:
         opening, closing = tagged

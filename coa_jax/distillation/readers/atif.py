@@ -22,7 +22,10 @@ from coa_jax.files import untrusted
 
 
 def read_document(record: Any) -> Trace:
-    """Converts an ATIF document (the JSON object of one record) to a trace.
+    """Converts a document of ATIF, the Agent Trajectory Interchange Format, to a trace.
+
+    Args:
+        record: JSON object of the document.
 
     Raises:
         Malformed: the document cannot be converted; the message says why.

@@ -47,9 +47,9 @@ class Trace:
         metadata: further data from the file, as JSON values by name.
         line: number of the record's line, from 1.
         task: id of the task in the file; "" if the file has none.
-        tagged: whether each call already has a tag of this project, and the text that the tool of
-            this tag takes. Otherwise a call has the name of the tool in the other system, and its
-            arguments as text or JSON.
+        tagged: whether tool calls are already in the form of this project: a tag and the text
+            inside it. If False, they have the other system's name of the tool and its arguments
+            (text or JSON).
         usage: numbers of tokens of the run that the file states, with the keys ``prompt`` and
             ``completion``; {} if unknown.
     """
@@ -102,8 +102,9 @@ class Session(abc.ABC):
 
     Attributes:
         name: id of the session; "" if the lines name none.
-        begin, end: numbers of the first and the last line of the session.
-        last: number of the last line that belongs to the run.
+        begin, end: numbers of the first and the last line with the id of the session.
+        last: number of the last line that has content of the run. Lines without such content, for
+            example with settings, may follow.
         fault: why the session is invalid; "" if it is valid.
     """
 
@@ -115,7 +116,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def add(self, record: Field) -> bool:
-        """Reads one line of the session; returns whether the line belongs to the run.
+        """Reads one line of the session; returns whether the line has content of the run.
 
         Raises:
             Malformed: the line violates the format.
@@ -136,18 +137,22 @@ def read_sessions(
     session_of: Callable[[Field], str | None],
     whole: Callable[[Field], Trace | None],
 ) -> Iterator[tuple[Line, Found, bool]]:
-    """Reads a file in which a run has one line, or several lines with the id of a session.
+    """Reads the runs of a file; a run has one line, or several lines with the id of a session.
 
     If a line of a session is malformed, the whole session is refused, because the content of the
     line is unknown. A line that is not JSON does not name its session. Therefore every session that
     has lines before and after this line is refused. If the file names no sessions, all its lines
-    belong to one session. Whole runs are yielded at once, sessions at the end of the file.
+    belong to one session. Runs of one line are yielded at once, sessions at the end of the file.
 
     Args:
         lines: lines of the file.
         session_type: class of the sessions, which is called with the name of the session.
         session_of: function that returns the session of a line; None if the line is a whole run.
         whole: function that converts a line that is a whole run; None if the line has no run.
+
+    Yields:
+        For each line: the line; the trace that it completes, or the reason why it is refused (a
+        `Malformed`), or None; and whether the line is used.
     """
     sessions: dict[str, Session] = {}
     numbers: list[tuple[int, str]] = []  # of the lines that belong to sessions
@@ -360,7 +365,7 @@ class Field:
 class Conversation:
     """Builds the message log of a run that a reader converts, message by message.
 
-    The class numbers the messages and fills in senders and recipients.
+    It numbers the messages. All methods except `add` also choose sender and recipient.
     """
 
     def __init__(self, question: str) -> None:
@@ -379,9 +384,10 @@ class Conversation:
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds text of the other system that belongs to no tag, as a report to the manager.
+        """Adds text of an agent that is neither a tool call nor a plan, a review or an answer.
 
-        Blank text is ignored.
+        The message is a report of the search agent to the manager, and becomes a thought of the
+        trajectory. Blank text is ignored.
         """
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
@@ -391,7 +397,7 @@ class Conversation:
         self.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), thought)
 
     def plan(self, plan: str, *thoughts: str) -> None:
-        """Adds a plan.
+        """Adds a message in which the planner sends a plan to the manager.
 
         Args:
             plan: text of the plan.
@@ -418,7 +424,7 @@ class Conversation:
         self.add(Kind.OBSERVATION, tool, agent, returned, outcome="ok" if ok else "error")
 
     def answer(self, text: str) -> None:
-        """Adds the answer, and thereby ends the run; does nothing if the text is empty."""
+        """Adds the final answer of the run; does nothing if the text is empty."""
         if text:
             self.add(Kind.ANSWER, "manager", "user", text)
 

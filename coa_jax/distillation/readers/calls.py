@@ -81,17 +81,19 @@ _SQUASHED = {_normal_name(name): tag for tag, names in _NAMES.items() for name i
 
 
 def with_tags(trace: Trace, tools: Mapping[str, str]) -> Trace:
-    """Replaces the names of tools in a trace by tags, and the arguments of calls by bodies.
+    """Converts the tool calls in a trace of another system to tags of this project.
 
-    A call of a tool that is mapped to `REQUEST` becomes a request to another agent, and its result
-    becomes the report of this agent.
+    The tag replaces the name of the tool, and the text inside the tag (its body) replaces the
+    arguments.
 
     Args:
         trace: trace that a reader returned.
-        tools: maps names of tools to tags; other names are replaced as in `tag_of`.
+        tools: maps names of tools to tags; `tag_of` finds the tags of all other names. A call of a
+            tool that is mapped to ``request`` becomes a request to another agent, and its result
+            becomes the report of this agent.
 
     Raises:
-        Malformed: the arguments of a call cannot be written as the body of the tag.
+        Malformed: the arguments of a call cannot be written inside the tag.
     """
     messages = list[Message]()
     tool = tag = ""
@@ -123,7 +125,7 @@ def with_tags(trace: Trace, tools: Mapping[str, str]) -> Trace:
 
 
 def body_of(tag: str, arguments: Any) -> str:
-    """Converts the arguments of a call to the body of its tag.
+    """Converts the arguments of a tool call to the body of its tag, the text inside the tag.
 
     Several queries, or several URLs of a crawl, are joined by `` | ``. If a program has a standard
     input, the body contains it. If the tag is not a tag of this project, the body is the arguments

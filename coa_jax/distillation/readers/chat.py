@@ -78,7 +78,14 @@ _REVIEWS = re.compile(r"critic|review|reflect", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a log says about a run besides its messages; "" or () for what it does not say."""
+    """What a log says about a run besides its messages; "" or () for what the log does not say.
+
+    Attributes:
+        question: the question of the user.
+        answer: the final answer of the run.
+        gold: accepted answers.
+        identity: id of the run.
+    """
 
     question: str = ""
     answer: str = ""
@@ -195,7 +202,8 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         usage: token counts of the run; None or {} to add up those of the turns.
 
     Raises:
-        Malformed: question or results are missing, or the turns belong to several questions.
+        Malformed: the question, or the result of a tool call, is missing; or the turns belong to
+            several questions.
     """
     spoken = _joined(turn for turn in turns if turn.role != "system")
     question_at = next((n for n, turn in enumerate(spoken) if turn.role == "user"), None)

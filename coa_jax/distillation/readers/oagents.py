@@ -42,7 +42,7 @@ _KEPT = ("agent_name", "parsing_error", "iteration_limit_exceeded", "task")
 
 
 def is_result(value: Any) -> bool:
-    """Returns whether a JSON value is a result of OAgents."""
+    """Returns whether a JSON value is a run in the result files of OAgents, an agent framework."""
     steps = value.get("intermediate_steps") if isinstance(value, dict) else None
     return isinstance(steps, list) and (
         "search_agent_actions" in value
@@ -51,7 +51,7 @@ def is_result(value: Any) -> bool:
 
 
 def read_result(record: Any) -> Trace:
-    """Converts a result of OAgents (the JSON object of one line) to a trace.
+    """Converts a run in a result file of OAgents (the JSON object of one line) to a trace.
 
     Raises:
         Malformed: the record cannot be converted; the message says why.

@@ -53,17 +53,18 @@ _HEAD = re.compile(r"\A\s*Thoughts?:\s*")
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """The analysis of a step's program.
+    """The analysis of the Python program that an agent wrote in one step.
 
     Attributes:
         source: source of the program.
-        requests: pairs (agent, task), one for each call of a managed agent, in the order of the
-            source. The task is None if it is not a literal.
-        computes: whether the program must be run to know its output, because the program contains
-            an operation, or calls something other than agents, `print` and `final_answer`.
-            Operations that only formulate the answer are disregarded.
-        adds: whether the program does more than ask agents, formulate their tasks and pass on their
-            answers.
+        requests: pairs (agent, task), one for each call of a managed agent (an agent that the
+            program calls as a function), in the order of the source. The task is None if it is not
+            a literal.
+        computes: whether the program must be run to know its output. In a program that calls
+            `final_answer`, this is the same as ``adds``. In other programs, loops and f-strings
+            count, too.
+        adds: whether the program computes something or calls a tool. Calls of agents do not count,
+            nor do operations that only word a task or an answer, such as loops and f-strings.
         unknown: names that the program uses without a definition in the program, in an earlier
             program of the run or in the interpreter. They are names of tools, of agents whose runs
             are not in the file, or of values given to the run.
@@ -102,7 +103,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
 
     Args:
         source: source of the program.
-        agents: names by which the program can call managed agents.
+        agents: names of the agents that the program can call as functions.
         known: names that earlier programs of the run define.
     """
     try:
@@ -147,7 +148,7 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
 
     Args:
         sources: source of each step's program; None for a step without a program.
-        agents: names by which programs can call managed agents.
+        agents: names of the agents that programs can call as functions.
     """
     defined: set[str] = set()
     programs: list[StepProgram | None] = []
@@ -176,8 +177,8 @@ def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) ->
         thought: text before the program.
 
     Raises:
-        Malformed: the program uses a name that no program defined, such as a tool or an agent, and
-            it is not a single call of a tool.
+        Malformed: the program uses a name that no program defined, such as that of a tool, and does
+            more than a single call of it.
     """
     output, error = outcome_of(step)
     tool = _tool_call(program, error, str(step))

@@ -32,8 +32,8 @@ class Turn:
         identity: id of the call whose result the turn contains.
         ok: whether the call succeeded.
         speaker: name of the agent that wrote the text; "" if the log names none.
-        partial: whether the turn may be one part of a reply of the model, which the log stores as
-            several messages.
+        partial: whether the turn may be only a part of the model's reply, because logs of this kind
+            store a reply as several messages. Adjacent parts are joined later.
         usage: token counts of the reply, as LangChain writes them.
     """
 
@@ -71,7 +71,10 @@ _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
 
 
 def first(fields: Field, names: Iterable[str]) -> Field:
-    """Returns the first of several fields of an object that is neither missing nor null."""
+    """Returns the first of the named fields of an object whose value is not null.
+
+    If there is none, the value of the result is None.
+    """
     return next(filter(None, map(fields.get, names)), Field(None))
 
 
@@ -100,7 +103,7 @@ def turns_of(item: Field) -> list[Turn]:
 
 
 def is_message(value: Any) -> bool:
-    """Returns whether a JSON value has the shape of a message, correct or not."""
+    """Returns whether a JSON value looks like a message; its fields may still be invalid."""
     if isinstance(value, list):
         return len(value) == 2 and isinstance(value[0], dict) and "tool" in value[0]
     if not isinstance(value, dict) or isinstance(value.get("message"), dict):

@@ -50,9 +50,9 @@ class SynthesisConfig(Bounded):
             documents.
         protocol: protocol of the tasks.
         seed: seed of the choice and order of documents.
-        batch: number of drafts that are processed together.
-        candidates: number of documents from which the author may write the next hop of a draft.
-            Each of these documents may lead to a new draft.
+        batch: number of drafts (questions that are not checked yet) that are processed together.
+        candidates: number of documents from which a hop may be added to a question. Each of these
+            documents, which mention its answer, may lead to a new question.
         text: rules for the texts of questions and answers.
     """
 
@@ -98,7 +98,8 @@ class Funnel:
 
     Attributes:
         wanted: number of drafts to keep.
-        asked: number of documents or drafts from which the author was asked to write drafts.
+        asked: number of documents or drafts from which the author (the program or model that writes
+            questions) was asked to write drafts.
         failed: number of the ``asked`` documents or drafts for which the author gave no usable
             reply.
         empty: number of the ``asked`` documents or drafts for which the author wrote no draft.

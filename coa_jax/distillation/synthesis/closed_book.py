@@ -52,7 +52,8 @@ class ClosedBookConfig(Bounded):
         seed: seed of the prior's guesses and of the policy's sampling.
         temperature: sampling temperature of the policy; the temperature of an endpoint is one of
             the endpoint's settings.
-        engine, rollout: settings of the engine that decodes the policy, and of its trajectories.
+        engine: settings of the engine that samples the policy's answers.
+        rollout: budgets of the policy's trajectories.
     """
 
     who: Literal["prior", "endpoint", "policy"] = "prior"
@@ -170,7 +171,9 @@ def closed_book(
     endpoint: Endpoint | None,
     concurrency: int,
 ) -> tuple[str, ClosedBook]:
-    """Returns a label for recorded answers, and the solver without tools that the settings name.
+    """Returns (label, solver) for the solver without tools that the settings name.
+
+    Answers are recorded under the label, and are used again only for the same label.
 
     Args:
         config: settings of the check.

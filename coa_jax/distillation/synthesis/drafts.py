@@ -27,7 +27,7 @@ _OF_THE_TEXT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A passage of the corpus, about which an author writes questions.
+    """A passage of the corpus, about which an author (a program or a model) writes questions.
 
     Attributes:
         title: title of the passage.
@@ -132,14 +132,17 @@ def facts_author(documents: Iterable[Document], seed: int) -> Author:
     """Returns the author ``facts``, which writes about plain sentences that state a fact.
 
     Raises:
-        UserError: no installed package has this author.
+        UserError: the author, an entry point of coa_jax, is not installed.
     """
     author: Author = bind(AUTHORS, "facts", {}, "the author")(documents=documents, seed=seed)
     return author
 
 
 def told(answers: Iterable[str], text: str) -> bool:
-    """Returns whether a text contains an answer, or a member of an answer set, as whole words."""
+    """Returns whether a text contains one of several answers as whole words.
+
+    For an answer that is a set, such as ``red|blue``, one member suffices.
+    """
     haystack = f" {normalize_answer(text)} "
     parts = (normalize_answer(part) for answer in answers for part in answer.split("|"))
     return any(f" {part} " in haystack for part in parts if part)

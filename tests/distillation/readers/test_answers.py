@@ -39,6 +39,7 @@ PROGRAM = "```python\na = 1\n\nprint(a)\n```"
         ("So the answer is: **Porto**", "Porto"),
         ('{"answer": "Porto", "confidence": 0.9}', "Porto"),
         ('```json\n{"final_answer": 42}\n```', "42"),
+        (r'{"answer": "\\boxed{7}"}', "7"),
         ("So $x = \\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
     ],
 )
