@@ -84,8 +84,10 @@ class HeldOut:
         graders: graders of the answers.
         prompt: prompt style in which the policy sees the tasks.
         tools: live tools.
-        wait_seconds: number of seconds to wait for the slowest process.
-        environments: creates the environment in which a sample acts; None for the tool loop.
+        wait_seconds: number of seconds after which a process that waits for other processes logs
+            which of them are missing. The process then continues to wait.
+        environments: creates the environment of each sample; None for the default environment,
+            which only runs tools.
 
     Raises:
         UserError: the tasks cannot be graded.
@@ -180,7 +182,7 @@ class HeldOut:
         return True
 
     def abandon(self) -> None:
-        """Ends a running evaluation; signal handlers may call this method."""
+        """Ends a running evaluation without metrics; signal handlers may call this method."""
         self._abandoned = True
         if self._running is not None:
             loop, task = self._running
@@ -191,7 +193,8 @@ class HeldOut:
 class GradedFile:
     """The graded samples of one process in an evaluation during training, stored in a file.
 
-    A sample is appended to the file when it is graded, so a kill loses samples without a grade.
+    A sample is appended to the file when it is graded. If the process is killed, only the samples
+    that are not graded yet are lost.
 
     Attributes:
         about: metadata of the samples.

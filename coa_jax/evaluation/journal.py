@@ -81,7 +81,7 @@ class Journal:
 
         Args:
             tasks: tasks of the evaluation, in the order of their indices.
-            exposure: check that counts signs of copies of the benchmark in samples.
+            exposure: counts signs that the policy found the questions on the web, see `Exposure`.
             fresh: whether to delete the stored samples instead of reading them.
             retry_faults: whether to discard samples that were ended by a fault of a tool or of the
                 machine, so that they run again.
@@ -179,7 +179,10 @@ class Journal:
     # --- new samples
 
     def about(self) -> dict[str, Any]:
-        """Returns metadata for trajectories, by which a resumed evaluation recognises its own."""
+        """Returns metadata for the evaluation's trajectories: its name and a hash of its settings.
+
+        A resumed evaluation refuses stored trajectories with another hash.
+        """
         return {"stage": self.folder.name, "settings": self._settings}
 
     def add(self, trajectory: Trajectory) -> Sample:
@@ -224,8 +227,8 @@ class Journal:
     def trajectory(self, key: Key) -> Trajectory:
         """Reads the trajectory of a finished sample.
 
-        If the journal was opened with ``last_suggestion``, the last suggested answer takes the
-        place of a missing answer.
+        If ``last_suggestion`` was True when the journal was created, the last suggested answer
+        replaces a missing answer, see `by_last_suggestion`.
         """
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:

@@ -52,12 +52,13 @@ def missing_requests(
 
     Args:
         samples: finished samples.
-        tasks: tasks by their index among all tasks of the evaluation, on which the random keys of
-            the samples depend.
+        tasks: maps the index of each task, among all tasks of the evaluation, to the task. The
+            random keys of a task's samples depend on this index.
         config: settings of the samples.
         prompt: instructions and prompt style with which the policy sees the tasks.
         about: metadata of the trajectories.
-        environments: creates the environment of each sample; None for the default loop of tools.
+        environments: creates the environment of each sample; None for the default environment,
+            which only runs tools.
         attempts: maximum number of attempts per sample. A sample runs again until it has an answer
             or has run this many times.
         attempt: index of the attempt, from 0.
@@ -101,8 +102,8 @@ async def finish(
     Args:
         sampler: runs the samples; None if no sample is missing. All its samples have ended when
             this function returns or raises.
-        missing: function that returns the requests of an attempt. It is called when all samples of
-            the attempt before are stored.
+        missing: function that takes the index of an attempt, and returns its requests. It is called
+            when all samples of the previous attempt are stored.
         tasks: all tasks of the evaluation.
         graders: graders of the answers. They do not grade samples that a fault ended.
         store: takes the samples and their grades.
@@ -111,7 +112,8 @@ async def finish(
         ended: function that is called with each sample that will not run again.
 
     Raises:
-        UserError: as in `Graders.grade`, or an error of the policy.
+        UserError: an answer cannot be graded (see `Graders.grade`), or the endpoint or the agent
+            program of the policy fails.
     """
     by_id = {task.id: task for task in tasks}
 

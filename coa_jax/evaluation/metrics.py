@@ -41,9 +41,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def student_t(n: int) -> float:
-    """Returns the factor of the standard error in a 95 % confidence interval of n values.
+    """Returns half the width of the 95 % confidence interval of a mean, in standard errors.
 
-    This is the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of freedom.
+    For n values, this is the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of
+    freedom.
     """
     from scipy import special  # here, because loading it takes half a second
 
@@ -55,9 +56,9 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
     The interval is Student's t interval over the rates of the tasks, because tasks are independent,
     but samples of the same task are not. The rates of a few tasks may be equal by chance, which
-    would make the interval too narrow. Therefore the function widens the interval to contain
-    Wilson's interval for independent samples. With one sample per task, the result is Wilson's
-    interval.
+    would make this interval too narrow. Therefore it is widened until it contains Wilson's interval
+    for independent samples. If there is only one task, or if all samples of each task agree (as
+    with one sample per task), the result is Wilson's interval alone.
 
     Args:
         groups: for each task, a list that says whether each graded sample is right. Tasks without
@@ -109,7 +110,12 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
 
 
 def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
-    """Returns pass@k for several k: 3, the powers of two, and the maximum number of samples.
+    """Returns pass@k for several k: the powers of two, the maximum number of samples, and 3.
+
+    The Chain-of-Agents paper reports pass@3 (Tab 13).
+
+    Args:
+        groups: for each task, a list that says whether each graded sample is right.
 
     Returns:
         A mapping from each k, as text, to its figures: ``value``, the mean of pass@k over the tasks

@@ -30,7 +30,8 @@ def load_sampler(
     """Loads the policy of an evaluation, and returns its sampler.
 
     Args:
-        load: function that loads the model, unless the policy is behind an endpoint.
+        load: function that loads the model. It is not called if ``config.endpoint`` names the
+            server of the policy.
         config: settings of the evaluation. The shapes of its engine are upper bounds, which are
             reduced to what the samples need and the memory holds, see `engine.memory.fitted`.
         tools: live tools.

@@ -166,7 +166,8 @@ def evaluate(
     interruption.
 
     Args:
-        load: function that loads the policy, see `load_sampler`; called if samples are missing.
+        load: function that loads the policy, see `load_sampler`. It is called only if
+            samples are missing.
         tasks: the tasks of the evaluation.
         config: settings of the evaluation.
         run: the run directory.
@@ -251,7 +252,7 @@ def evaluate_model(
 
     Args:
         model: Hugging Face directory of the model; ignored if ``config.endpoint`` names a server.
-        tasks, config, run, stage, servers, fresh: as in `evaluate`.
+        tasks, config, run, stage, servers, fresh: see `evaluate`.
         tools: live tools.
         tool_settings: settings of the tools, on which the samples depend.
     """

@@ -33,8 +33,10 @@ class Sample:
         tokens: number of tokens that the policy wrote.
         length: number of tokens of the trajectory, including prompt and observations.
         calls: pairs (tool, outcome), one for each tool call.
-        blocked: number of calls that contained a blocked address.
-        shown: number of observations that contained at least half of a question of the benchmark.
+        blocked: number of tool calls with a blocked web address, which may hold the benchmark's
+            questions and answers.
+        shown: number of observations in which the policy read a question of the benchmark, see
+            `Exposure.shown`.
         value: grade; None if the sample is not graded.
         attempts: number of times that the sample was run. ``tokens``, ``length``, ``calls``,
             ``blocked`` and ``shown`` are sums over all attempts.
@@ -76,13 +78,13 @@ class Sample:
 
     @property
     def solved(self) -> bool:
-        """Whether the grade is 1, that is, the answer is right."""
+        """Whether the sample's grade is 1, that is, its answer is right."""
         return self.value == 1.0
 
     def graded(self, reward: Reward | None) -> Sample:
-        """Returns a copy of the sample that a reward grades; None gives no grade.
+        """Returns a copy of the sample with the value of a reward as its grade; None for no grade.
 
-        The grade of a broken sample, which a fault ended, is always None.
+        A broken sample, which a fault ended, never gets a grade.
         """
         value = None if self.broken or reward is None else reward.value
         return dataclasses.replace(self, value=value)
@@ -144,7 +146,7 @@ class Measured:
 def sample_of(trajectory: Trajectory) -> Sample:
     """Extracts the data of a sample from its trajectory, which may have no reward.
 
-    Signs of copies of the benchmark (``blocked``, ``shown``) are not counted, see `Exposure`.
+    ``blocked`` and ``shown`` remain 0; an `Exposure` counts them.
     """
     # A policy behind an endpoint has no token ids and stores the usage instead. The test of the
     # tokens prevents that metadata of a task counts as usage.
@@ -164,10 +166,11 @@ def sample_of(trajectory: Trajectory) -> Sample:
 
 
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory; the last suggested answer takes the place of a missing answer.
+    """Returns the trajectory, in which the last suggested answer replaces a missing answer.
 
-    The code of the AFM release contains this rule too. The rule never takes effect there, because
-    the release never stops a generation at a suggested answer.
+    A suggested answer is the text of a tag ``suggested_answer``. The evaluator of the paper's
+    authors (AFM) has this rule only for generations that stop at a suggested answer. No generation
+    stops there, so the rule has no effect in their results.
     """
     for span in reversed(trajectory.segments) if trajectory.answer is None else ():
         suggested = span.role == "suggested_answer" and span.author == Author.POLICY
@@ -196,6 +199,6 @@ def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) ->
 
 
 def digest(value: Any) -> str:
-    """Returns a short hash of a JSON value, by which equal values are recognised."""
+    """Returns a short hash of a JSON value; equal values have equal hashes."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

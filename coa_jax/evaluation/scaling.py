@@ -175,7 +175,7 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
 
     Raises:
         UnsureError: the grader gave no verdict about two answers.
-        UserError: as in `Graders.grade`.
+        UserError: the grader fails, see `Graders.grade`.
     """
     clusters: list[list[Sample]] = []
     for sample in samples:

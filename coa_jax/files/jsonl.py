@@ -36,6 +36,8 @@ _LARGEST = int(sys.float_info.max)
 def dumps(value: Any) -> str:
     """Converts a value to one line of strict JSON. NumPy values become lists and numbers.
 
+    NaN and infinities, which JSON lacks, become objects such as ``{"$float": "nan"}``.
+
     Raises:
         TypeError: ``value`` contains an object that JSON cannot represent.
     """
@@ -48,7 +50,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parses a JSON value; restores NaN and infinities that ``dumps`` wrote.
+    """Parses a JSON value; objects such as ``{"$float": "nan"}``, see `dumps`, become floats.
 
     Raises:
         ValueError, RecursionError: the text is not JSON, or exceeds a bound of `files.untrusted`,
@@ -128,7 +130,7 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
 
 
 def encode_float32(values: np.ndarray) -> list[float | str]:
-    """Encodes a float32 array ``[T]`` for JSON without loss, in few digits.
+    """Encodes a one-dimensional float32 array for JSON without loss, in few digits.
 
     Returns:
         For each finite value, a number with few digits whose nearest float32 is the value. For NaN
@@ -144,7 +146,7 @@ def encode_float32(values: np.ndarray) -> list[float | str]:
 
 
 def decode_float32(values: list[float | str]) -> np.ndarray:
-    """Decodes the output of ``encode_float32`` to an array float32 ``[T]``."""
+    """Decodes the output of `encode_float32` to a one-dimensional float32 array."""
     decoded = np.array([0.0 if isinstance(value, str) else value for value in values], np.float32)
     for index, value in enumerate(values):
         if isinstance(value, str):

@@ -214,9 +214,10 @@ def _is_deep(value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Explains an exception of `parse_json` in one line, for an error message.
+    """Explains in one line an exception that damaged data caused, for an error message.
 
-    Exceptions of code that used the parsed value are explained too.
+    The exception comes from `parse_json`, or from code that reads the parsed value. For example, a
+    KeyError means that a field is missing.
     """
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
