@@ -43,15 +43,15 @@ _KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """The contents of an adapter directory, as far as merging needs them.
+    """What the directory of a LoRA adapter says about its base model and its matrices.
 
     Attributes:
         folder: the directory.
         base: the base model: a path, a URL, or an id of the Hugging Face Hub. If a local copy of
             the Hub's model has the weights on which the adapter was trained, the path of the copy
             replaces the id, see `local_copy`.
-        weights: how the weights on which the adapter was trained differ from those of ``base``; ""
-            if they do not.
+        weights: how the weights on which the adapter was trained differ from those of ``base``, for
+            example "quantised"; "" if they are equal.
         rank: rank of the matrices, ``r``.
         scale: factor by which the product ``B A`` of the adapter's matrices is multiplied: ``alpha
             / r``, or ``alpha / sqrt(r)`` if ``use_rslora`` is set.
@@ -115,7 +115,7 @@ def base_entries(origin: Origin) -> dict[str, Any]:
     """Returns the entries of ``adapter_config.json`` that name the base model.
 
     A model of the Hub, or a local copy of it, is named by its id, as PEFT expects. A GGUF file of
-    the Hub keeps its longer name.
+    the Hub is named ``Org/Name:file.gguf``, and any other model by its path or URL.
     """
     on_hub = hub_id(origin.place) if origin.name else None
     name, revision, file = on_hub or (origin.name, None, None)
@@ -181,7 +181,7 @@ def weights_of(adapter: Adapter) -> Checkpoint:
 
 
 def product_norm(adapter: Adapter) -> float:
-    """Returns the Frobenius norm, over all modules, of what an adapter adds to the weights.
+    """Returns the Frobenius norm of the products that an adapter adds to all weights together.
 
     Raises:
         UserError: the adapter's file is damaged.

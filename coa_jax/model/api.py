@@ -47,11 +47,12 @@ _IMAGE = "<image_soft_token>"
 def download_once(path: str | Path, *, is_base: bool = False) -> None:
     """Lets process 0 download the files of a model of the Hub that every process needs.
 
-    These files are the config, the tokenizer and the card, a GGUF file, and a LoRA adapter. The
-    other processes get copies in the caches of their hosts, so that loading downloads only parts of
-    safetensors. Every process still asks the Hub for the commit and for the list of the files. In a
-    run of several processes, all processes must call this function before they load the model. The
-    function does nothing for other models, and in offline mode.
+    These files are the config, the tokenizer, the card ``agent.json``, GGUF files and LoRA
+    adapters. Process 0 sends them to the hosts that lack them, into the cache of huggingface_hub.
+    Safetensors of whole models are not sent, because loading lets each process request a different
+    part of them from the Hub. Every process still asks the Hub for the commit and for the list of
+    the files. In a run of several processes, all processes must call this function before they load
+    the model. The function does nothing for models outside the Hub, and in offline mode.
 
     Args:
         path: the model, see :func:`load_model`.
@@ -126,7 +127,7 @@ def load(
 
 
 def trained_in(path: str | Path) -> str | Path:
-    """Returns the model of a work directory, or the given path if it is no work directory."""
+    """Returns the path of a work directory's trained model; returns other paths unchanged."""
     trained = join_path(str(path), "model")
     config = join_path(trained, "config.json")
     there = exists(config) if is_url(path) else Path(config).is_file()
@@ -161,7 +162,7 @@ def load_model(
 
 
 def describe_model(path: str | Path, lora: LoraConfig | None = None) -> Model:
-    """Loads the architecture, the tokenizer and the card of a model, but no weights.
+    """Loads the architecture, the tokenizer and the card ``agent.json`` of a model, but no weights.
 
     Use this function if the weights are not needed, for example to encode text.
 

@@ -1,14 +1,12 @@
 """The KV cache: keys and values of earlier tokens, stored in pages of positions.
 
-Shape letters: B sequences, T new tokens, P pages, S positions of a page, C pages of a sequence, N
-key/value heads, G query heads per key/value head, K head width.
-
-The page table of a sequence lists the page of its positions ``0 .. S - 1``, the page of the next S
-positions, and so on. Sequences with the same beginning may share pages. Attention iterates over the
-pages of all sequences in parallel, up to the last page of the longest sequence, and adds each page
-to a running softmax. The contribution of a page depends only on the page's own sequence, and a page
-beyond the end of a sequence contributes exactly nothing. The numerical results of a sequence
-therefore depend neither on the other sequences of the batch nor on which pages hold the sequence.
+The page table of a sequence lists the page of its positions ``0 .. page_size - 1``, the page of the
+next ``page_size`` positions, and so on. Sequences with the same beginning may share pages.
+Attention iterates over the pages of all sequences in parallel, up to the last page of the longest
+sequence, and adds each page to a running softmax. The contribution of a page depends only on the
+page's own sequence, and a page beyond the end of a sequence contributes exactly nothing. The
+numerical results of a sequence therefore depend neither on the other sequences of the batch nor on
+which pages hold the sequence.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ from coa_jax.model.config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """The pages of one layer, in separate buffers, so that a write copies no other layer.
+    """The KV cache of one layer, in separate buffers, so that a write copies no other layer.
 
     Keys and values have different layouts, so that two products read memory in order: the product
     of a token's query with the keys, and the product of the token's attention weights with the
     values. On CPUs, this is twice as fast as storing keys in the layout of the values.
 
     Attributes:
-        keys: ``[P, N, K, S]``.
-        values: ``[P, N, S, K]``.
-        key_scales, value_scales: float32 ``[P, N, S]``, scales of int8 keys and values; None for
-            other dtypes.
+        keys: ``[pages, kv_heads, head_dim, page_size]``; a page holds ``page_size`` positions.
+        values: ``[pages, kv_heads, page_size, head_dim]``.
+        key_scales, value_scales: float32 ``[pages, kv_heads, page_size]``, scales of int8 keys and
+            values; None for other dtypes.
     """
 
     keys: jax.Array
@@ -49,12 +47,13 @@ LayerPages = LayerCache | paged.Pages
 
 
 class Cache(NamedTuple):
-    """The pages of all layers, and the page tables of the sequences of a call.
+    """The KV cache of all layers, and the page tables of the sequences of a call.
 
     Attributes:
         layers: pages of each layer.
-        table: int32 ``[B, C]``, page numbers of each sequence, in the order of the positions that
-            the pages hold. Entries after a sequence's last page may be any valid page number.
+        table: int32 ``[batch, max_pages]``, page numbers of each sequence, in the order of the
+            positions that the pages hold. Entries after a sequence's last page may be any valid
+            page number.
     """
 
     layers: tuple[LayerPages, ...]
@@ -67,14 +66,15 @@ class Cache(NamedTuple):
         compute: Compute,
         window: int | None = None,
     ) -> Attend:
-        """Returns the attention function of one layer.
+        """Returns the function that computes the attention of one layer over the KV cache.
 
-        The function first writes the new keys and values to the pages, and then attends to them.
+        The function first writes the keys and values of new tokens to the pages. Then each new
+        token attends to all positions of its sequence up to its own.
 
         Args:
             pages: pages of the layer.
-            positions: positions of the new tokens, int32 ``[B, T]``.
-            compute: the implementation, which determines the layout of the pages.
+            positions: positions of the new tokens, int32 ``[batch, tokens]``.
+            compute: names the attention implementation, which determines the layout of the pages.
             window: number of positions that a token of the layer sees; None for all positions.
         """
 
@@ -88,7 +88,7 @@ class Cache(NamedTuple):
 
 
 def cache_size(compute: Compute, cache: Cache) -> int:
-    """Returns the maximum number of positions of a sequence in the cache.
+    """Returns the maximum number of positions of a sequence in the KV cache.
 
     A token at a position of this number or more is treated as padding.
     """
@@ -96,22 +96,23 @@ def cache_size(compute: Compute, cache: Cache) -> int:
 
 
 def page_axis(compute: Compute) -> int:
-    """Returns the index of the axis that numbers the pages.
+    """Returns the index of the axis that numbers the pages in the arrays of the KV cache.
 
-    This axis has the same index in the buffers of keys, values and scales.
+    This axis has the same index in the arrays of keys, values and scales.
     """
     return 1 if compute.attention == "pallas_gpu" else 0
 
 
 def layer_axes(config: ModelConfig, compute: Compute, tensor: int) -> tuple[str | None, ...]:
-    """Returns the logical axis names of a layer's keys and values, which determine the sharding.
+    """Returns the logical names of the four axes of cached keys, which determine the sharding.
 
-    Scales have fewer axes than keys and values; their axes are the first ones of the result. If the
-    number of heads is not divisible by ``tensor``, the heads are not sharded.
+    Only the axis of the heads has a name. All other axes are None, because they are not sharded.
+    Cached values have the same names, and scales the first three. If the number of heads is not
+    divisible by ``tensor``, the axis of the heads is None too.
 
     Args:
         config: the architecture.
-        compute: the implementation, which determines the layout of the pages.
+        compute: names the attention implementation, which determines the layout of the pages.
         tensor: size of the mesh axis ``tensor``.
     """
     heads = None if config.num_kv_heads % tensor else "kv_heads"
@@ -126,14 +127,14 @@ def init_layers(
     dtype: Any = jnp.float32,
     compute: Compute = REFERENCE,
 ) -> tuple[LayerPages, ...]:
-    """Creates empty pages for all layers, in the layout of an implementation.
+    """Creates the empty pages of a KV cache, for all layers.
 
     Args:
         config: the architecture.
-        pages: number of pages, P.
-        page_size: number of positions of a page, S.
+        pages: number of pages of each layer.
+        page_size: number of positions of a page.
         dtype: dtype of keys and values; for ``int8`` the pages have scales too.
-        compute: the implementation, which determines the layout of the pages.
+        compute: names the attention implementation, which determines the layout of the pages.
     """
     heads, width = config.num_kv_heads, config.head_dim
 
@@ -161,17 +162,17 @@ def write(
     positions: jax.Array,
     compute: Compute,
 ) -> LayerPages:
-    """Writes new keys and values to the pages.
+    """Writes the keys and values of new tokens to the KV cache of one layer.
 
     Keys and values at positions outside the cache are dropped.
 
     Args:
         layer: pages of the layer.
-        table: int32 ``[B, C]``, page numbers of each sequence; no two sequences may write to the
-            same page.
-        k, v: new keys and values ``[B, T, N, K]``.
-        positions: positions of the new tokens, int32 ``[B, T]``.
-        compute: the implementation, which determines the layout of the pages.
+        table: int32 ``[batch, max_pages]``, page numbers of each sequence; no two sequences may
+            write to the same page.
+        k, v: new keys and values ``[batch, tokens, kv_heads, head_dim]``.
+        positions: positions of the new tokens, int32 ``[batch, tokens]``.
+        compute: names the attention implementation, which determines the layout of the pages.
     """
     index, offset = jnp.divmod(positions, paged.page_size(compute.attention, layer))
     inside = index < table.shape[1]
@@ -208,10 +209,10 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises vectors along the last axis to int8, with one float32 scale per vector.
 
     Args:
-        x: keys or values, ``[..., K]``.
+        x: keys or values, ``[..., head_dim]``.
 
     Returns:
-        The int8 numbers ``[..., K]`` and the scales, float32 ``[...]``. A vector of x is
+        The int8 numbers ``[..., head_dim]`` and the scales, float32 ``[...]``. A vector of x is
         approximately its numbers times its scale.
     """
     x = x.astype(jnp.float32)
@@ -227,15 +228,18 @@ def attend_to(
     compute: Compute,
     window: int | None = None,
 ) -> jax.Array:
-    """Computes the attention of new tokens to the positions up to their own.
+    """Computes the attention of new tokens over the KV cache of one layer.
+
+    A token attends to the positions up to and including its own.
 
     Args:
         layer: pages that already hold the keys and values of the new tokens.
-        q: queries, ``[B, T, N, G, K]``.
-        table: int32 ``[B, C]``, page numbers of each sequence.
-        positions: positions of the new tokens, int32 ``[B, T]``; the results of tokens outside the
-            cache are meaningless.
-        compute: the implementation, which determines the layout of the pages.
+        q: queries, ``[batch, tokens, kv_heads, group, head_dim]``. A group consists of the query
+            heads that share a key/value head.
+        table: int32 ``[batch, max_pages]``, page numbers of each sequence.
+        positions: positions of the new tokens, int32 ``[batch, tokens]``; the results of tokens
+            outside the cache are meaningless.
+        compute: names the attention implementation, which determines the layout of the pages.
         window: number of positions that a token sees, its own and those before; None for all
             positions.
 

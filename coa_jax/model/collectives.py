@@ -44,15 +44,19 @@ Axes = tuple[str | None, ...]
 
 
 def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute) -> jax.Array:
-    """Multiplies ``x [B, T, *I]`` by a kernel on a training mesh; returns float32 ``[B, T, *O]``.
+    """Multiplies activations by a weight matrix on a training mesh.
 
     Args:
-        x: activations. If the input axes I are D, the activations are sharded as `STREAM`;
-            otherwise the activations are sharded like the kernel's input axes.
-        w: kernel ``[*I, *O]``, sharded by ``axes``; either I or O must be the hidden size D.
-        axes: logical axes of the kernel.
-        inputs: number of axes of I.
+        x: activations, ``[batch, length, *in]``. If ``in`` is the hidden size, they are sharded
+            over batch and length, like the residual stream (`STREAM`). Otherwise they are sharded
+            like the input axes of the weight matrix.
+        w: weight matrix, ``[*in, *out]``; either ``in`` or ``out`` must be the hidden size.
+        axes: logical names of the axes of ``w``, which determine its sharding.
+        inputs: number of axes of ``in``.
         compute: mesh, strategy and dtype of the computation.
+
+    Returns:
+        The products, float32 ``[batch, length, *out]``.
     """
     assert compute.mesh is not None
     if compute.collectives == "manual" and (split := _split(axes, w, x, compute)):

@@ -36,7 +36,7 @@ BACKENDS = {
 """Maps the name of a backend to the module with its operations."""
 
 KernelLayout = Literal["inputs_first", "outputs_first", "matrices"]
-"""The order of the axes of a kernel with the input axes I and the output axes O, o (o is the last).
+"""The order of a weight matrix's axes: the input axes I, and the output axes O, o (o is the last).
 
 ==================  ===============  ===========================================================
 name                axes             use
@@ -64,11 +64,12 @@ class Compute:
         mesh: devices over which arrays are sharded; None for a single device.
         collectives: how the matmuls of a layer are sharded over a mesh. ``compiler`` states
             shardings and lets XLA place the collectives. ``manual`` writes the collectives
-            explicitly, see `model.collectives`. ``none``, for decoding, states no shardings.
-        kernels: order of the axes of kernels, see `KernelLayout`.
-        interpret: whether attention kernels are emulated on a CPU, for tests. Pallas kernels then
-            run in interpret mode, and cuDNN and ``ragged_paged`` are replaced by JAX's reference
-            functions with the same interface.
+            explicitly, see `model.collectives`. ``none``, for decoding, states no shardings; XLA
+            derives them from the parameters and the cache.
+        kernels: order of the axes of weight matrices (Flax's kernels), see `KernelLayout`.
+        interpret: whether the attention programs of GPUs and TPUs are emulated on a CPU, for tests.
+            Pallas programs then run in interpret mode, and cuDNN and ``ragged_paged`` are replaced
+            by JAX's reference functions with the same interface.
     """
 
     dtype: str = "float32"

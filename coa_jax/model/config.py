@@ -199,7 +199,7 @@ class ModelConfig:
         query_scalar: number whose square root divides the attention scores; None for ``head_dim``.
         max_position: ``max_position_embeddings`` of the config file. If the model uses YaRN, this
             may be the context length before scaling; `positions` is the length after scaling.
-        lora: adapters that are added to the kernels; there are none if the rank is 0.
+        lora: adapters that are added to the weight matrices; there are none if the rank is 0.
     """
 
     architecture: Architecture

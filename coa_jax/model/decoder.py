@@ -30,11 +30,11 @@ from coa_jax.model.rope import apply_rope, rope_tables
 
 
 class Embed(nnx.Module):
-    """Token embeddings ``[V, D]``, which also serve as the output head if the weights are tied.
+    """Token embeddings ``[vocab, hidden]``, which also serve as the output head if they are tied.
 
     Args:
-        count: size of the vocabulary, V.
-        width: hidden size, D.
+        count: size of the vocabulary.
+        width: hidden size.
         rngs: random keys from which the initial values are drawn.
     """
 
@@ -47,7 +47,7 @@ class Embed(nnx.Module):
         return self.embedding[...][tokens].astype(jnp.float32)
 
     def attend(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """Computes logits from hidden states: ``[..., D]`` to float32 ``[..., V]``."""
+        """Computes logits, float32 ``[..., vocab]``, from hidden states ``[..., hidden]``."""
         return compute.ops.attend(x, self.embedding[...], compute)
 
 
@@ -75,9 +75,9 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention: projections, rotary embedding, attention and output projection.
 
-    Queries, keys and values share one kernel ``[D, N, G + 2, K]``. For each of the N key/value
-    heads it holds G query heads, the key head and the value head. One matmul therefore computes all
-    of them, and tensor parallelism shards N without separating a query from its keys.
+    Queries, keys and values share one weight matrix ``[hidden, kv_heads, group + 2, head_dim]``,
+    where ``group`` query heads share a key head and a value head. One matmul therefore computes all
+    of them, and tensor parallelism shards ``kv_heads`` without separating a query from its keys.
 
     Args:
         config: the architecture.
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): ``(silu(x W_gate) * (x W_up)) W_down``.
 
-    W_gate and W_up share one kernel ``[D, 2, F]``. In Gemma, GELU takes the place of SiLU.
+    W_gate and W_up share one array ``[hidden, 2, width]``. In Gemma, GELU takes the place of SiLU.
 
     Args:
         config: the architecture.
@@ -309,7 +309,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("head")
     def logits(self, hidden: jax.Array, compute: Compute) -> jax.Array:
-        """Computes logits from final hidden states: ``[..., D]`` to float32 ``[..., V]``."""
+        """Computes logits, float32 ``[..., vocab]``, from final hidden states ``[..., hidden]``."""
         if self.head is None:
             return self.embed.attend(hidden, compute)
         return compute.ops.linear(hidden, self.head.kernel[...], 1, compute)

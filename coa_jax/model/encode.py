@@ -59,7 +59,7 @@ def observation_text(protocol: Protocol, text: str) -> str:
 def plain_frame(protocol: Protocol) -> tuple[str, str]:
     """Returns (text before, text after) of an observation that is part of an assistant message.
 
-    In other formats, an observation is a message of its own; see `frames_of`.
+    In some formats, each observation is a message of its own instead; see `frames_of`.
     """
     if protocol.format is not None:
         return protocol.format.head, protocol.format.tail
@@ -81,9 +81,10 @@ def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
 
 
 def reply_frame(tokenizer: Any) -> tuple[str, str]:
-    """Returns the text before and after an environment's answer to a whole turn.
+    """Returns the text before and after an environment's answer to a whole message of the policy.
 
-    The text contains real control tokens.
+    The text makes the answer a user message, and ends with the header of the next assistant
+    message. It contains control tokens, so `frame_ids` must encode it, not `encode_plain`.
     """
     chat = chat_tokens(tokenizer)
     return f"\n{chat.start}user\n", f"{chat.end}\n{chat.start}{chat.assistant}\n"
@@ -115,8 +116,8 @@ def encode_observation(
         protocol: protocol of the conversation.
         text: text of the tool.
         max_tokens: maximum number of tokens of the body.
-        frame: text before and after the body; None for the frame that the protocol puts around an
-            observation which stands alone.
+        frame: text before and after the body; None for the frame that the protocol puts around a
+            single observation.
 
     Returns:
         (token ids of frame and body, text of the body after truncation).
@@ -146,9 +147,9 @@ def _cut(tokenizer: Any, text: str, max_tokens: int) -> tuple[list[int], str]:
 def encode_reply(
     tokenizer: Any, last_token: int, text: str, max_tokens: int
 ) -> tuple[list[int], str]:
-    """Encodes an environment's answer to a whole turn.
+    """Encodes an environment's answer to a whole message of the policy.
 
-    The answer becomes a user message. The beginning of the next assistant message follows.
+    The answer becomes a user message. The header of the next assistant message follows.
 
     Args:
         tokenizer: tokenizer of the policy.

@@ -126,7 +126,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A BERT-like encoder, which maps token ids ``[B, T]`` to hidden states, float32 ``[B, T, D]``.
+    """A BERT-like encoder, which maps token ids to hidden states, float32 ``[batch, length, hidden]``.
 
     The embeddings of the token, of its position and of the first segment type are summed and
     normalised. The layers follow.
@@ -169,7 +169,8 @@ def _abstract(config: BertConfig) -> Encoder:
 def bind(config: BertConfig, params: Params) -> Encoder:
     """Returns an encoder module with the given parameters.
 
-    This function must be called inside a compiled function.
+    To compute with the module, call this function inside a function that `jax.jit` compiles.
+    Otherwise JAX runs the operations of the module one by one, which is slow.
     """
     return nnx.merge(nnx.graphdef(_abstract(config)), params)
 

@@ -20,9 +20,10 @@ _FILE = "module.safetensors"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Foreign:
-    """A Flax NNX module of your own, with a tokenizer: it trains by SFT, and cannot decode.
+    """A Flax NNX module of your own with its tokenizer, which SFT trains. It cannot decode.
 
-    `train_sft` trains its `flax.nnx.Param`, and `log_probs` scores rows of one sequence each.
+    `train_sft` trains the module's `flax.nnx.Param`. `log_probs` computes log-probabilities with the
+    module if each row of the batch holds a single sequence.
 
     Attributes:
         module: maps tokens, int32 ``[rows, length]``, to logits ``[rows, length, vocab]``. The
@@ -51,7 +52,7 @@ class Foreign:
         return self.module(tokens)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the parameters, in float32, and the tokenizer to a folder."""
+        """Writes the module's parameters, in float32, and its tokenizer to a folder."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         params = nnx.to_flat_state(nnx.state(self.module, nnx.Param))

@@ -331,7 +331,7 @@ def export_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields a pair (name, values) for every tensor, in the order of `tensors_of`.
 
-    Adapters are added to the kernels of one layer at a time, because a second copy of the whole
+    Adapters are added to the weights of one layer at a time, because a second copy of the whole
     model might not fit in memory. If there are several processes, all of them must consume the
     iterator.
 

@@ -41,13 +41,15 @@ def hub_card(
 
     Args:
         base: origin of the initial model.
-        phase: kind of training that produced the policy: ``sft``, ``rl``, ``rft`` or ``dpo``.
+        phase: kind of training that produced the policy: ``sft``, ``rl``, ``rft`` (rejection
+            sampling fine-tuning) or ``dpo``.
         step: number of the checkpoint.
         config: settings of the phase.
         card: content of the policy's ``agent.json``, which says how the policy was prompted in
             training.
-        adapter: whether the card describes a LoRA adapter instead of a whole model. The base model
-            of an adapter is the initial model itself, and not the base model of that model.
+        adapter: whether the card describes a LoRA adapter instead of a whole model. The card of an
+            adapter names the initial model as its base model. The card of a whole model names the
+            model of the Hub from which the weights of the initial model come.
         datasets: names of training data that are not data sets of the Hub.
     """
     known = base.name if adapter else base.base

@@ -1,4 +1,4 @@
-"""Projections: a kernel, an optional bias, and their matmul on one device or on a mesh."""
+"""Projections: a weight matrix, an optional bias, and their matmul on one device or on a mesh."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Linear(nnx.Module):
     """A projection ``x W + b``, whose inputs and outputs may have several axes each.
 
     Attributes:
-        kernel: the kernel W, ``[*inputs, *outputs]``.
+        kernel: the weight matrix W, ``[*inputs, *outputs]``.
         bias: the bias b, ``[*outputs]``; None for no bias.
-        axes: logical names of the kernel's axes, for sharding rules.
+        axes: logical names of the axes of W, for sharding rules.
         inputs: number of input axes.
     """
 

@@ -72,16 +72,16 @@ _einsum.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), _einsum_bwd)
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
-    """Multiplies ``x`` by the kernel ``w``.
+    """Multiplies activations by a weight matrix.
 
     Args:
-        x: activations, ``[..., *I]``.
-        w: kernel; ``compute.kernels`` gives the order of the input axes I and the output axes O.
-        inputs: number of axes of I.
+        x: activations, ``[..., *in]``.
+        w: weight matrix with the axes ``in`` and ``out``, in the order ``compute.kernels``.
+        inputs: number of axes of ``in``.
         compute: gives the dtype of the operands, and the order of the axes.
 
     Returns:
-        The products, float32 ``[..., *O]``.
+        The products, float32 ``[..., *out]``.
     """
     x = x.reshape(*x.shape[: x.ndim - inputs], -1)
     kept = "abcdef"[: x.ndim - 1]
@@ -98,12 +98,12 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
     """Computes logits with an output head that is tied to the embedding table.
 
     Args:
-        x: hidden states, ``[..., D]``.
-        table: embedding table, ``[V, D]``.
+        x: hidden states, ``[..., hidden]``.
+        table: embedding table, ``[vocab, hidden]``.
         compute: dtype of the operands.
 
     Returns:
-        Logits, float32 ``[..., V]``.
+        Logits, float32 ``[..., vocab]``.
     """
     return einsum("...d,vd->...v", x, table, compute.dtype)
 
@@ -115,12 +115,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Computes ``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467 eq 4).
 
     Args:
-        x: activations, ``[..., D]``.
-        scale: learned factors, float32 ``[D]``.
+        x: activations, ``[..., width]``.
+        scale: learned factors, float32 ``[width]``.
         eps: number that is added to the mean square.
 
     Returns:
-        The normalised activations, float32 ``[..., D]``.
+        The normalised activations, float32 ``[..., width]``.
     """
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
@@ -129,8 +129,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """Computes ``silu(gate) * up`` (arXiv 2002.05202 eq 6).
 
-    The argument ``[..., 2, F]`` holds gate at index 0 and up at index 1; the result is float32
-    ``[..., F]``.
+    The argument ``[..., 2, width]`` holds gate at index 0 and up at index 1; the result is float32
+    ``[..., width]``.
     """
     gate, up = (gate_up[..., half, :].astype(jnp.float32) for half in (0, 1))
     return jax.nn.silu(gate) * up
@@ -146,15 +146,15 @@ def geglu(gate_up: jax.Array) -> jax.Array:
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sums ``x [..., N]`` over the last axis; returns float32 ``[...]``."""
+    """Sums ``x [..., n]`` over the last axis; returns float32 ``[...]``."""
     return jnp.sum(x, axis=-1, dtype=jnp.float32)
 
 
 def materialize(x: jax.Array) -> jax.Array:
     """Returns x; the result is meant to be stored in memory and not recomputed.
 
-    Here the function does nothing. A backend whose compiler fuses too many operations overrides
-    this function, so that the compiler stores x in a buffer of its own.
+    This implementation does nothing. A backend whose compiler fuses too many operations overrides
+    it, so that the compiler stores x in a buffer of its own.
     """
     return x
 
@@ -166,11 +166,11 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     weight.
 
     Args:
-        weights: weights of the V tokens, float32 ``[B, V]``, not negative.
-        uniform: random numbers, float32 ``[B]``, in [0, 1).
+        weights: weights of the tokens, float32 ``[batch, vocab]``, not negative.
+        uniform: random numbers, float32 ``[batch]``, in [0, 1).
 
     Returns:
-        Indices, int32 ``[B]``. The weight at a returned index is never zero, unless all weights of
+        Indices, int32 ``[batch]``. The weight at a returned index is never zero, unless all weights of
         the row are zero.
     """
     sums = jnp.cumsum(weights, axis=-1)
@@ -184,12 +184,12 @@ def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> j
     are skipped, because rounding may change a cumulative sum even where nothing is added.
 
     Args:
-        sums: cumulative sums, float32 ``[B, N]``.
-        target: number that the sum must exceed, float32 ``[B]``.
-        has_weight: bool ``[B, N]``, whether the weight of an index is above zero.
+        sums: cumulative sums, float32 ``[batch, n]``.
+        target: number that the sum must exceed, float32 ``[batch]``.
+        has_weight: bool ``[batch, n]``, whether the weight of an index is above zero.
 
     Returns:
-        Indices, int32 ``[B]``.
+        Indices, int32 ``[batch]``.
     """
     passed = has_weight & (sums > target[:, None])
     last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
@@ -199,7 +199,7 @@ def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> j
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
     """Computes ``function(*rows)``, where all arrays have one row per sequence (first axis).
 
-    Here the function is applied to all rows at once. A backend may apply the function to a few rows
-    at a time.
+    This implementation applies the function to all rows at once. A backend may apply it to a few
+    rows at a time.
     """
     return function(*rows)

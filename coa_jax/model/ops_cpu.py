@@ -35,7 +35,7 @@ sequences have several new tokens.
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
-    """Multiplies ``x`` by the kernel ``w``; for arguments and result see `ops.linear`."""
+    """Multiplies activations by a weight matrix; for arguments and result see `ops.linear`."""
     if compute.kernels == "outputs_first":
         batch = x.shape[: x.ndim - inputs]
         x = x.reshape(*batch, -1)
@@ -46,11 +46,11 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
 
 
 def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """Multiplies ``x [..., K]`` by ``w [N, K]``.
+    """Multiplies ``x [..., in]`` by ``w [out, in]``.
 
-    Matmuls of ``[N, K]`` with few columns are 1.5 times as fast as matmuls of few rows with ``[K,
-    N]``, because XLA rearranges the second operand, which is the small one here. The bits of a
-    matmul depend on its shape, so all matmuls here have the same shape for any number of rows.
+    Matmuls of ``[out, in]`` with few columns are 1.5 times as fast as matmuls of few rows with
+    ``[in, out]``, because XLA rearranges the second operand, which is the small one here. The bits
+    of a matmul depend on its shape, so all matmuls here have the same shape for any number of rows.
     """
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) == 1:  # the only slot of an engine, which needs no padding
@@ -69,8 +69,8 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
     """Computes logits with tied weights; for arguments and result see `ops.attend`.
 
-    The output axis V of an embedding table ``[V, D]`` comes first, as in the kernels of a model
-    with the layout ``outputs_first``.
+    If ``compute.kernels`` is ``outputs_first``, the table ``[vocab, hidden]``, whose output axis is
+    the first one, is multiplied like the weight matrices of this layout, see `linear`.
     """
     if compute.kernels == "outputs_first":
         return _outputs_first(x, table, compute.dtype)
@@ -85,7 +85,7 @@ _BLOCK = 128
 
 @jax.custom_vjp
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sums ``x [..., N]`` over the last axis in float32, in the same order for any number of rows.
+    """Sums ``x [..., n]`` over the last axis in float32, in the same order for any number of rows.
 
     The function adds the second half of each block of terms to the first half until one term is
     left, and then does the same with the sums of the blocks. These additions of whole arrays have
@@ -188,7 +188,9 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
     """Applies a function to eight sequences at a time, and joins the results.
 
-    See `ops.over_rows` for the arguments.
+    In attention this is faster, because the KV pages of eight sequences stay in the CPU's cache. If
+    the number of sequences is not a multiple of eight, the function is applied to all of them at
+    once. See `ops.over_rows` for the arguments.
     """
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:

@@ -30,14 +30,17 @@ RowSum = Callable[[jax.Array], jax.Array]
 
 @jax.custom_vjp
 def matmul_sum(x: jax.Array) -> jax.Array:
-    """Sums ``x [..., N]`` over the last axis in float32, by a matmul with ones."""
+    """Sums ``x [..., n]`` over the last axis in float32, by a matmul with ones."""
     # Use four equal columns: one column would be a matrix-vector product.
     ones = jnp.ones((x.shape[-1], 4), jnp.float32)
     return einsum("...d,dk->...k", x, ones, jnp.float32)[..., 0]
 
 
 def row_sum_bwd(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    """Gives the gradient of a sum over the last axis of x to every term."""
+    """Returns the gradient of x, given the gradient g of the sum of x over its last axis.
+
+    The gradient of each term is that of its sum, so g is broadcast to the shape of x.
+    """
     return (jnp.broadcast_to(g[..., None], x.shape).astype(x.dtype),)
 
 

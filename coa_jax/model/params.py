@@ -108,7 +108,8 @@ def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
 def bind(config: ModelConfig, params: Params) -> Decoder:
     """Returns a decoder module with the given parameters.
 
-    This function must be called inside a compiled function.
+    To compute with the module, call this function inside a function that `jax.jit` compiles.
+    Otherwise JAX runs the operations of the module one by one, which is slow.
 
     Raises:
         ValueError: the parameters or adapters do not match the architecture.
@@ -135,7 +136,7 @@ class DecodeParams:
     Attributes:
         shared: all parameters outside the layers.
         layers: parameters of each layer.
-        kernels: order of the axes of kernels, see `compute.KernelLayout`; static.
+        kernels: order of the axes of weight matrices, see `compute.KernelLayout`; static.
     """
 
     shared: Params
@@ -145,14 +146,15 @@ class DecodeParams:
     def bind(self, config: ModelConfig) -> tuple[Decoder, tuple[Layer, ...]]:
         """Returns the decoder and its layers with these parameters.
 
-        This method must be called inside a compiled function.
+        To compute with the modules, call this method inside a function that `jax.jit` compiles.
+        Otherwise JAX runs the operations of the modules one by one, which is slow.
         """
         _, shared, layer = _graphs(config)
         layers = tuple(nnx.merge(layer, params) for params in self.layers)
         return nnx.merge(shared, self.shared), layers
 
     def adapters(self) -> DecodeParams:
-        """Returns the part that consists of the adapters, with the same arrays."""
+        """Returns the LoRA adapters among these parameters; the arrays are not copied."""
         layers = tuple(
             unflatten_dict({path: x for path, x in flatten_dict(layer).items() if is_adapter(path)})
             for layer in self.layers
@@ -160,11 +162,12 @@ class DecodeParams:
         return DecodeParams({}, layers, self.kernels)
 
     def with_adapters(self, adapters: DecodeParams) -> DecodeParams:
-        """Returns parameters with other adapters, which share all other arrays with this object.
+        """Returns these parameters with the given adapters in place of their own, if they have any.
+
+        No array is copied.
 
         Args:
-            adapters: the result of `adapters` for other parameters of the same base. They replace
-                those of this object, which may have none.
+            adapters: result of `DecodeParams.adapters`, for parameters of the same base model.
         """
         layers = tuple(map(join, self.layers, adapters.layers))
         return DecodeParams(self.shared, layers, self.kernels)
@@ -186,7 +189,7 @@ def unstack(
     Args:
         params: parameters in the training layout, stacked over layers; or a part of them.
         config: the architecture.
-        kernels: order of the axes of kernels in the result.
+        kernels: order of the axes of weight matrices in the result, see `compute.KernelLayout`.
     """
     shared = {key: value for key, value in params.items() if key != "layers"}
     layers = tuple(
@@ -206,10 +209,11 @@ def unstack(
 
 
 def _order(inputs: int, axes: int, kernels: KernelLayout) -> tuple[int, ...]:
-    """Returns the order in which a layout has the axes of an array ``[*I, *O]``.
+    """Returns the order in which a layout has the axes of an array ``[*in, *out]``.
 
     Args:
-        inputs: number of axes of I; 0 for an array that is no kernel, whose order does not change.
+        inputs: number of axes of ``in``; 0 for an array that is no weight matrix, whose order does
+            not change.
         axes: number of axes of the array.
         kernels: name of the layout.
     """
@@ -221,10 +225,9 @@ def _order(inputs: int, axes: int, kernels: KernelLayout) -> tuple[int, ...]:
 
 
 def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
-    """Returns a mapping from the path of each kernel to the kernel's number of input axes.
+    """Returns a mapping from the path of each weight matrix to its number of input axes.
 
-    The two matrices of an adapter are kernels too. The paths of kernels inside the layers omit the
-    key ``layers``.
+    The two matrices of an adapter are included. Paths inside the layers omit the key ``layers``.
     """
     module = _abstract(config)
     sizes = {}
@@ -305,7 +308,7 @@ def split_trained(
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def merge_layer(config: ModelConfig, layer: Params, dtype: str) -> Params:
-    """Adds the adapters of one layer to its kernels; the sums are computed in float32.
+    """Adds the adapters of one layer to its weight matrices; the sums are computed in float32.
 
     Args:
         config: the architecture, with an adapter rank above 0.
@@ -345,7 +348,7 @@ def _merge_program(config: ModelConfig, params: Params, dtype: str) -> Params:
 
 
 def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None) -> Params:
-    """Adds the LoRA adapters of a model to its kernels.
+    """Adds the LoRA adapters of a model to its weight matrices.
 
     Args:
         config: the architecture.
@@ -388,7 +391,7 @@ def decode_shardings(
     Args:
         config: the architecture.
         mesh: mesh of the devices that decode.
-        kernels: order of the axes of kernels.
+        kernels: order of the axes of weight matrices, see `compute.KernelLayout`.
     """
     inputs = inputs_of(config)
 

@@ -81,7 +81,8 @@ def save_trained(
             adapters.
         output: directory that is created or replaced.
         dtype: dtype of the saved model; adapters are saved in float32.
-        phase: kind of training: ``sft``, ``rl``, ``rft`` or ``dpo``.
+        phase: kind of training: ``sft``, ``rl``, ``rft`` (rejection sampling fine-tuning) or
+            ``dpo``.
         settings: settings of the training, for the cards.
     """
     save_model(model, output, dtype=dtype, overwrite=True)
@@ -148,7 +149,7 @@ def load_adapters(path: str, base: str) -> tuple[Model, Params]:
 
     Returns:
         A model without parameters, whose architecture includes the adapter, and the parameters of
-        the adapter: float32 arrays of the host.
+        the adapter: float32 arrays in host memory.
 
     Raises:
         UserError: there is no adapter at the path, it belongs to another model, or it adapts other

@@ -83,7 +83,7 @@ class Model(nnx.Module):
         return Model(**{**parts, **params, **changes})
 
     def merged(self, dtype: str | None = None) -> Model:
-        """Returns a model without LoRA adapters, which are added to the kernels.
+        """Returns a model without LoRA adapters, which are added to the weight matrices.
 
         Args:
             dtype: dtype of the sums and of all other parameters; None for the dtype of the model's

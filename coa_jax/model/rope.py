@@ -18,8 +18,8 @@ def frequencies(config: ModelConfig, local: bool = False) -> tuple[jax.Array, fl
         local: whether the layer is local, see `config.LocalAttention`.
 
     Returns:
-        The angle per position in radians, float32 ``[K / 2]``, and the attention factor, which is 1
-        except with YaRN.
+        The angle per position in radians, float32 ``[head_dim / 2]``, and the attention factor,
+        which is 1 except with YaRN.
     """
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     if local and config.local is not None and config.local.rope_theta is not None:
@@ -74,12 +74,12 @@ def rope_tables(
     """Computes the cosines and sines with which `apply_rope` rotates queries and keys.
 
     Args:
-        config: the architecture, with head width K.
-        positions: positions of the tokens, int32 ``[B, T]``.
+        config: the architecture.
+        positions: positions of the tokens, int32 ``[batch, length]``.
         local: whether the tables are for local layers.
 
     Returns:
-        Cosines and sines, each float32 ``[B, T, 1, 1, K / 2]``.
+        Cosines and sines, each float32 ``[batch, length, 1, 1, head_dim / 2]``.
     """
     inv_freq, factor = frequencies(config, local)
     angles = (positions[..., None].astype(jnp.float32) * inv_freq)[:, :, None, None]
@@ -89,12 +89,13 @@ def rope_tables(
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Applies rotary position embeddings to queries or keys.
 
-    Element i of the first half of K and element i of the second half form a pair, which is rotated.
+    Element i of the first half of a head and element i of the second half form a pair, which is
+    rotated.
 
     Args:
-        x: queries or keys, ``[..., K]``.
-        cos, sin: cosines and sines from `rope_tables`, ``[..., K / 2]``, which broadcast against
-            the halves of x.
+        x: queries or keys, ``[..., head_dim]``.
+        cos, sin: cosines and sines from `rope_tables`, ``[..., head_dim / 2]``, which broadcast
+            against the halves of x.
     """
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

@@ -144,7 +144,7 @@ class Checkpoint:
 
         Raises:
             UserError: the dtype is not a floating-point type of 16 bits or more, the file is
-                truncated, or the store refuses the request.
+                truncated, or the bucket or the Hub refuses the request.
         """
         file, start, code, shape = self._tensors[name]
         if code not in _DTYPES:

@@ -68,10 +68,10 @@ GEMMA = ChatTokens("<start_of_turn>", "<end_of_turn>", "model", has_system=False
 
 
 def chat_tokens(tokenizer: Any) -> ChatTokens:
-    """Returns the frame of turns whose control tokens the tokenizer has.
+    """Returns the control tokens that a tokenizer has for the turns of a chat: ChatML's or Gemma's.
 
     Raises:
-        UserError: the tokenizer has the control tokens of no frame.
+        UserError: the tokenizer has neither.
     """
     added = tokenizer.get_added_vocab()
     for tokens in (CHATML, GEMMA):
@@ -348,7 +348,7 @@ def has_byte_fallback(tokenizer: Any) -> bool:
 
 
 def bytes_of_token(token: str) -> bytes:
-    """Returns the bytes of a token of a vocabulary with bytes as a fallback, as Gemma has."""
+    """Returns the bytes of a token of a vocabulary with bytes as a fallback, such as Gemma's."""
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
         return bytes([int(token[3:5], 16)])
     return token.replace(_SPACE, " ").encode()
@@ -450,15 +450,15 @@ def eos_ids(tokenizer: Any) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the ids before the first turn of a chat template, and its default system message.
+    """Returns a chat template's token ids before the first turn, and its default system message.
 
     Args:
         template: Jinja source of the chat template; None if the tokenizer has none.
         tokenizer: the tokenizer, which gives the template the names of its special tokens.
 
     Returns:
-        A pair: the ids, which are the id of ``bos_token`` or none; and the default system message,
-        or "" if there is none.
+        A pair: a tuple with the id of ``bos_token``, or () if the template begins with a turn; and
+        the default system message, or "" if there is none.
 
     Raises:
         UserError: the template cannot be rendered, or its text does not begin with a turn.

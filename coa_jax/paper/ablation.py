@@ -180,8 +180,8 @@ class Ablation:
         """Distils the tasks for one seed and writes the training records of every arm.
 
         Returns:
-            Maps the name of each arm to the statistics of its training set. The entry ``dropped``
-            of the statistics is the number of runs that each filter dropped.
+            Maps the name of each arm to the statistics of its training set. Their entry ``dropped``
+            maps the name of each filter to the number of runs that it dropped.
         """
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
@@ -302,16 +302,17 @@ def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
-    """Returns the mean difference between the grades of two arms, with two confidence intervals.
+    """Returns the mean of ``one - other``, the grades of two arms, with two confidence intervals.
 
     Args:
-        one, other: float[seeds, tasks], grades from 0 to 1; NaN for a task without a grade.
+        one, other: grades of an arm from 0 to 1, float ``[seeds, tasks]``; NaN for a task without a
+            grade.
 
     Returns:
-        The entries of `mean_over_seeds`, with one value for each seed: the mean difference of its
-        tasks. ``ci95_tasks`` is a second 95 % confidence interval, which describes the variation
-        between tasks. It is the normal approximation, with one value for each task: the mean
-        difference over the seeds. ``tasks`` is the number of tasks with a grade in both arms.
+        The entries of `mean_over_seeds`; the value of a seed is the mean of ``one - other`` over
+        its tasks. ``ci95_tasks`` is a second 95 % confidence interval, which describes the
+        variation between tasks. It treats the mean over the seeds of each task's ``one - other`` as
+        one normally distributed value. ``tasks`` is the number of tasks with a grade in both arms.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)
@@ -326,12 +327,12 @@ def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict
     """Returns pass@1 of every arm, and the differences between each arm and the reference arms.
 
     Args:
-        grades: maps the name of each arm to float[seeds, tasks], grades from 0 to 1.
+        grades: maps the name of each arm to its grades from 0 to 1, float ``[seeds, tasks]``.
         references: names of the reference arms.
 
     Returns:
-        Maps the name of each arm to its ``pass_at_1`` (see `mean_over_seeds`) and to ``minus``,
-        which maps the name of each reference arm to the difference from this arm (see
+        Maps the name of each arm to its ``pass_at_1`` (see `mean_over_seeds`) and to ``minus``.
+        This maps the name of each reference to the arm's grades minus those of the reference (see
         `paired_difference`).
     """
     return {

@@ -44,13 +44,17 @@ RECALL = "bash launch/quickstart.sh --seed N --config=configs/quickstart/mhqa.py
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A measured value.
+    """A value that is measured over all seeds.
+
+    A figure with an interval is a mean over tasks (or calls). A task of several seeds then counts
+    once, with the mean of its values in these seeds. A figure without an
+    interval is a mean over seeds, and its ``n`` is the sum over seeds.
 
     Attributes:
-        value: the value over all seeds; a task that several seeds share counts once.
+        value: the value.
         interval: low and high end of the 95 % confidence interval; None if no interval is computed.
-        n: number of tasks, calls or samples over which the value is computed, in all seeds; 0 if
-            there are none, for example if the policy never called the measured tool.
+        n: number of tasks, calls or samples behind the value; 0 if there are none, for example if
+            the policy never called the measured tool.
         seeds: values of the single seeds; seeds in which ``n`` would be 0 are left out.
         signed: whether the value is a difference and is shown with its sign.
         p: two-sided p-value of the hypothesis that a difference is 0; None if it is not computed.
@@ -285,7 +289,7 @@ def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
 
 @measure
 def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
-    """Computes the share of well-formed tool calls: calls with the outcome ``ok``.
+    """Computes the share of tool calls that succeeded, that is, have the outcome ``ok``.
 
     Args:
         folders: the run folders.

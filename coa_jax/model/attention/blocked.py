@@ -1,8 +1,5 @@
 """Causal attention with ordinary matmuls, in blocks of queries, for every platform.
 
-Shape letters: B batch, T tokens, N key/value heads, G query heads per key/value head, K head width,
-t queries of a block.
-
 A block of queries reads only the keys up to the block's own end. As in FlashAttention (Dao et al.,
 arXiv 2205.14135), the backward pass computes the scores of a block again, so no scores are stored.
 """
@@ -34,16 +31,17 @@ def attend_causally(
     positions: jax.Array | None = None,
     window: Any = None,
 ) -> jax.Array:
-    """Computes causal self-attention over T tokens.
+    """Computes causal self-attention over whole sequences, in blocks of queries.
 
     Args:
-        q: queries, float32 ``[B, T, N, G, K]``.
-        k, v: keys and values, float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``; ``mask[b, i, j]`` says whether token i sees token j, and is False
-            for j > i.
+        q: queries, float32 ``[batch, length, kv_heads, group, head_dim]``. A group consists of
+            the query heads that share a key/value head.
+        k, v: keys and values, float32 ``[batch, length, kv_heads, head_dim]``.
+        mask: bool ``[batch, length, length]``; ``mask[b, i, j]`` says whether token i sees token j,
+            and is False for j > i.
         dtype: dtype of the matmul operands.
-        positions: positions of the tokens in their sequences, int32 ``[B, T]``; None without a
-            window.
+        positions: positions of the tokens in their sequences, int32 ``[batch, length]``; None
+            without a window.
         window: number of positions that a token sees, its own and those before; an int, or an
             int32 scalar; None for all positions.
 
@@ -85,8 +83,9 @@ def _attend_block(
 ) -> jax.Array:
     """Computes the attention of one block of queries; returns float32 in the shape of q.
 
-    Shapes: ``q [B, N, G, t, K]``, ``k`` and ``v [B, N, S, K]``, ``mask [B, t, S]``. The positions
-    are those of the queries ``[B, t]`` and those of the keys ``[B, S]``.
+    The shape of q is ``[batch, kv_heads, group, queries, head_dim]``, that of k and v ``[batch,
+    kv_heads, keys, head_dim]``, and that of the mask ``[batch, queries, keys]``. The positions are
+    those of the queries ``[batch, queries]`` and those of the keys ``[batch, keys]``.
     """
     if positions is not None:
         # Computed here and not once for all blocks, so that the backward pass saves no mask.

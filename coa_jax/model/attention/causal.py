@@ -1,8 +1,4 @@
-"""Causal attention over whole sequences, for training and scoring.
-
-Shape letters: B batch, T tokens, N key/value heads, G query heads per key/value head, K head width,
-E tokens of an unfolded row.
-"""
+"""Causal attention over whole sequences, for training and scoring."""
 
 from __future__ import annotations
 
@@ -23,8 +19,10 @@ from coa_jax.parallel.mesh import split_over
 Attend = Callable[..., tuple[jax.Array, Any]]
 """An attention function, whose arguments are q, k and v after the rotary embedding, all float32.
 
-The shape of q is ``[B, T, N, G, K]``, the shape of k and v ``[B, T, N, K]``. The function returns
-the attended values, float32 in the shape of q, and the layer's pages (None without a cache).
+The shape of q is ``[batch, length, kv_heads, group, head_dim]``, where a group consists of the query
+heads that share a key/value head. The shape of k and v is ``[batch, length, kv_heads, head_dim]``.
+The function returns the attended values, float32 in the shape of q, and the layer's cache pages
+(None without a cache).
 """
 
 
@@ -37,11 +35,12 @@ class Unfolded(NamedTuple):
     queries, keys and values for each sequence. Every attention kernel accepts the unfolded row.
 
     Attributes:
-        places: int32 ``[B, E]``, index in the row of the token at each place of the unfolded row.
-        segment_ids: int32 ``[B, E]``, index, within the row, of the sequence to which each place
-            belongs, counted from 1; 0 marks padding.
-        back: int32 ``[B, T]``, place in the unfolded row of each token of the row. A token of a
-            shared prompt has several places, one of which is listed here.
+        places: int32 ``[batch, unfolded_length]``, index in the row of the token at each place of
+            the unfolded row.
+        segment_ids: int32 ``[batch, unfolded_length]``, index, within the row, of the sequence to
+            which each place belongs, counted from 1; 0 marks padding.
+        back: int32 ``[batch, length]``, place in the unfolded row of each token of the row. A token
+            of a shared prompt has several places, one of which is listed here.
     """
 
     places: Any
@@ -63,14 +62,14 @@ def causal_attention(
 
     Args:
         compute: implementation, dtype and mesh of the computation.
-        shape: (B, T), the shape of the batch.
-        segment_ids: int32 ``[B, T]``, index, within the row, of the segment (sequence) of each
-            token; a token sees only itself and earlier tokens of its own segment. None if each row
-            is a single segment.
+        shape: (batch, length), the shape of the batch.
+        segment_ids: int32 ``[batch, length]``, index, within the row, of the segment (sequence) of
+            each token; a token sees only itself and earlier tokens of its own segment. None if each
+            row is a single segment.
         unfolded: layout of rows whose sequences share a prompt, which replaces ``segment_ids``;
             None if no sequences share a prompt.
-        positions: positions of the tokens in their sequences, int32 ``[B, T]``; None if no layer
-            has a window.
+        positions: positions of the tokens in their sequences, int32 ``[batch, length]``; None if no
+            layer has a window.
     """
     dtype = compute.dtype
     unfold = fold = lambda x: x
@@ -113,7 +112,7 @@ def causal_attention(
 
 
 def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that takes places ``[B, E]`` of rows ``[B, T, N, ...]`` on each device."""
+    """Returns a function that takes places of rows ``[batch, length, ...]`` on each device."""
 
     def take(x: jax.Array) -> jax.Array:
         rest = (None,) * (x.ndim - 3)
@@ -140,9 +139,9 @@ def _splash(
 ) -> jax.Array:
     """Computes attention with the TPU kernel, which skips the blocks above the diagonal.
 
-    T is padded to a multiple of 128. The block length is the largest of 1024, 512, 256 and 128 that
-    divides the padded length. Longer blocks do not fit in the vector memory that the TPU compiler
-    allows a kernel by default (docs/kernels.md).
+    The length is padded to a multiple of 128. The block length is the largest of 1024, 512, 256 and
+    128 that divides the padded length. Longer blocks do not fit in the vector memory that the TPU
+    compiler allows a kernel by default (docs/kernels.md).
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -174,9 +173,9 @@ def _cudnn(
 ) -> jax.Array:
     """Computes attention with the flash attention of cuDNN.
 
-    The public interface of cuDNN in JAX has no segments. A mask ``[B, 1, T, T]`` expresses them,
-    which all heads share and which the kernel reads in blocks, so the full scores never exist in
-    memory. docs/kernels.md gives the reasons against the private interface.
+    The public interface of cuDNN in JAX has no segments. A mask ``[batch, 1, length, length]``
+    expresses them, which all heads share and which the kernel reads in blocks, so the full scores
+    never exist in memory. docs/kernels.md gives the reasons against the private interface.
     """
     b, t, n, g, width = q.shape
     # With a mask, the backward pass of cuDNN needs an even length.

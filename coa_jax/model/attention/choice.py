@@ -71,7 +71,8 @@ class Case:
 def implementations(kind: Kind) -> tuple[str, ...]:
     """Returns the names of all implementations of a kind of attention, on any platform.
 
-    A setting such as ``attention`` accepts these names. ``xla`` is the first.
+    A setting such as ``attention`` accepts these names. The first one is ``xla``, the reference
+    implementation, which runs everywhere.
     """
     return ("xla", *_KERNELS[kind])
 

@@ -1,10 +1,7 @@
 """Attention of new tokens over a paged cache: one version for all platforms, and kernels.
 
-All sequences share a pool of pages. A page table lists, for each sequence, the pages that hold its
-positions, in order.
-
-Shape letters: B sequences, T new tokens of each sequence, N key/value heads, G query heads per
-key/value head, K head width, P pages of the pool, S positions of a page, C pages of a sequence.
+All sequences share the pages of the cache. A page table lists, for each sequence, the pages that
+hold its positions, in order.
 """
 
 from __future__ import annotations
@@ -26,14 +23,15 @@ _MASKED = -1e30
 """Score of a key that a query may not see. It is finite, so that no result becomes NaN."""
 
 Pages = tuple[jax.Array, ...]
-"""The pool of one layer. The kernel determines the arrays of the pool:
+"""The cache pages of one layer. The attention kernel determines their arrays:
 
-==============  ==================================================
+==============  =================================================================================
 kernel          arrays
-==============  ==================================================
-pallas_gpu      keys, values ``[N, P, S, K]``
-ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head's keys, ...
-==============  ==================================================
+==============  =================================================================================
+pallas_gpu      keys, values ``[kv_heads, pages, page_size, head_dim]``
+ragged_paged    one ``[pages, page_size, 2 * kv_heads, head_dim]``: a head's keys, its values, the
+                next head's keys, ...
+==============  =================================================================================
 """
 
 
@@ -45,20 +43,22 @@ def attend_with_kernel(
     positions: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Computes the attention of new tokens to the positions up to and including their own.
+    """Computes the attention of new tokens over the KV cache, with a kernel for GPUs or TPUs.
 
-    The keys and values of the new tokens must already be in the pages.
+    A token attends to the positions up to and including its own. The keys and values of the new
+    tokens must already be in the pages.
 
     Args:
-        compute: names the kernel, which determines the layout of the pool, and the dtype. On a
-            mesh, the heads are sharded over ``tensor``; pages and sequences are not sharded.
-        q: rotated queries ``[B, T, N, G, K]``.
-        pages: the pool.
-        table: page table, int32 ``[B, C]``; entries after a sequence's last page may be any page
-            number.
-        positions: int32 ``[B, T]``, positions of the new tokens. A row holds consecutive positions,
-            which may be followed by padding with positions of ``C * S`` or more. The results of
-            padding are finite, but meaningless.
+        compute: name of the kernel, and dtype of its matmuls. On a mesh, the heads are sharded over
+            the mesh axis ``tensor``; pages and sequences are not sharded.
+        q: queries after the rotary embedding, ``[batch, tokens, kv_heads, group, head_dim]``.
+            A group consists of the query heads that share a key/value head.
+        pages: cache pages of the layer, in the layout of the kernel, see `Pages`.
+        table: page numbers of each sequence, int32 ``[batch, max_pages]``; entries after a
+            sequence's last page may be any page number.
+        positions: int32 ``[batch, tokens]``, positions of the new tokens. A row holds consecutive
+            positions, which may be followed by padding with positions of ``max_pages * page_size``
+            or more. The results of padding are finite, but meaningless.
         window: number of positions that a token sees, its own and those before; None for all
             positions.
 
@@ -102,19 +102,21 @@ def walk(
     positions: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Computes attention over pages with ordinary matmuls and a running softmax.
+    """Computes the attention of new tokens over the KV cache, with matmuls and a running softmax.
 
     Each iteration of a loop reads one page of every sequence. The loop ends after the last page of
     the longest sequence. With a window, the loop begins with the first page that a token sees.
 
     Args:
         compute: dtype and backend of the computation.
-        q: rotated queries ``[B, T, N, G, K]``.
-        read: function of int32 ``[B]``, one page number per sequence, that returns keys ``[B, N, K,
-            S]`` and values ``[B, N, S, K]``.
-        table: page table, int32 ``[B, C]``.
-        size: number of positions of a page, S.
-        positions: positions of the new tokens, int32 ``[B, T]``.
+        q: queries after the rotary embedding, ``[batch, tokens, kv_heads, group, head_dim]``.
+            A group consists of the query heads that share a key/value head.
+        read: function that takes one page number per sequence, int32 ``[batch]``, and returns the
+            keys ``[batch, kv_heads, head_dim, page_size]`` and the values ``[batch, kv_heads,
+            page_size, head_dim]`` of these pages.
+        table: page numbers of each sequence, int32 ``[batch, max_pages]``.
+        size: number of positions of a page.
+        positions: positions of the new tokens, int32 ``[batch, tokens]``.
         window: number of positions that a token sees, its own and those before; None for all
             positions.
 

@@ -3,9 +3,6 @@
 The kernel reads the pages where they are, through the page table, and computes a running softmax
 as in FlashAttention (Dao et al., arXiv 2205.14135). The queries of all heads that share a key/value
 head form the rows of one matmul, so the kernel reads a page once for many queries.
-
-Shape letters: B sequences, T new tokens of each sequence, N key/value heads, G query heads per
-key/value head, K head width, P pages of the pool, S positions of a page, C pages of a sequence.
 """
 
 from __future__ import annotations
@@ -38,14 +35,19 @@ def attend(
     interpret: bool,
     capability: float,
 ) -> jax.Array:
-    """Computes the attention of new tokens to all positions up to and including their own.
+    """Computes the attention of new tokens over the KV cache, with a Triton kernel.
+
+    A token attends to all positions up to and including its own.
 
     Args:
-        q: scaled queries ``[B, T, N, G, K]``, in the dtype of the matmuls.
-        table: page table, int32 ``[B, C]``.
-        lengths: int32 ``[B]``, number of positions that the last new token of each sequence sees.
-            Each earlier new token sees one position less than the token after it.
-        keys, values: the pool, ``[N, P, S, K]``. K and S are powers of two, 16 or more.
+        q: queries, divided by the square root of ``head_dim``, in the dtype of the matmuls:
+            ``[batch, tokens, kv_heads, group, head_dim]``. A group consists of the query heads
+            that share a key/value head.
+        table: page numbers of each sequence, int32 ``[batch, max_pages]``.
+        lengths: int32 ``[batch]``, number of positions that the last new token of each sequence
+            sees. Each earlier new token sees one position less than the token after it.
+        keys, values: the cache pages, ``[kv_heads, pages, page_size, head_dim]``. ``page_size`` and
+            ``head_dim`` are powers of two, 16 or more.
         interpret: whether the kernel is interpreted, for tests on a CPU.
         capability: compute capability of the GPU for which the kernel is compiled; 0 if unknown.
 
@@ -106,7 +108,7 @@ def _kernel(
     groups: int,
     together: int,
 ) -> None:
-    """Computes a block of queries ``[rows, K]`` of one sequence and one key/value head.
+    """Computes a block of queries ``[rows, head_dim]`` of one sequence and one key/value head.
 
     Row r of all blocks together is a query of new token ``r // groups``.
     """
