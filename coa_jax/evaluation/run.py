@@ -166,8 +166,8 @@ def evaluate(
     interruption.
 
     Args:
-        load: function that loads the policy, see `load_sampler`. It is called only if
-            samples are missing.
+        load: function that loads the policy, see `load_sampler`. It is called only if samples are
+            missing.
         tasks: the tasks of the evaluation.
         config: settings of the evaluation.
         run: the run directory.

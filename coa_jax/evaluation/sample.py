@@ -35,7 +35,7 @@ class Sample:
         calls: pairs (tool, outcome), one for each tool call.
         blocked: number of tool calls with a blocked web address, which may hold the benchmark's
             questions and answers.
-        shown: number of observations in which the policy read a question of the benchmark, see
+        shown: number of observations that contained a question of the benchmark, see
             `Exposure.shown`.
         value: grade; None if the sample is not graded.
         attempts: number of times that the sample was run. ``tokens``, ``length``, ``calls``,
@@ -168,9 +168,9 @@ def sample_of(trajectory: Trajectory) -> Sample:
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
     """Returns the trajectory, in which the last suggested answer replaces a missing answer.
 
-    A suggested answer is the text of a tag ``suggested_answer``. The evaluator of the paper's
-    authors (AFM) has this rule only for generations that stop at a suggested answer. No generation
-    stops there, so the rule has no effect in their results.
+    A suggested answer is the text of a tag ``suggested_answer``. The evaluator of the authors of
+    the Chain-of-Agents paper has this rule only for generations that stop at a suggested answer. No
+    generation stops there, so the rule has no effect in their results.
     """
     for span in reversed(trajectory.segments) if trajectory.answer is None else ():
         suggested = span.role == "suggested_answer" and span.author == Author.POLICY

@@ -50,7 +50,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parses a JSON value; objects such as ``{"$float": "nan"}``, see `dumps`, become floats.
+    """Parses a JSON value; objects such as ``{"$float": "nan"}`` (see `dumps`) become floats.
 
     Raises:
         ValueError, RecursionError: the text is not JSON, or exceeds a bound of `files.untrusted`,

@@ -23,8 +23,8 @@ _PROTOCOL = re.compile(r"([\w-]+(:[\w.:-]+)?)?")
 def read_card(path: str | Path) -> dict[str, Any]:
     """Reads a model's card, ``agent.json``, which says how the policy was prompted in training.
 
-    The result is {} if the model has no card. One of the card's fields is ``protocol``.
-    If the model's training run stored definitions of protocols beside the card, the function also
+    The result is {} if the model has no card. One of the card's fields is ``protocol``. If the
+    model's training run stored definitions of protocols beside the card, the function also
     registers these protocols.
 
     Args:

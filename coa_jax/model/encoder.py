@@ -3,8 +3,6 @@
 The encoder shares modules and the reader of checkpoints with the decoder. In contrast to the
 decoder, a token attends to all tokens of its text, and each sum is followed by a normalisation
 (arXiv 1706.03762 §3.1).
-
-Shape letters: B batch, T tokens, D hidden size, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -116,7 +114,10 @@ class EncoderLayer(nnx.Module):
         self.activation = c.hidden_act
 
     def __call__(self, x: jax.Array, lengths: jax.Array, compute: Compute) -> jax.Array:
-        """Maps float32 ``[B, T, D]`` to the same shape; keys beyond ``lengths [B]`` are masked."""
+        """Maps hidden states, float32 ``[batch, length, hidden]``, to those of the next layer.
+
+        Keys beyond ``lengths``, int32 ``[batch]``, are masked.
+        """
         q, k, v = jnp.moveaxis(self.qkv(x, compute), 2, 0)
         with jax.default_matmul_precision("highest"):
             mixed = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
@@ -126,7 +127,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A BERT-like encoder, which maps token ids to hidden states, float32 ``[batch, length, hidden]``.
+    """A BERT-like encoder, which maps token ids to hidden states.
 
     The embeddings of the token, of its position and of the first segment type are summed and
     normalised. The layers follow.
@@ -145,12 +146,12 @@ class Encoder(nnx.Module):
         """Computes the last hidden states of texts.
 
         Args:
-            tokens: token ids, int32 ``[B, T]``, padded on the right.
-            lengths: int32 ``[B]``, number of tokens of each text, at least 1.
+            tokens: token ids, int32 ``[batch, length]``, padded on the right.
+            lengths: int32 ``[batch]``, number of tokens of each text, at least 1.
             compute: dtype, operations and sharding of the computation.
 
         Returns:
-            Hidden states, float32 ``[B, T, D]``.
+            Hidden states, float32 ``[batch, length, hidden]``.
         """
         positions = self.first_position + jnp.arange(tokens.shape[1])
         x = self.word(tokens) + self.position(positions) + self.type(jnp.zeros(1, jnp.int32))

@@ -76,7 +76,7 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
 
     Args:
         x: activations, ``[..., *in]``.
-        w: weight matrix with the axes ``in`` and ``out``, in the order ``compute.kernels``.
+        w: weight matrix, ``[*in, *out]`` or in another order of the axes, see `KernelLayout`.
         inputs: number of axes of ``in``.
         compute: gives the dtype of the operands, and the order of the axes.
 
@@ -170,8 +170,8 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
         uniform: random numbers, float32 ``[batch]``, in [0, 1).
 
     Returns:
-        Indices, int32 ``[batch]``. The weight at a returned index is never zero, unless all weights of
-        the row are zero.
+        Indices, int32 ``[batch]``. The weight at a returned index is never zero, unless all weights
+        of the row are zero.
     """
     sums = jnp.cumsum(weights, axis=-1)
     return first_passed(sums, uniform * sums[:, -1], weights > 0)

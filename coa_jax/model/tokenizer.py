@@ -457,8 +457,8 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
         tokenizer: the tokenizer, which gives the template the names of its special tokens.
 
     Returns:
-        A pair: a tuple with the id of ``bos_token``, or () if the template begins with a turn; and
-        the default system message, or "" if there is none.
+        A pair: a tuple with the id of ``bos_token``, or () if a conversation begins with a turn;
+        and the default system message, or "" if there is none.
 
     Raises:
         UserError: the template cannot be rendered, or its text does not begin with a turn.

@@ -305,14 +305,15 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
     """Returns the mean of ``one - other``, the grades of two arms, with two confidence intervals.
 
     Args:
-        one, other: grades of an arm from 0 to 1, float ``[seeds, tasks]``; NaN for a task without a
-            grade.
+        one, other: grades of the two arms from 0 to 1, float ``[seeds, tasks]``; NaN for a task
+            without a grade.
 
     Returns:
         The entries of `mean_over_seeds`; the value of a seed is the mean of ``one - other`` over
         its tasks. ``ci95_tasks`` is a second 95 % confidence interval, which describes the
-        variation between tasks. It treats the mean over the seeds of each task's ``one - other`` as
-        one normally distributed value. ``tasks`` is the number of tasks with a grade in both arms.
+        variation between tasks. It is the normal approximation for the mean over tasks, where the
+        value of a task is its mean of ``one - other`` over the seeds. ``tasks`` is the number of
+        tasks with a grade in both arms.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)

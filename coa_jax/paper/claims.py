@@ -47,8 +47,8 @@ class Figure:
     """A value that is measured over all seeds.
 
     A figure with an interval is a mean over tasks (or calls). A task of several seeds then counts
-    once, with the mean of its values in these seeds. A figure without an
-    interval is a mean over seeds, and its ``n`` is the sum over seeds.
+    once, with the mean of its values in these seeds. A figure without an interval is a mean over
+    seeds, and its ``n`` is the sum over seeds.
 
     Attributes:
         value: the value.

@@ -19,7 +19,7 @@ from coa_jax.parallel.mesh import split_over
 Attend = Callable[..., tuple[jax.Array, Any]]
 """An attention function, whose arguments are q, k and v after the rotary embedding, all float32.
 
-The shape of q is ``[batch, length, kv_heads, group, head_dim]``, where a group consists of the query
+The shape of q is ``[batch, length, kv_heads, group, head_dim]``. A group consists of the query
 heads that share a key/value head. The shape of k and v is ``[batch, length, kv_heads, head_dim]``.
 The function returns the attended values, float32 in the shape of q, and the layer's cache pages
 (None without a cache).
