@@ -98,7 +98,9 @@ def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """The tasks that the evaluation used; these settings must equal the evaluation's settings.
+    """Settings that load an evaluation's tasks again; they must equal the evaluation's settings.
+
+    The evaluation is the one whose trajectories are compared, see `Command.traces`.
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
@@ -115,13 +117,13 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the comparison of the team's tokens with the policy's tokens.
+    """Settings of the comparison of a policy's tokens with those of its multi-agent teacher (team).
 
     Attributes:
         traces: path of the ``traces.jsonl`` of an evaluation.
         phase: phase whose trajectories are compared, for example ``evaluate-rl``.
         model: directory of the policy, whose tokenizer counts the tokens.
-        number: number of tasks that the team solves. These are the first tasks of the evaluation.
+        number: number of tasks that the team solves; these are the first tasks of the evaluation.
         tasks: settings with which the evaluation loaded its tasks.
         teacher: settings of the team.
         tools: tools of the team.
@@ -157,7 +159,7 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Lets the team solve the tasks, and compares the tokens of the team and of the policy.
+    """Lets the multi-agent team solve the tasks, and compares its tokens with the policy's tokens.
 
     Args:
         config: settings of the comparison, see `Command`.
@@ -233,7 +235,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``coa-jax economy``: compares the tokens of policy and teacher."""
+    """Runs ``coa-jax economy``: compares the tokens of policy and multi-agent teacher."""
     print(describe(measure(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))))
 
 

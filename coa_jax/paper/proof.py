@@ -104,16 +104,17 @@ def stages(tasks: str, machine: str, given: bool) -> dict[str, tuple[Any, Work]]
 
 
 def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
-    """Estimates the longest time of a stage in seconds, from measured rates.
+    """Estimates how many seconds a stage takes at most, from rates measured on an H100.
 
-    Every trajectory is assumed to have the maximum length, and all of its tokens to be sampled.
+    The estimate assumes that every trajectory has the maximum length, and that the policy samples
+    all of its tokens, with prompt and observations. The real time should therefore be shorter.
 
     Args:
         work: work of the stage.
         config: settings of the stage.
         model: architecture of the policy.
-        machine: one of `MACHINES`. The estimate assumes that each machine reaches the shares of its
-            peak rates that an H100 reaches.
+        machine: one of `MACHINES`. Its chips are assumed to reach the same fractions of their peak
+            FLOP rate and memory bandwidth as the H100 does.
     """
     name, chips = MACHINES[machine]
     chip = CHIPS[name]
@@ -132,7 +133,7 @@ def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
 
 
 def hours(tasks: str, model: str, machine: str, given: bool) -> str:
-    """Returns a table of the longest time of each stage.
+    """Returns a table of the longest time of each stage of launch/proof.sh, see `seconds`.
 
     Args:
         tasks, machine, given: see `stages`.
@@ -208,9 +209,9 @@ _TASKED = ("sample", "rl", "evaluate")
 
 
 def updates(workdir: Path) -> int:
-    """Returns the number of updates of SFT that take as long as all updates of RL together.
+    """Returns how many SFT updates take as long as all RL steps, not counting waits for rollouts.
 
-    The number is computed from the median time of a step, because the first step also compiles.
+    Both times are computed from the median step, because the first step also compiles.
 
     Raises:
         UserError: SFT or RL has not finished a step.
@@ -233,7 +234,9 @@ def updates(workdir: Path) -> int:
 
 
 def results(workdir: Path) -> dict[str, Any]:
-    """Computes the table: the figures of each policy, and the paired differences.
+    """Returns the figures of each policy of launch/proof.sh, and the differences between policies.
+
+    `ARMS` lists the policies. The differences are paired by task, for the pairs in `PAIRS`.
 
     Raises:
         UserError: an evaluation is missing or damaged.
@@ -331,7 +334,7 @@ def page(figures: Mapping[str, Any], name: str, pages: Mapping[str, str]) -> str
 
 
 def write_table(workdir: Path) -> None:
-    """Prints the table, and writes ``results.json`` and ``report/index.html``."""
+    """Prints the tables of `results`, and writes ``results.json`` and ``report/index.html``."""
     figures = results(workdir)
     durable.write_json(workdir / "results.json", figures)
     stages_of = {"Evaluations": "evaluations", "SFT": "sft", "RL": "rl", "Control": "more"}
@@ -357,7 +360,11 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``coa-jax proof``: prints hours, updates or the table, or writes the corpus."""
+    """Runs ``coa-jax proof`` with one of its subcommands.
+
+    ``hours`` and ``updates`` print the results of `hours` and `updates`. ``corpus`` calls
+    `write_corpus`, and ``table`` calls `write_table`.
+    """
     values, workdir = flags.FLAGS, Path(flags.FLAGS.workdir)
     match argv[1:]:
         case ["hours"]:

@@ -83,15 +83,15 @@ class Command(Bounded):
         model: pretrained policy, a Hugging Face directory or a GGUF file; "" for an untrained one.
         sft: settings of fine-tuning as in the command ``sft``, without the paths.
         rl: settings of reinforcement learning as in the command ``rl``, except the path of the
-            model. {} trains no such policy.
+            model; {} skips this stage.
         evaluate: settings of the evaluations.
         base: settings that override those of ``evaluate`` for the base model.
         sft_more: whether to continue SFT, for a policy that is compared with the policy of RL.
         sft_more_updates: number of updates when SFT continues; 0 for as many as take the time of
             RL. That number depends on what else runs on the machine.
-        rft: settings of fine-tuning as in the command ``rft``, without the paths. The policy is
-            trained on the right trajectories of RL, and compared with the policy of RL. {} trains
-            no such policy.
+        rft: settings of fine-tuning as in the command ``rft``, without the paths; {} skips this
+            stage. It trains on RL's trajectories with correct answers, and its policy is compared
+            with that of RL.
         economy: whether to count how many tokens the policy of RL saves compared with the teacher.
         measures: maps names to additional evaluations, see `FurtherEvaluation`.
         release: whether to write ``release/``, see `paper.release`; needs training with adapters.
@@ -266,7 +266,7 @@ class Pipeline:
             sft.train(config, run, output, renaming(config.rename_share), self.tools)
 
     def rft(self) -> None:
-        """Fine-tunes the SFT policy on right trajectories of RL, for comparison with RL."""
+        """Fine-tunes the SFT policy on correct trajectories of RL, for a comparison with RL."""
         assert self.rft_config is not None
         with RunDir(self.run.path / "controls" / "rft") as run:
             rejection.train(self.rft_config, run, self.models / "rft")

@@ -16,8 +16,9 @@ class Chip:
         hbm_bytes: size of the memory, in bytes.
         hbm_bandwidth: memory bandwidth in bytes/s.
         link_bandwidth: rate at which the chip can send over all its links together, in bytes/s.
-        group: number of GPUs that the links of ``link_bandwidth`` connect (the GPUs of a host); 0
-            for a TPU, whose links connect the whole slice.
+        group: number of GPUs that the links of ``link_bandwidth`` connect: those of a host or, with
+            an NVLink switch between hosts, of several hosts; 0 for a TPU, whose links connect the
+            whole slice.
         network_bandwidth: rate at which the chip can send to chips that its links do not connect,
             in bytes/s.
         host: number of chips per host.
@@ -93,8 +94,8 @@ KINDS = {kind: name for name, chip in CHIPS.items() for kind in chip.kinds}
 def shared_memory(capability: float) -> int:
     """Returns the shared memory in bytes that a block of a CUDA kernel can use.
 
-    Source: CUDA C++ Programming Guide, technical specifications per compute capability. A
-    capability of 0 (unknown) gives the figure of an A100.
+    Source: CUDA C++ Programming Guide, technical specifications per compute capability. The value 0
+    (unknown) counts as 8.0 (A100), the lowest that the kernels support.
     """
     if capability >= 12 or (8.0 < capability < 9.0 and capability != 8.7):
         return 99 << 10

@@ -23,10 +23,12 @@ def keep_programs(folder: Path | None = None) -> None:
     """Lets JAX keep compiled programs between processes, up to 4 GiB.
 
     The function sets environment variables, so it must be called before JAX is imported. It changes
-    nothing if ``JAX_COMPILATION_CACHE_DIR`` is set, also to "", or if the folder cannot be created.
+    nothing if the folder cannot be created, or if ``JAX_COMPILATION_CACHE_DIR`` is set already. The
+    value "" of this variable switches the cache off.
 
     Args:
-        folder: parent of the folder that has the programs; None is the user's cache folder.
+        folder: folder that gets a subfolder with the programs for this processor; None for the
+            user's cache folder.
     """
     if _DIRECTORY in os.environ:
         return

@@ -18,7 +18,8 @@ class MeshConfig(Bounded):
 
     Attributes:
         data: number of replicas of the parameters.
-        fsdp: number of parts into which batch and parameters are split; -1 for all devices.
+        fsdp: number of parts into which batch and parameters are split; -1 for the remaining
+            devices.
         tensor: number of parts into which each layer (its heads, MLP width and vocabulary) is
             split.
         decode_tensor: number of devices over which a decoding engine splits the model; 0 takes the
@@ -27,8 +28,8 @@ class MeshConfig(Bounded):
             devices of the process are reserved; the mesh consists of all other devices. With 0, the
             same devices train and sample.
         collectives: strategy for the matmuls of training on a mesh. ``compiler`` leaves the
-            collectives to XLA, ``manual`` writes them explicitly, and ``auto`` chooses by the
-            platform.
+            collectives to XLA, ``manual`` writes them explicitly, and ``auto`` is ``manual`` on
+            TPUs and ``compiler`` elsewhere.
         wait_seconds: number of seconds after which a process that waits for other processes logs
             which of them are missing. The process then continues to wait.
     """

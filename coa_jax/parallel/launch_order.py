@@ -29,13 +29,15 @@ _TURN = threading.RLock()
 
 @contextlib.contextmanager
 def turn(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
-    """Holds a lock while a multi-device program is launched.
+    """Holds a lock while a multi-device program is launched, so that programs cannot deadlock.
 
-    A single-device program needs no lock; for such a program, the context manager has no effect.
+    Without the lock, two devices could get the programs of two threads in opposite order, and both
+    programs would wait forever. A program for a single device needs no lock: the context manager
+    then has no effect.
 
-    The simulated devices of a CPU have no queues, so programs that wait for their turn would occupy
-    the threads that other programs need. On a CPU, the launching thread must therefore also wait
-    until the program has ended.
+    The simulated devices of a CPU have no queues: a waiting program occupies threads that the
+    running program may need, which is a deadlock too. On a CPU, the lock is therefore held until
+    the program has ended.
 
     Args:
         mesh: devices on which the program runs; None for one device.
@@ -61,7 +63,7 @@ def mesh_of(array: Any) -> Mesh | None:
 
 
 def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Launches a program while no other thread launches a program; see `turn`.
+    """Launches a program while no other thread launches a multi-device program; see `turn`.
 
     Args:
         mesh: devices on which the program runs; None for one device.

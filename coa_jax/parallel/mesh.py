@@ -56,9 +56,10 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     processes: int = 1,
 ) -> Mesh:
-    """Creates a mesh with the axes ``("data", "fsdp", "tensor")`` over the first devices.
+    """Creates a device mesh with the axes ``("data", "fsdp", "tensor")``.
 
-    One of the three sizes may be -1; this axis then takes the remaining devices.
+    The mesh has the first ``data * fsdp * tensor`` devices of ``devices``. One of the three sizes
+    may be -1; this axis then takes the remaining devices.
 
     Args:
         data: number of replicas of the parameters.
@@ -68,8 +69,9 @@ def make_mesh(
         processes: number of processes that own ``devices``; ignored if ``devices`` is None.
 
     Raises:
-        UserError: a size is neither positive nor -1, there are too few devices, a process would
-            have no device in the mesh, or the chosen devices of a TPU slice do not form a block.
+        UserError: a size is neither positive nor -1; there are too few devices; a mesh of several
+            processes leaves devices out; or the devices of the mesh belong to several TPU slices,
+            or form no rectangular block of a slice.
     """
     every = devices is None
     processes = jax.process_count() if devices is None else processes
@@ -269,10 +271,10 @@ def gather_axes(
 ) -> jax.Array:
     """Gathers a sharded array along some logical axes, and splits its gradient along the same axes.
 
-    The gradient of the value is a sum over the devices that have gathered the value. If only the
-    value had a sharding constraint, the compiler would compute the whole sum on every device.
-    Because the gradient has a constraint too, each device computes only its own part of the sum (a
-    reduce-scatter).
+    The gradient is a sum over the devices that have gathered the value. It gets a sharding
+    constraint like the value, so each device computes only its own part of the sum (a
+    reduce-scatter). Without this constraint, the compiler would compute the whole sum on every
+    device.
 
     Args:
         x: value that is sharded by ``axes``.
@@ -297,7 +299,7 @@ def gather_axes(
 def split_over(
     mesh: Mesh | None, function: Callable[..., jax.Array], *axes: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
-    """Returns a function that calls a kernel on each device, with the shards of that device.
+    """Returns a function that calls a kernel on each device of a mesh, with the device's shards.
 
     Args:
         mesh: the devices; None returns ``function`` unchanged.

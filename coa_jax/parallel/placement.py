@@ -145,7 +145,7 @@ def own_rows(mesh: Mesh | None, rows: int) -> list[int]:
 
 
 def put_batch(batch: T, mesh: Mesh | None, rows: int = 0) -> T:
-    """Splits the rows of every array ``[..., R, T]`` of a batch over the mesh's batch axes.
+    """Splits the rows of every array ``[..., rows, tokens]`` of a batch over the mesh's batch axes.
 
     Args:
         batch: arrays on the host.

@@ -127,7 +127,8 @@ def join() -> None:
     """Joins the other processes of the run; must be called before any other use of JAX.
 
     Raises:
-        UserError: an environment variable is invalid, or the other processes did not join.
+        UserError: ``COA_JAX_COORDINATOR``, ``COA_JAX_NUM_PROCESSES``, ``COA_JAX_PROCESS_ID`` or
+            ``COA_JAX_LOST_SECONDS`` is invalid, or the other processes did not join.
     """
     global _joined
     seconds = seconds_of("COA_JAX_LOST_SECONDS", 60.0)
@@ -221,7 +222,8 @@ def count() -> int:
 def apart() -> Iterator[None]:
     """Makes this process act as the only process of its run, inside a ``with`` block.
 
-    Use it for work that may fail on one host alone.
+    Use it for work that may fail on one host alone: otherwise the other processes would wait for a
+    failed process at the next exchange.
     """
     global _joined
     before, _joined = _joined, None
@@ -288,7 +290,8 @@ async def exchange_async(value: Any, what: str, seconds: float, channel: str = "
     """Exchanges a value between all processes.
 
     The exchange runs no program on the devices. A thread may therefore call this function while
-    another thread runs a multi-process program or makes another exchange. The wait handles signals.
+    another thread runs a multi-process program or makes another exchange. Signals such as Ctrl-C
+    are handled during the wait.
 
     Args:
         value: value of this process, which must be a short JSON value.

@@ -32,8 +32,9 @@ class Slice:
         name: name of the slice on the command line.
         kind: name of the chip, a key of `CHIPS`.
         shape: shape of the torus of a TPU slice, or (number of GPUs,) for GPUs.
-        peaks: peak rates of a chip, if they were measured, or if the number of chips per host is
-            not the usual one; None takes the vendor's peak rates from `CHIPS`.
+        peaks: description of a chip that replaces its entry in `CHIPS`, if its rates were measured,
+            or if hosts have an unusual number of chips (`Chip.host`); None for the entry in
+            `CHIPS`.
     """
 
     name: str
@@ -145,7 +146,8 @@ def default_fraction(where: Slice) -> float:
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
     """Returns, for each device of a slice, the index of the host that owns the device.
 
-    GPUs, and the CPU devices that stand for them, are assigned to hosts in order.
+    GPUs, and the CPU devices that replace them if their compiler is not installed (`devices_of`),
+    are assigned to hosts in order.
     """
     if where.tpu:
         return [device.process_index for device in devices]
@@ -154,12 +156,11 @@ def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def devices_of(where: Slice) -> list[Any]:
-    """Returns the devices of a slice, for which programs can be compiled.
+    """Returns the devices of a slice, for which programs can be compiled but not run.
 
-    Programs can be compiled for these devices, but cannot run there. Where the compiler for GPUs is
-    not installed, CPU devices stand for GPUs. This function must be called before any other use of
-    JAX: it selects the CPU as the platform of this process, so that no chip of this machine is
-    used, and it sets the number of CPU devices.
+    Where the compiler for GPUs is not installed, CPU devices stand for GPUs. This function must be
+    called before any other use of JAX: it selects the CPU as the platform of this process, so that
+    no chip of this machine is used, and it sets the number of CPU devices.
 
     Raises:
         UserError: the compiler is not installed or has another version than JAX, or no slice has

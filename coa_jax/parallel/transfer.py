@@ -64,7 +64,7 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
 
 
 def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> list[Path]:
-    """Fetches files in process 0, and copies them to the processes that do not see them.
+    """Fetches files in process 0, and copies them to the processes whose ``root`` lacks them.
 
     All processes must call this function, in their main threads and in the same order. The copies
     are kept: later runs, and other processes with the same ``root``, use them.
@@ -72,8 +72,8 @@ def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> li
     Args:
         root: folder that contains the files; each host may have its own.
         fetch: function that finds or downloads files below ``root``, and returns their paths. Only
-            process 0 calls this function. The path of a file must change with its content, because
-            a process keeps a file that has the path and the size of a file of process 0.
+            process 0 calls this function. New content needs a new path, because a process that
+            already has a file with the same path and size keeps its file.
         what: description of the files, used in messages.
 
     Returns:

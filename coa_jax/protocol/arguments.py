@@ -36,7 +36,7 @@ _DOES = {
 
 
 def arguments_of(tool: str) -> dict[str, str]:
-    """Returns the arguments of a tool without a JSON schema, with their descriptions."""
+    """Returns the arguments (name -> description) of a tool that has no JSON schema."""
     form = TOOL_FORMS.get(tool)
     return _FORMS[form] if form else {"input": "What the tool is given."}
 

@@ -59,18 +59,19 @@ MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
 
 
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
-    """Returns the languages of all bodies of a form, grouped by what the protocol demands next.
+    """Returns the allowed bodies of a form as regular languages, for constrained decoding.
 
-    For example, the bodies of reflections have two groups: those with a poor grade, after which the
-    policy must write a plan, and all others, after which it need not.
+    There is one language for each effect that a body can have on what comes next. For example,
+    reflections have two: those with a poor grade, after which the policy must write a plan, and all
+    others, after which it need not.
 
     Args:
-        form: form of the body.
+        form: form of the body, see `BodyForm`.
         pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
 
     Returns:
-        (language, sample body) for each group. The language contains the bodies of the group, and
-        the sample body is one of them.
+        (language, sample body) for each effect. The sample body has this effect; it is "" if the
+        bodies of the form have no effect.
     """
     if form == "grades":
         good = _grades(("good", "average", "fair"))

@@ -78,10 +78,10 @@ class Violation:
 class Reader(typing.Protocol):
     """An interface for parsers of the policy's text, which arrives in pieces.
 
-    The segments that the methods return are contiguous, and together cover the whole text. A
-    complete segment has one of these roles: ``think``, the tag of a tool (the body is then the text
-    that the tool takes), `BAD_CALL`, or the protocol's ``answer``. All other segments have the role
-    None.
+    The segments that the methods return are contiguous, and together cover the whole text. In the
+    format ``tags``, the role of a segment is the name of its tag. In all other formats, a complete
+    segment has the role ``think``, the tag of a tool (the body is then the text that the tool
+    takes), `BAD_CALL`, or the protocol's ``answer``. All other text has the role None.
 
     Attributes:
         violations: violations found so far, in the order in which they were found.
@@ -233,20 +233,20 @@ class Protocol:
             prompts explain them.
         tools: names of the tags that call a tool. An observation follows each of these tags.
         next_actions: action -> the actions that may follow. The key ``START`` stands for the
-            beginning of the text. ``think`` and the observation are not actions, because
-            ``think_rule`` and ``tools`` determine where they stand.
+            beginning of the text. Actions are all tags except ``think``, whose places
+            ``think_rule`` determines, and the observation, which always follows a tool call.
         think_rule: action -> whether a ``think`` right before the action is ``required``,
             ``optional`` or ``forbidden``.
-        body_form: tag -> form of its body. A tag without an entry has the form ``text``.
+        body_form: tag -> form of its body, see `BodyForm`. A tag without an entry has the form
+            ``text``.
         verbatim: tags whose bodies may contain other tags, because these bodies quote programs or
             the text of the environment.
         described: tag -> description for the policy. Only tools that are not built in need a
             description.
         notes: tag -> a sentence about the tool that prompts add, such as the packages that its
             programs can import.
-        pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
-        must_end: whether the next action after a ``double_check`` with at least the score
-            ``pass_score`` must be ``answer``.
+        pass_score: lowest score of a ``double_check`` that passes, so that ``answer`` may follow.
+        must_end: whether ``answer`` must follow a ``double_check`` that passes.
         observation: name of the tag around text of the environment.
         answer: name of the tag that ends the episode.
         schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
@@ -288,9 +288,9 @@ def find_format(name: str, by_setting: bool = False) -> Format:
     Args:
         name: name of a format that is built in or comes with an installed package, or the import
             path ``package.module:name`` of a format.
-        by_setting: whether a setting contains the name. If False, the name comes from a data file
-            or a model card, and an import path is refused unless a setting has named it earlier in
-            this process. Therefore a data file cannot make a process import code.
+        by_setting: True if the user gave the name in a setting, False if it comes from a data file
+            or a model card. Such a file must not make a process import code: its import paths are
+            accepted only if the user has given the same path in a setting before, in this process.
 
     Raises:
         UserError: the format does not exist, the object is not a `Format`, or the import path is

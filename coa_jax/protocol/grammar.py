@@ -40,16 +40,16 @@ OBSERVED = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic finite automaton over bytes with S states.
+    """A deterministic finite automaton over bytes.
 
     State 0 is the start. Every state can be reached from the start, and an answer can be reached
     from every state.
 
     Attributes:
-        transitions: int32 of shape ``[S, 257]``, the next state for each byte value from 0 to 255,
-            and for the symbol `OBSERVED` (256), which stands for a whole observation. The value
-            `DEAD` means that the byte or symbol is not allowed.
-        answered: bool of shape ``[S]``, True for the states after a closed answer; in
+        transitions: int32 of shape ``[states, 257]``, the next state for each byte value from 0 to
+            255, and for the symbol `OBSERVED` (256), which stands for a whole observation. The
+            value `DEAD` means that the byte or symbol is not allowed.
+        answered: bool of shape ``[states]``, True for the states after a closed answer; in
             `closing_tags` also for the states after a closed tool call.
     """
 
@@ -131,9 +131,9 @@ class _Place(NamedTuple):
 def closing_tags(protocol: Protocol) -> ByteAutomaton:
     """Returns an automaton that allows every text, and detects the tags at which decoding stops.
 
-    After the closing tag of a tool or of the answer (`Protocol.stops`), the automaton is in a state
-    of ``answered`` and remains in such states, because the token that closes the tag may have
-    further bytes. An observation leads back into the text.
+    ``answered`` is True after the closing tag of a tool or of the answer (`Protocol.stops`). It
+    remains True after further bytes, because the token that closes the tag may have more bytes, and
+    becomes False after an observation.
     """
 
     def read(place: _Place, byte: int) -> _Place:

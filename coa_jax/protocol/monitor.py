@@ -12,7 +12,7 @@ class Monitor:
     """Detects, while the policy writes, that its text violates the protocol.
 
     If ``broken`` is still False after the answer, the whole text has no violation. In formats other
-    than ``tags``, the parser itself reports all violations.
+    than ``tags``, the monitor only looks at the violations that the parser has found.
 
     Attributes:
         protocol: the tags, and the rules about their order.
@@ -50,7 +50,7 @@ class Monitor:
         """Tells the monitor that an observation follows the text so far.
 
         Args:
-            text: text of the environment's answer.
+            text: text of the observation.
         """
         if self.protocol.format is None:
             self._state = advance(self.protocol, self._state, self.protocol.observation, text)

@@ -46,7 +46,7 @@ class Parse:
 
 
 class Parser:
-    """Parses text that arrives in chunks.
+    """Parses text in the format ``tags``, which arrives in chunks.
 
     `feed` returns the segments that a chunk completes, including text outside tags. `finish`
     returns the remaining segment. Together these are the segments that `parse` returns for the
@@ -129,7 +129,7 @@ class Parser:
         self._carry = ""
 
     def end_turn(self) -> list[Segment]:
-        """Returns [], because in this format the end of a turn completes no segment."""
+        """Returns [], because in the format ``tags`` the end of a turn completes no segment."""
         return []
 
     def finish(self) -> list[Segment]:

@@ -111,8 +111,8 @@ class Asked(typing.Protocol):
         protocol: name of the protocol in which the question is answered.
         prompt: user message that the data set has for the question; "" for none.
         context: (role, text) of each message that the data set has before the user message.
-        metadata: further data; ``tools`` are the JSON schemas of a conversation with function
-            calls.
+        metadata: further data. In a conversation with function calls, the key ``tools`` has the
+            JSON schemas of the functions.
     """
 
     @property
@@ -151,11 +151,14 @@ class Messages(typing.NamedTuple):
 def messages_of(asked: Asked, prompt: Prompt) -> Messages:
     """Returns the messages that put the question of a task or a record to a policy.
 
-    The data set may have messages before the user message. These are kept, but a system message of
-    ``prompt`` replaces that of the data set. In the style ``data``, if the data set has a user
-    message, this message and all messages before it are returned unchanged. In formats other than
-    ``tags``, the data set's instructions and system message are left out, because these describe
-    tags.
+    The first rule that applies decides:
+
+    1. A conversation with function calls (see `Asked.metadata`) is returned unchanged.
+    2. In the style ``data`` and the format ``tags``, a user message of the data set and the
+       messages before it are returned unchanged.
+    3. `render_prompt` writes the user message, and the data set's earlier messages are kept. But
+       its system message is replaced if ``prompt.system`` is not None, and left out in formats
+       other than ``tags``, because it describes tags.
 
     Args:
         asked: the task or record.

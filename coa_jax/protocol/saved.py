@@ -56,10 +56,10 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
 def find_protocols(path: str | os.PathLike[str]) -> None:
     """Finds ``protocols.json`` for a file or folder, and registers its protocols.
 
-    The function looks for the file in the folder itself, in its parent folder, and in those folders
-    above that contain a ``config.json``, because this file marks the work directory of a run. The
-    first ``protocols.json`` found is used. A protocol whose name is already registered is skipped,
-    so that the protocols of this process take precedence.
+    The function looks for the file in ``path`` itself, in its parent folder, and in those of the
+    next three folders above that contain a ``config.json``, which marks the work directory of a
+    run. The first ``protocols.json`` found is used. A protocol whose name is already registered is
+    skipped, so that the protocols of this process take precedence.
 
     Args:
         path: path of trajectories or of a model.

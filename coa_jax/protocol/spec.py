@@ -164,9 +164,10 @@ def _as_the_paper_demands(protocol: Protocol) -> Protocol:
 
 
 def split_level(name: str) -> tuple[str, str]:
-    """Splits the name of a protocol into (name without suffix, level or format).
+    """Splits the name of a protocol at the colon: (name, level of strictness or format).
 
-    The second part of a name without a suffix is ``lenient``.
+    For example, ``code:hermes`` gives (``code``, ``hermes``). Without a colon, the second part is
+    the default level ``lenient``. The level ``paper`` is stricter, see docs/protocol.md.
 
     Raises:
         UserError: the suffix is neither a level nor a format.
@@ -184,17 +185,20 @@ def split_level(name: str) -> tuple[str, str]:
 
 
 def at_level(name: str, level: str, form: str = "") -> str:
-    """Returns the name of a protocol after a change of its level or its format.
+    """Returns the name of a protocol with another level of strictness or another format.
+
+    A name has a suffix for either a level or a format, because only the format ``tags`` has levels.
 
     Args:
         name: name of the protocol, with or without a suffix.
-        level: new level; "" keeps the present level.
+        level: new level, ``lenient`` or ``paper`` (stricter, see docs/protocol.md); "" keeps the
+            present level.
         form: new format, such as ``hermes``, or ``tags`` for a chain of agents; "" keeps the
             present format.
 
     Raises:
         UserError: the level or the format is unknown, or the level is ``paper`` and the format is
-            not ``tags``. Only protocols in the format ``tags`` have the level ``paper``.
+            not ``tags``.
     """
     if level not in ("", *LEVELS):
         raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
@@ -248,9 +252,10 @@ def made_protocols() -> tuple[Protocol, ...]:
 
 
 def names_with_levels() -> tuple[str, ...]:
-    """Returns all names of the registered protocols that have tags.
+    """Returns the names of the registered protocols that have tags, at both levels of strictness.
 
-    Each protocol has two names: without a suffix (level ``lenient``) and with ``:paper``.
+    Each protocol has a name without a suffix (level ``lenient``) and one with ``:paper``. Names
+    with a format, such as ``code:hermes``, are left out.
     """
     names = protocol_names()
     return (*names, *(f"{name}:{LEVELS[1]}" for name in names))
@@ -259,16 +264,18 @@ def names_with_levels() -> tuple[str, ...]:
 def get_protocol(name: str) -> Protocol:
     """Returns the protocol with a given name. These protocols are built in:
 
-    * ``web``, ``mhqa`` and ``code``: the three agents of the Chain-of-Agents paper.
-    * ``web_wiki``: the rules of the web agent, with the tool ``wiki_search``.
-    * ``generalist``: the rules of the web agent, with the tools ``wiki_search`` and ``code``.
-    * ``universal``: the rules of the web agent, with the tools ``web_search``, ``crawl_page``,
-      ``code`` and ``visual_inspector``.
+    * ``web``, ``mhqa`` and ``code``: the agents of the Chain-of-Agents paper for web search,
+      multi-hop questions and programs. In ``web``, the policy must check each answer with
+      ``double_check``; the other two have no such check.
+    * ``web_wiki``: the rules of ``web``, with the tool ``wiki_search``.
+    * ``generalist``: the rules of ``web``, with the tools ``wiki_search`` and ``code``.
+    * ``universal``: the rules of ``web``, with the tools ``web_search``, ``crawl_page``, ``code``
+      and ``visual_inspector``.
     * ``turns``: no tags, see `TURNS`.
 
     Args:
-        name: name of the protocol. The suffix ``:paper`` selects the level ``paper``, and a suffix
-            such as ``:hermes`` selects a format.
+        name: name of the protocol. The suffix ``:paper`` selects the stricter level ``paper`` (see
+            docs/protocol.md), and a suffix such as ``:hermes`` selects a format.
 
     Raises:
         UserError: the protocol, level or format is unknown.
@@ -335,7 +342,7 @@ def protocol_with_tools(
     schemas: Mapping[str, Mapping[str, object]] | None = None,
     free: bool = False,
 ) -> Protocol:
-    """Returns a new protocol with given tools and the rules of the web agent.
+    """Returns a new protocol with given tools and the rules of the protocol ``web``.
 
     The new protocol is not registered; `add_protocol` registers it.
 
@@ -346,8 +353,9 @@ def protocol_with_tools(
         described: tag -> description for the policy, for tools that are not in ``TOOL_FORMS``. The
             body of such a tag may be any text.
         schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
-        free: whether the protocol has the rules of ``mhqa`` in place of those of the web agent. No
-            answer is then verified, and in addition every ``think`` is optional.
+        free: True replaces the rules of ``web`` by those of ``mhqa``, which demand no
+            ``double_check`` before an answer. In addition, every ``think`` is then optional, and an
+            answer may come first.
 
     Raises:
         UserError: ``tools`` contains a tag twice, or an unknown tag.

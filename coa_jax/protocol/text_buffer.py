@@ -7,7 +7,7 @@ from coa_jax.protocol.formats import Protocol, Segment, Violation
 
 
 class Pieces:
-    """Base class of the parsers of conversation formats: the text since the last complete segment.
+    """Base class of the parsers of conversation formats; keeps text until a segment is complete.
 
     Attributes:
         violations: violations found so far.

@@ -14,10 +14,13 @@ from coa_jax.report.page import NONE, as_number, escape, fixed, table
 
 
 def breakdown(summary: Mapping[str, Any], titles: Mapping[str, str]) -> str:
-    """Renders a table with the details of each evaluated stage; "" if no stage has details.
+    """Renders a table of each evaluated stage: pass@k, tool calls, stop reasons and other details.
+
+    The result is "" if no stage has such details.
 
     Args:
-        summary: content of summary.json.
+        summary: content of summary.json, in which the key ``{stage}_details`` has the details of a
+            stage.
         titles: maps the name of each stage to its title, in the order of the table's columns.
     """
     details = {stage: _mapping(summary.get(f"{stage}_details")) for stage in titles}

@@ -132,7 +132,8 @@ def trace_page(paths: Sequence[str], per_stage: int = TRACES_PER_STAGE) -> str:
     """Renders a page of trajectories that belong to no run, such as those of another program.
 
     Args:
-        paths: files and folders, see `iterate_trajectories`. They may contain ATIF documents.
+        paths: files and folders, see `iterate_trajectories`. They may contain documents in ATIF,
+            the Agent Trajectory Interchange Format (docs/data.md).
         per_stage: maximum number of trajectories that the page shows per stage. The name of an
             agent counts as the stage of its trajectories.
 

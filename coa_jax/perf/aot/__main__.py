@@ -68,7 +68,10 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> int:
-    """Runs ``coa-jax aot``: compiles and estimates; returns the exit code."""
+    """Runs ``coa-jax aot``, which compiles a run's programs ahead of time, for another machine.
+
+    Returns the exit code: 0 if the run fits into the memory of that machine, otherwise 1.
+    """
     values = flags.FLAGS
     where = parse_slice(values.topology)
     fraction = values.memory_fraction or default_fraction(where)

@@ -367,7 +367,9 @@ def collectives(
 def sent_by(
     kind: str, line: Instruction, computation: Computation, chips: int
 ) -> tuple[int, float]:
-    """Computes the bytes sent by a collective with the ring algorithm, which sends the fewest.
+    """Computes how many bytes a chip sends in a collective that uses the ring algorithm.
+
+    This is a lower bound, because no algorithm sends fewer bytes.
 
     Args:
         kind: kind of the collective, one of `COLLECTIVES`.
@@ -394,7 +396,9 @@ def sent_by(
 def group(line: Instruction, chips: int) -> list[int]:
     """Returns the indices of the chips in the first group of a collective instruction.
 
-    XLA writes groups in three notations.
+    All groups have the same size. XLA has three notations of groups, which this function reads:
+    lists of chips, rows of a reshaped range, and axes of a mesh. Without groups, all chips form
+    one group.
     """
     text = line.text.partition("replica_groups=")[2]
     mesh = re.match(r"@?mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))?[^{]*?\{([^}]*)\}", text)

@@ -55,7 +55,7 @@ def analyse(
         fraction: share of a chip's memory that a run may use.
 
     Returns:
-        The result that the command prints; ``fits`` says whether the whole run fits in memory.
+        The result that ``coa-jax aot`` prints; ``fits`` says whether the whole run fits in memory.
     """
     chip, config = setup.where.chip, setup.config
     rows = [_compiled(program, setup.where, kernels) for program in all_programs(setup)]
@@ -336,18 +336,18 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def balance(
     setup: Setup, result: dict[str, Any], devices: Sequence[Any], ratio: float = 0.0
 ) -> tuple[list[ChipSplit], dict[str, Any]]:
-    """Estimates the time of an RL step for every split of a slice into training and rollouts.
+    """Estimates the time of an RL step for each split of a slice into training and rollout chips.
 
     Args:
-        setup: configuration on a slice, with the split that was compiled.
+        setup: configuration on a slice, which was compiled for one of these splits.
         result: the result of `analyse`, in which the compiler refused no program.
         devices: devices of the slice.
-        ratio: time of a step's rollouts if all chips ran them, divided by the time of the update if
-            all chips computed it; 0 estimates this ratio from the compiled programs of the engine.
+        ratio: time of a step's rollouts relative to the time of its update, if each had all chips;
+            0 estimates this ratio from the compiled programs of the engine.
 
     Returns:
-        The splits for which a training mesh exists, and a description of these splits for the
-        command's result.
+        The splits for which a training mesh exists, and their description in the result of
+        ``coa-jax aot``.
     """
     rows = result["programs"]
     owners = owners_of(setup.where, devices)
@@ -386,8 +386,8 @@ def advice(
     Args:
         config: settings of the run.
         rows: results of the run's programs.
-        moments: number of bytes per chip that the run takes outside its programs, by name: during
-            ``resume`` and ``export``.
+        moments: number of bytes per chip that the run takes outside its programs, by name:
+            ``resume`` (while it reads a checkpoint) and ``export`` (while it writes the model).
         usable: number of bytes of a chip that the run may use.
         reserve: share of ``usable`` that must stay free.
     """

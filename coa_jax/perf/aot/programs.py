@@ -45,11 +45,12 @@ class Program:
             the program runs.
         devices: chips that run the program, in the order in which the program numbers its devices.
         data_trips: trip counts of loops whose end depends on data, see `costs.count`.
-        kernel_flops: number of FLOPs per chip of those kernels that could not be compiled, and are
-            therefore missing in the compiled program.
+        kernel_flops: number of FLOPs per chip of GPU attention kernels that the compiled program
+            lacks, because the CPU compiler replaces the compiler for GPUs and has no such kernels.
         kernel_bytes: number of bytes per chip of the temporary arrays of these kernels.
-        scratch: number of bytes per chip of temporary arrays on the real machine; None to take the
-            number that the compiler reports here.
+        scratch: number of bytes per chip of temporary arrays on the real machine, if the compiler
+            cannot report it, because the CPU compiler replaces the compiler for GPUs; None to take
+            the reported number.
     """
 
     name: str

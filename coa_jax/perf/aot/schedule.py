@@ -36,15 +36,16 @@ class Timeline:
     """The simulated times of a compiled program, in seconds.
 
     Attributes:
-        total: time from the start of the first operation to the end of the last operation.
-        waiting: the part of ``total`` in which the chip computes nothing, because it waits for its
-            links.
-        beyond: the part of ``total`` by which the operations take longer than their matmuls would
-            take at the chip's peak FLOP rate (for example because they read much memory).
-        split: time for which asynchronous collectives use the links; other operations can run at
-            the same time.
-        whole: time for which synchronous collectives use the links; no other operation runs at the
-            same time.
+        total: time from the start of the first operation to the end of the last operation: the sum
+            of ``waiting``, ``beyond`` and the time of all matmuls (at the chip's peak FLOP rate, or
+            in kernels at the assumed share of it).
+        waiting: time in which the chip computes nothing, because it waits for its links.
+        beyond: time that operations take in addition to the time of their matmuls, for example
+            because they read much memory.
+        split: time for which asynchronous collectives (a start and a done instruction) use the
+            links; other operations can run at the same time.
+        whole: time for which synchronous collectives use the links; it is a part of ``waiting``,
+            because no other operation runs at the same time.
     """
 
     total: float = 0.0
@@ -86,8 +87,8 @@ class Machine:
             line: the instruction of the collective.
 
         Returns:
-            A pair (axis, direction) for each link, and the bandwidth of the chip in the collective,
-            in bytes/s.
+            A pair (axis of the torus, direction 1 or -1) for each link, and the rate at which a
+            chip sends over these links together, in bytes/s.
         """
         permutes = kind == "collective-permute"
         members = group(line, len(self.places))

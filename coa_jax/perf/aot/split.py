@@ -77,12 +77,12 @@ def splits(
 
 
 def best(rows: Sequence[ChipSplit]) -> ChipSplit:
-    """Returns the split with the shortest step.
+    """Returns the split with the shortest step among those with separate chips for rollouts.
 
     If several splits are equally fast, the result is the one with the most training chips. The
-    split in which training and rollouts share all chips is returned only if there is no other
-    split. By the estimated times, that split would always be the fastest. But the estimates neglect
-    the time of waiting for tools and for long samples, which is the reason for separate chips.
+    split in which training and rollouts share all chips is returned only if there is no other. Its
+    estimated step is always the shortest, because no chip is ever idle. But the estimates neglect
+    the waits for tools and for long samples, during which separate training chips can work.
     """
     apart = [row for row in rows if row.rollout_devices]
     return min(apart or rows, key=lambda row: (row.step_s, row.rollout_chips))

@@ -145,7 +145,8 @@ def measure(work: Work) -> dict[str, Any]:
         work: kind and sizes of the attention.
 
     Raises:
-        UserError: the lengths do not fit each other.
+        UserError: ``length`` is no multiple of ``segments`` (causal) or ``page_size`` (paged), or
+            is less than ``new`` (paged).
     """
     if work.kind == "causal" and work.length % work.segments:
         raise UserError(f"--length={work.length} is no multiple of --segments={work.segments}")

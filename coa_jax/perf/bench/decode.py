@@ -77,7 +77,7 @@ def decode_once(
 
     Args:
         engine: an engine with one slot per prompt.
-        prompts: token ids, int ``[B, P]``.
+        prompts: token ids, int ``[slots, prompt length]``.
         new: number of tokens to sample in each slot.
         protocol: protocol that constrains the sampling; a sequence can then end early with a tool
             call. None for no constraint.

@@ -119,7 +119,8 @@ class Rollouts(ForcedEpisodes):
     def requests(self) -> Iterator[Request]:
         """Yields a request per prompt of the workload.
 
-        The samples of a request are the rollouts with this prompt, by their indices.
+        The sample numbers of a request are the indices, in ``workload.scripts``, of the rollouts
+        with this prompt.
         """
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)

@@ -120,7 +120,8 @@ def run_steps(
         length: number of tokens of a row.
         steps: number of measured steps.
         step_seconds: duration of a step in seconds, without the time of waiting.
-        workers: number of worker processes that create updates, see `FitConfig.data_workers`.
+        workers: number of worker processes that prepare the batches of updates, see
+            `FitConfig.data_workers`.
 
     Returns:
         Those fields of the command's JSON object that this function measures.

@@ -247,7 +247,7 @@ def full_rate(config: RLConfig, workload: PipelineWorkload) -> float:
 def floor(
     workload: PipelineWorkload, groups: int, slots: int, rate: float, update_s: float
 ) -> dict[str, float]:
-    """Computes lower bounds on the time of a step in seconds; see the docstring of the module.
+    """Computes lower bounds on the time of an RL step, in seconds.
 
     Args:
         workload: samples of the run.
@@ -255,6 +255,12 @@ def floor(
         slots: number of slots of the engine.
         rate: tokens sampled per second while all slots are in use, see `full_rate`.
         update_s: seconds that an update and the publication of the new weights take together.
+
+    Returns:
+        Three times by name: ``decode_s`` of decoding, ``tools_s`` of tool calls, divided by the
+        slots, and ``update_s``. Three bounds that combine them: ``step_s`` if decoding and the
+        update share devices, ``apart_s`` if they have separate devices, and ``serial_s`` if nothing
+        overlaps with the update. The docstring of the module has the formulas.
     """
     sampled = groups / workload.signal
     decode = sampled * workload.tokens_per_group / rate

@@ -99,7 +99,10 @@ class Samples(ForcedEpisodes):
 
 
 class WatchedSleep(Sleep):
-    """A tool that sleeps for a share of the seconds in its argument, and records when it slept."""
+    """A tool that sleeps, and records when; the argument of a call is the number of seconds.
+
+    The constructor gets ``share``, by which the number is multiplied, and ``watch``, the record.
+    """
 
     def __init__(self, watch: SampleWatch, share: float):
         self._watch, self._share = watch, share

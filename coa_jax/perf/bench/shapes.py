@@ -70,7 +70,8 @@ def engine_shapes(
         workload: the workload, whose rollouts must fit into a slot.
         max_length: number of positions per slot; 0 for the length of the longest rollout, rounded
             up to a multiple of 128.
-        extend_buckets: numbers of tokens of the prefill programs, in any order, see `EngineConfig`.
+        extend_buckets: sizes, in tokens and in any order, of the programs that prefill prompts and
+            observations, see `EngineConfig`.
         shapes: other fields of `EngineConfig`.
 
     Raises:

@@ -140,7 +140,7 @@ def measure(
 
 
 def main(_: list[str]) -> None:
-    """Runs ``coa-jax bench-stalls``: measures, and prints JSON."""
+    """Runs ``coa-jax bench-stalls``: measures the cost of one slow tool call and prints JSON."""
     values = flags.FLAGS
     run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 

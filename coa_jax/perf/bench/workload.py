@@ -214,10 +214,12 @@ class Recipe(Bounded):
         rollouts: number of rollouts.
         group_size: number of rollouts that share a prompt.
         prompt_tokens: number of tokens of each prompt.
-        turns: number of tool calls in each rollout.
+        turns: number of tool calls in each rollout. One more turn, without a call, ends the
+            rollout.
         gen_tokens: range of the number of tokens sampled before a call.
         tool_seconds: range of the latency of a call in seconds. The latency is log-normal around
-            the geometric mean of the two ends, and clipped to the range.
+            the geometric mean of the two ends, with a standard deviation of 0.8 of its logarithm,
+            and clipped to the range.
         observation_tokens: range of the number of tokens that a call returns.
         final_tokens: range of the number of tokens sampled after the last call.
         vocab_size: size of the vocabulary; all token ids are below this number.

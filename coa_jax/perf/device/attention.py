@@ -43,6 +43,9 @@ def numpy_attention(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Computes attention in float64 and, if a cotangent is given, its gradients.
 
+    Shape letters: B batch, T queries, S keys, N key/value heads, G query heads per key/value head,
+    K head width.
+
     Args:
         q: queries, ``[B, T, N, G, K]``.
         k: keys, ``[B, S, N, K]``.
@@ -51,8 +54,9 @@ def numpy_attention(
             sees no key is NaN.
         cotangent: gradient with respect to the output, ``[B, T, N, G, K]``; None to compute no
             gradients.
-        factor: number by which the attention scores are multiplied in addition to the usual scale;
-            1 for correct attention.
+        factor: number by which the attention scores are multiplied in addition to the usual scale.
+            Values other than 1 show the results of kernels with a wrong scale, to recognise this
+            fault.
 
     Returns:
         The output, float64 ``[B, T, N, G, K]``, and a tuple of the gradients with respect to q, k
@@ -84,7 +88,7 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
     Args:
         kind: ``causal`` or ``paged``.
         name: name of the implementation.
-        head_dim: head width K.
+        head_dim: head width.
 
     Returns:
         A list with a `Compute` for each dtype to check, and a text. If the implementation can run
@@ -301,8 +305,8 @@ def _fitting(
 def all_checks() -> Iterator[Check]:
     """Checks every implementation of causal and of paged attention.
 
-    Causal attention is checked for two row lengths. On accelerators, one of them is longer than a
-    block of the kernels.
+    On a CPU, causal attention is checked for one row length. On accelerators, it is also checked
+    for rows that are longer than a block of the kernels.
     """
     lengths = (201,) if jax.default_backend() == "cpu" else (201, 1100)
     checks: dict[str, Callable[[], Iterator[Check]]] = {}

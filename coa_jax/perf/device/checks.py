@@ -90,12 +90,13 @@ def executor() -> ThreadPoolExecutor:
 
 
 def at_once(group: str, checks: Mapping[str, Callable[[], Iterable[Check]]]) -> Iterator[Check]:
-    """Runs functions in threads, and yields their checks in the order of the functions.
+    """Runs functions in threads; yields the checks that they make, in the order of the functions.
+
+    If a function raises an exception, a failed check replaces its remaining checks.
 
     Args:
-        group: group of the failed check that replaces the rest of a function's checks if the
-            function raises an exception.
-        checks: functions that yield checks, by the name of this failed check.
+        group: group of such a failed check.
+        checks: maps the name of a function's failed check to the function.
     """
     with executor() as threads:
         for results in threads.map(lambda item: list(guarded(group, *item)), checks.items()):

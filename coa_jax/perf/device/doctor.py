@@ -75,7 +75,13 @@ def check_device(out: str) -> int:
     began, checks = time.monotonic(), list[Check]()
 
     def write(finished: bool = False) -> list[str]:
-        """Writes the checks made so far, so that a kill loses none; returns the failed checks."""
+        """Writes the report with the checks so far; returns the names of the failed checks.
+
+        It is called after every check, so that the file has them if the process is killed.
+
+        Args:
+            finished: whether all checks have been made, which the report states.
+        """
         failed = [check.name for check in checks if check.verdict == "FAIL"]
         report = {
             **facts,

@@ -64,12 +64,12 @@ def sharp_params() -> Params:
 
 
 def computes() -> Iterator[tuple[Compute, Compute | None]]:
-    """Yields pairs (trainer, sampler) of computations that must give the same log-probabilities.
+    """Yields pairs (trainer, sampler) of `Compute` that must give the same log-probabilities.
 
-    If the sampler is None, the engine chooses the computation, as in a run. On a CPU, the last pair
-    runs kernels of other platforms in interpret mode: splash attention (for TPUs) in the trainer,
-    and the Pallas kernel for GPUs in the sampler. The remaining kernels cannot be interpreted
-    within a compiled program.
+    If the sampler is None, the engine chooses its `Compute` (dtype and kernels), as in a run. On a
+    CPU, the last pair runs kernels of other platforms in interpret mode: splash attention (for
+    TPUs) in the trainer, and the Pallas kernel for GPUs in the sampler. Other kernels are left out,
+    because they cannot be interpreted within a compiled program.
     """
     yield local_compute("float32"), None
     yield training_compute(MODEL, dtype="bfloat16"), None
@@ -92,7 +92,7 @@ def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[T
     Args:
         params: parameters of `MODEL` on the device.
         dtype: dtype of the engine.
-        compute: computation of the engine; None lets the engine choose.
+        compute: `Compute` of the engine, with this dtype; None lets the engine choose.
 
     Returns:
         The trajectories, and the name of the engine's attention implementation.
@@ -137,8 +137,8 @@ def gap(
 
     Args:
         params: parameters of `MODEL` on the device.
-        trainer: computation of the trainer; the sampler uses the same dtype.
-        sampler: computation of the sampler; None lets the engine choose.
+        trainer: dtype and kernels of the trainer; the sampler uses the same dtype.
+        sampler: dtype and kernels of the sampler; None lets the engine choose.
 
     Returns:
         The check, and the sampled trajectories.
@@ -177,7 +177,7 @@ def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
 
     Args:
         params: parameters of `MODEL` on the device.
-        compute: computation of the steps.
+        compute: dtype and kernels of the steps.
 
     Returns:
         The statistics of each step by name.
@@ -206,12 +206,12 @@ def rl_steps(
 
     Args:
         params: parameters of `MODEL` on the device.
-        compute: computation of the trainer.
+        compute: dtype and kernels of the trainer.
         group: trajectories with rewards, see `sampled`.
 
     Returns:
-        The statistics of the steps, and a number in nats per token: how much more the steps raised
-        the mean log-probability of rewarded samples than that of the other samples.
+        The statistics of the steps, and their effect in nats per token: the increase in the mean
+        log-probability of samples with reward 1, minus that of samples with reward 0.
     """
     config = rl_settings(
         EngineConfig(GROUP_SIZE, LENGTH, dtype=compute.dtype),
@@ -253,7 +253,7 @@ def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any
 
     Args:
         params: parameters of `MODEL` as NumPy arrays.
-        compute: computation of the trainer.
+        compute: dtype and kernels of the trainer.
         group: trajectories with rewards, see `sampled`.
         device: JAX device on which the steps run.
     """
@@ -266,9 +266,9 @@ def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
     """Compares the statistics of training steps with the statistics of reference steps.
 
     Args:
-        compute: computation of the steps.
-        found: result of `steps` with ``compute``.
-        right: result of `steps` with the reference computation.
+        compute: dtype and kernels of the compared steps.
+        found: result of `steps` with ``compute`` on the device.
+        right: result of `steps` with `REFERENCE` (float32, no kernels) on the CPU.
     """
     limit, name = UPDATES[compute.dtype], f"{compute.dtype}, attention {compute.attention}"
     yield _steps(f"SFT {name}", found[0], right[0], limit)
