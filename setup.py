@@ -165,9 +165,9 @@ class BuildWithConfigs(build_py):
 
 
 def version() -> str:
-    """Returns ``coa_jax.__version__``, the only place of the version, without an import."""
-    text = (ROOT / "coa_jax" / "__init__.py").read_text(encoding="utf-8")
-    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    """Returns the version, whose only place is ``coa_jax/config/installed.py``, by reading it."""
+    text = (ROOT / "coa_jax" / "config" / "installed.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^VERSION = "(.+)"$', text, re.MULTILINE)
     return str(found)
 
 
