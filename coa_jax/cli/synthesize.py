@@ -36,7 +36,6 @@ from coa_jax.distillation.synthesis.drafts import Author, document_of, facts_aut
 from coa_jax.distillation.synthesis.language import LanguageAuthor
 from coa_jax.distillation.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
-from coa_jax.evaluation.policy import weights_name
 from coa_jax.files import jsonl
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.progress import progress
@@ -136,6 +135,8 @@ async def _work(
     solver_endpoint = endpoints.get("solver", model)
     name, solver = closed_book(check, documents, solver_endpoint, command.with_tools.concurrency)
     if check.policy:  # the policy in this folder may have been retrained, so it answers again
+        from coa_jax.evaluation.policy import weights_name  # here, because it loads JAX
+
         name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
     total = how.atomic + sum(how.depth) + how.width
