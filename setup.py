@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent
 
 # What `import coa_jax`, training and evaluation need.
 CORE = [
-    # coa_jax/parallel/processes.py and cli.py use private names; try each new minor version first.
+    # parallel/processes.py and run/command.py use private names; try each new minor version first.
     "jax>=0.10.2,<0.13",
     "flax>=0.12.6",
     "numpy>=2.1",

@@ -1,4 +1,8 @@
-"""Loads tasks with verifiable answers from their sources, and grades answers."""
+"""Loads tasks with verifiable answers from their sources, and grades answers.
+
+`base` defines a task, `mixture` joins sources, `graders` and `rewards` grade trajectories. The room
+imports `tools`, with which some answers are graded, and knows no rollouts.
+"""
 
 from __future__ import annotations
 
