@@ -406,6 +406,12 @@ def test_the_version_is_that_of_the_distribution():
     assert done.stdout.split() == [coa_jax.__version__]
 
 
+def test_the_package_exports_two_names_of_a_wing():
+    exported = {name for name, home in coa_jax._HOME_OF.items() if home.split(".")[1] in WINGS}
+    # docs/api.md and the notebooks use them.
+    assert exported == {"create_policy", "make_debug_files"}
+
+
 def test_exports_are_loaded_from_where_they_are_defined():
     from coa_jax.model import api
 
