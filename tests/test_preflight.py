@@ -36,6 +36,7 @@ def test_a_teacher_whose_tool_cannot_start_ends_before_anything_is_written(
         command(load_config(config, FLAGS), tmp_path)
     assert "\n" not in str(caught.value)
     assert [*tmp_path.iterdir()] == []
+    assert load_config(config, {"probe_s": 0.0}).probe_s == 0.0  # as the message says
 
 
 def test_sft_whose_evaluations_lack_a_tool_ends_before_anything_is_written(tmp_path):
