@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent
 
 # What `import coa_jax`, training and evaluation need.
 CORE = [
-    # coa_jax/parallel/processes.py and cli.py use private names; try each new minor version first.
+    # parallel/processes.py and run/command.py use private names; try each new minor version first.
     "jax>=0.10.2,<0.13",
     "flax>=0.12.6",
     "numpy>=2.1",
@@ -165,9 +165,9 @@ class BuildWithConfigs(build_py):
 
 
 def version() -> str:
-    """Returns ``coa_jax.__version__``, the only place of the version, without an import."""
-    text = (ROOT / "coa_jax" / "__init__.py").read_text(encoding="utf-8")
-    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    """Returns the version, whose only place is ``coa_jax/config/installed.py``, by reading it."""
+    text = (ROOT / "coa_jax" / "config" / "installed.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^VERSION = "(.+)"$', text, re.MULTILINE)
     return str(found)
 
 

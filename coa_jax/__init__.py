@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from coa_jax.config.installed import VERSION as __version__
+
 if TYPE_CHECKING:
     from coa_jax.api import Distilled, Evaluation, Trained, distill, evaluate, train_rl, train_sft
     from coa_jax.config.preflight import Needs
@@ -60,8 +62,6 @@ if TYPE_CHECKING:
     from coa_jax.train.optimizer import OptimizerConfig
     from coa_jax.train.rl_config import RLConfig
     from coa_jax.train.step import init_state, train_step
-
-__version__ = "0.2.0"
 
 _HOMES = {
     "coa_jax.config.preflight": ("Needs",),

@@ -13,7 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from coa_jax.config.installed import first_line
+from coa_jax.config.installed import VERSION, first_line
 
 COMMANDS = {
     "quickstart": "paper.quickstart",
@@ -69,9 +69,7 @@ def main() -> int:
             print(_overview(), flush=True)
             return 0
         if name == "--version":
-            from coa_jax import __version__
-
-            print(__version__, flush=True)
+            print(VERSION, flush=True)
             return 0
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from coa_jax.config.extensions import Reference
-from coa_jax.config.preflight import preflight, require
+from coa_jax.config.preflight import preflight, require, settings_probes, used_settings
 from coa_jax.data.records import records_of_rows
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
 from coa_jax.distillation import function_team
@@ -36,7 +36,7 @@ from coa_jax.model.policy import Model
 from coa_jax.protocol import find_protocols
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent
-from coa_jax.rollout.environments.base import tags_of
+from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
@@ -180,7 +180,7 @@ def train_sft(
                 _keep_records(path / "records.jsonl", records_of_rows(data))
             if module:
                 return foreign.train(module, config, run, output)
-            live = make_tools(config.tools) if config.evaluate_every else ()
+            live = _ready_tools(config)
             sft.train(config, run, output, renaming(config.rename_share), live)
 
     return dataclasses.replace(_trained(train, path, "sft"), module=module)
@@ -232,16 +232,23 @@ def train_rl(
     def train() -> None:
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
-            # An agent program has its own tools.
-            settings = None if config.agent else config.tools
-            live = make_tools(settings, tags_of(config.environment)) if settings else []
-            probes = {**config.graders.probes(), **config.environment.probes()}
-            probes |= settings.probes(made=True) if settings else {}
-            require(preflight(probes, config.probe_s))
-            rl.train(config, run, output, live)
+            rl.train(config, run, output, _ready_tools(config))
 
     rollout = dataclasses.replace(config.rollout, prompt_style="model")
     return dataclasses.replace(_trained(train, path, "rl"), tools=own_tools, rollout=rollout)
+
+
+def _ready_tools(config: sft.SFTConfig | RLRun) -> list[Tool]:
+    """Creates the tools of a training run; checks that all parts of the run can start.
+
+    Raises:
+        UserError: a part cannot start.
+    """
+    used = used_settings(config)
+    tools, environment = used.get("tools"), used.get("environment", EnvironmentConfig())
+    live = make_tools(tools, tags_of(environment)) if tools else []
+    require(preflight(settings_probes(used), config.probe_s))
+    return live
 
 
 _INITIAL = "initial"

@@ -30,9 +30,16 @@ import jax
 from absl import flags
 
 from coa_jax import storage
-from coa_jax.cli.needs import needs_of, settings_of, used_settings, worst_case
+from coa_jax.cli.needs import needs_of, settings_of, worst_case
 from coa_jax.config.installed import has_extra, install_hint
-from coa_jax.config.preflight import SECONDS, Check, Needs, preflight
+from coa_jax.config.preflight import (
+    SECONDS,
+    Check,
+    Needs,
+    preflight,
+    settings_probes,
+    used_settings,
+)
 from coa_jax.data.records import iterate_records
 from coa_jax.engine.memory import free_memory
 from coa_jax.errors import UserError
@@ -171,12 +178,10 @@ def _run(config: Any) -> Iterator[Check]:
         yield result
 
     def ask() -> tuple[list[Check], str]:
-        probes = {**environment.probes(), **(tools.probes() if tools else {})}
+        probes = settings_probes(used, tasks=tasks or (), made=False)
         if tools:
             both = {*tools.tags, *tags}
             probes["tools.names"] = lambda _: check_tools(tasks or (), tools.names, both)
-        if result.text and "graders" in used:
-            probes |= config.graders.probes(tasks or ())
         return preflight(probes, getattr(config, "probe_s", 0.0) or SECONDS), ""
 
     checks, result = _run_check("servers", ask)

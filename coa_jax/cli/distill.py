@@ -25,6 +25,13 @@ import ml_collections
 from absl import flags
 
 from coa_jax.config.fields import Bounded, Place
+from coa_jax.config.preflight import (
+    SECONDS,
+    ProbeSeconds,
+    preflight,
+    require,
+    settings_probes,
+)
 from coa_jax.distillation.dataset import distill_split, statistics_of
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.filters import FilterReport, why_nothing
@@ -43,6 +50,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import run_folder
 from coa_jax.tasks import Task
+from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
@@ -64,6 +72,8 @@ class Command(Bounded):
             None if the team solves them. They need ``endpoint``, their model, and ``traces``.
         traces: how to read logs: the logs that the smolagents agents write or, without
             ``smolagents``, finished logs of any system; None for the team.
+        probe_s: time limit, in seconds, of a check before the first run, in which each server that
+            the teacher needs must respond; 0 skips this check.
     """
 
     teacher: DistillConfig
@@ -73,6 +83,7 @@ class Command(Bounded):
     endpoint: EndpointConfig | None = None
     smolagents: SmolConfig | None = None
     traces: TraceFilesConfig | None = None
+    probe_s: ProbeSeconds = SECONDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,6 +190,20 @@ def _converted(
     return {**statistics_of(records), **stats}
 
 
+def _ready_tools(command: Command) -> dict[str, Tool]:
+    """Returns the teacher's tools by name; checks that all parts of the distillation can start.
+
+    Raises:
+        UserError: a part cannot start.
+    """
+    assert command.tools
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    # The endpoint is not asked: its budget covers each call, also those of earlier processes.
+    parts = {"tools": command.tools, "teacher": command.teacher}
+    require(preflight(settings_probes(parts), command.probe_s))
+    return tools
+
+
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Lets smolagents agents solve the tasks, and creates a data set from their logs.
 
@@ -187,8 +212,8 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     """
     command = build_config(Command, config)
     how, limits, traces = command.smolagents, command.endpoint, command.traces
-    assert how and limits and traces and command.tasks and command.tools
-    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    assert how and limits and traces and command.tasks
+    tools = _ready_tools(command)
     model, data = endpoint_model(limits), {}
     fingerprint = {
         **{k: getattr(limits, k) for k in ("model", "temperature", "max_tokens")},
@@ -221,8 +246,8 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """
     command = build_config(Command, config)
     teacher, settings = command.teacher, config.tools.to_dict()
-    assert command.tasks and command.tools
-    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    assert command.tasks
+    tools = _ready_tools(command)
     count, calls = _counter(command.tokenizer), workdir / "calls"
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:

@@ -20,7 +20,7 @@ from typing import Any
 from absl import flags
 
 from coa_jax import storage
-from coa_jax.config.preflight import Needs, settings_needs
+from coa_jax.config.preflight import Needs, settings_needs, used_settings
 from coa_jax.data.rows import files_need
 from coa_jax.errors import UserError
 from coa_jax.run.command import config_flag, run_main, workdir_flag
@@ -53,19 +53,6 @@ def settings_of(command: str, values: Mapping[str, Any]) -> Any:
     module, _, name = _SETTINGS[command].partition(":")
     settings = getattr(importlib.import_module(f"coa_jax.{module}"), name)
     return build_config(settings, with_task_protocol(values))
-
-
-def used_settings(config: Any) -> dict[str, Any]:
-    """Returns the settings of a run that have an effect, by name.
-
-    For example, the settings of tools are left out if an agent program brings its own tools. In SFT
-    without evaluations, those of tools, graders and held-out tasks are left out.
-    """
-    used = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    unused = ["tools"] if used.get("agent") else []
-    if "data" in used and not used.get("evaluate_every"):
-        unused = ["tools", "graders", "held_out"]
-    return {name: value for name, value in used.items() if name not in unused}
 
 
 def needs_of(config: Any, wandb: bool = False, workdir: str = "") -> Needs:

@@ -26,6 +26,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax.config.fields import Bounded, Count, Times
+from coa_jax.config.preflight import SECONDS, ProbeSeconds, preflight, require, settings_probes
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.llm import language_minds
 from coa_jax.distillation.minds import team_minds
@@ -36,7 +37,6 @@ from coa_jax.distillation.synthesis.drafts import Author, document_of, facts_aut
 from coa_jax.distillation.synthesis.language import LanguageAuthor
 from coa_jax.distillation.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
-from coa_jax.evaluation.policy import weights_name
 from coa_jax.files import jsonl
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.progress import progress
@@ -44,6 +44,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import cache_folder, run_folder, with_urls
 from coa_jax.tasks.judge import Judge, JudgeConfig
+from coa_jax.tools.base import Tool
 from coa_jax.tools.bm25 import WikiIndex, load_index
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
@@ -80,6 +81,8 @@ class Command(Bounded):
         endpoint: model that writes questions; None if rules write them, which works only for the
             corpus of the CIA World Factbook.
         solver: model that answers without tools; None to use ``endpoint`` for this, too.
+        probe_s: time limit, in seconds, of a check before the first question, in which each server
+            that the solvers and the judge need must respond; 0 skips this check.
     """
 
     tools: ToolsConfig
@@ -89,6 +92,7 @@ class Command(Bounded):
     judge: JudgeConfig
     endpoint: EndpointConfig | None = None
     solver: EndpointConfig | None = None
+    probe_s: ProbeSeconds = SECONDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,11 +111,15 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
     """
     command = build_config(Command, config)
     corpus = command.tools.wiki_search.corpus
+    tools = {tool.name: tool for tool in make_tools(command.tools)}
+    # The endpoints are not asked: their budgets cover each call, also those of earlier processes.
+    parts = {"tools": command.tools, "judge": command.judge}
+    require(preflight(settings_probes(parts), command.probe_s))
     with RunDir(workdir) as run:
         passages = read_corpus(corpus) if corpus else None
         index = load_index(passages, cache_folder("wiki", corpus))
         source = Path(corpus).name if corpus else "factbook"
-        summary = asyncio.run(_work(config, command, index, source, workdir))
+        summary = asyncio.run(_work(config, command, tools, index, source, workdir))
         run.write_config(config)
         run.summary(summary, anew=True)
     return summary
@@ -120,6 +128,7 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
 async def _work(
     config: ml_collections.ConfigDict,
     command: Command,
+    tools: dict[str, Tool],
     index: WikiIndex,
     source: str,
     workdir: Path,
@@ -132,10 +141,12 @@ async def _work(
     model = endpoints.get("endpoint")
     documents = [document_of(passage) for passage in index.passages]
     author: Author = LanguageAuthor(model, how.text) if model else facts_author(documents, how.seed)
-    with_tools = _with_tools(config, command, model, workdir)
+    with_tools = _with_tools(config, command, tools, model, workdir)
     solver_endpoint = endpoints.get("solver", model)
     name, solver = closed_book(check, documents, solver_endpoint, command.with_tools.concurrency)
     if check.policy:  # the policy in this folder may have been retrained, so it answers again
+        from coa_jax.evaluation.policy import weights_name  # here, because it loads JAX
+
         name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
     total = how.atomic + sum(how.depth) + how.width
@@ -186,19 +197,23 @@ def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
 
 
 def _with_tools(
-    config: ml_collections.ConfigDict, command: Command, model: Endpoint | None, workdir: Path
+    config: ml_collections.ConfigDict,
+    command: Command,
+    tools: dict[str, Tool],
+    model: Endpoint | None,
+    workdir: Path,
 ) -> WithTools:
     """Returns the team that solves with tools; without a model, scripted rules decide for it."""
     team, judge = command.with_tools, command.judge
     label = "scripted" if model is None else model.config.label
-    tools, most = config.tools.to_dict(), team.max_messages
+    most = team.max_messages
     return WithTools(
-        {tool.name: tool for tool in make_tools(command.tools)},
+        tools,
         team_minds() if model is None else language_minds(model),
         DistillConfig(concurrency=team.concurrency, max_messages=most),
         team.attempts,
         workdir / "runs.jsonl",
-        {"minds": label, "tools": tools, "max_messages": most},
+        {"minds": label, "tools": config.tools.to_dict(), "max_messages": most},
         Judge(judge) if judge else None,
     )
 

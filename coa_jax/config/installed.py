@@ -1,4 +1,4 @@
-"""Describes the installation: config files, installed extras and tested versions of JAX."""
+"""Describes the installation: its version, config files, extras and tested versions of JAX."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 from coa_jax.errors import UserError
+
+VERSION = "0.2.0"
+"""Version of coa_jax; setup.py reads this line, and the package exports it as ``__version__``."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CHECKOUT = _PACKAGE.parent

@@ -6,8 +6,9 @@ environment or a source of tasks. Built-in code and your own code have the same 
 * ``needs`` says which packages, keys and servers the part needs. It is a `Needs`, or a function
   that returns a `Needs` and touches nothing. ``coa-jax needs`` asks for it.
 * ``probe(seconds)`` checks whether the part can start. It returns (whether it can, one line of
-  text), or None if there is nothing to report, or raises `UserError`. It may be async. Each run
-  asks before its first sample, and ``coa-jax doctor --tools`` asks the tools.
+  text), or None if there is nothing to report, or raises `UserError`. It may be async. RL, SFT with
+  evaluations, evaluations, distillation and synthesis ask the parts that they use before the first
+  sample (`settings_probes`), and ``coa-jax doctor --tools`` asks the tools.
 
 ``--check`` asks both questions.
 """
@@ -18,14 +19,18 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 from coa_jax.config.extensions import BoundFunction, ExtensionKind, find, first_line, refuse_result
+from coa_jax.config.fields import Between
 from coa_jax.errors import UserError
 
 SECONDS = 10.0
 """Default time limit for the answer of a server, in seconds."""
+
+ProbeSeconds = Annotated[float, Between(0, 600)]
+"""Type of the setting ``probe_s``: a time limit in seconds; with 0 nothing is asked."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answer = tuple[bool, str] | None
@@ -131,6 +136,50 @@ def settings_needs(group: Any) -> Needs:
     inside = dataclasses.fields(group) if dataclasses.is_dataclass(group) else ()
     parts = ((field.name, getattr(group, field.name)) for field in inside)
     return sum((settings_needs(part).under(name) for name, part in parts), Needs())
+
+
+def used_settings(config: Any) -> dict[str, Any]:
+    """Returns the settings of a run that have an effect, by name.
+
+    For example, the settings of tools are left out if an agent program brings its own tools. In SFT
+    without evaluations, those of tools, graders and held-out tasks are left out.
+    """
+    used = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    unused = ["tools"] if used.get("agent") else []
+    if "data" in used and not used.get("evaluate_every"):
+        unused = ["tools", "graders", "held_out"]
+    return {name: value for name, value in used.items() if name not in unused}
+
+
+def settings_probes(
+    group: Any, where: str = "", *, tasks: Sequence[Any] = (), made: bool = True
+) -> dict[str, Probe]:
+    """Returns {part: probe} of a group of settings and of the groups inside it.
+
+    A group with a method ``probes`` names its parts itself. A group that is false, such as a model
+    without a URL, has no probe.
+
+    Args:
+        group: the group of settings, or several groups by name, such as `used_settings`.
+        where: name of the group; "" for the settings of a whole run.
+        tasks: tasks that are graded, for `GradersConfig.probes`; () if they are unknown.
+        made: whether the tools exist already, see `ToolsConfig.probes`.
+    """
+    if not group:
+        return {}
+    if hasattr(group, "probes"):
+        probes: dict[str, Probe] = _call(group.probes, {"tasks": tasks, "made": made})
+        return probes
+    if hasattr(group, "probe"):
+        return {where: group.probe}
+    if dataclasses.is_dataclass(group):
+        group = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    elif where or not isinstance(group, Mapping):
+        return {}
+    found: dict[str, Probe] = {}
+    for name, part in group.items():
+        found |= settings_probes(part, f"{where}.{name}".lstrip("."), tasks=tasks, made=made)
+    return found
 
 
 def code_needs(kind: ExtensionKind, name: str, options: Mapping[str, Any], **offered: Any) -> Needs:

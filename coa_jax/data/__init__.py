@@ -2,5 +2,6 @@
 
 A trajectory is the record of one episode (`trajectory`). `records` opens files, folders and data
 sets as training records; `forms` converts rows of other projects. `shards` stores the trajectories
-of a run.
+of a run. The room imports `protocol`, `storage` and rooms below these, and knows neither models nor
+tools.
 """

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from coa_jax import __version__
+from coa_jax.config import installed
 from coa_jax.data.function_calls import PROTOCOL
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.errors import UserError
@@ -227,7 +227,7 @@ def _metrics(trajectory: Trajectory, turn: _Turn) -> dict[str, Any]:
 
 
 def _agent(protocol: str) -> dict[str, Any]:
-    agent: dict[str, Any] = {"name": _OWN, "version": __version__}
+    agent: dict[str, Any] = {"name": _OWN, "version": installed.VERSION}
     agent["extra"] = {"protocol": protocol}
     with contextlib.suppress(UserError):  # a protocol that is not registered here
         agent["tool_definitions"] = schemas(get_protocol(protocol))

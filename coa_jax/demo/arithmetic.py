@@ -14,7 +14,7 @@ from typing import Any
 
 from coa_jax.config.preflight import Needs, declares
 from coa_jax.errors import UserError
-from coa_jax.tasks.base import SPLITS, Task
+from coa_jax.tasks.base import SPLITS, Licence, Task
 from coa_jax.tasks.checks import reasoning_gym
 
 _DEFAULT_SIZE = 1000
@@ -74,6 +74,7 @@ def _entries(name: str, split: str, seed: int, count: int) -> list[dict[str, Any
     return list(by_question.values())[:count]
 
 
+@Licence("reasoning-gym: Apache-2.0", "apache-2.0", "reasoning-gym", "en").of
 @declares(Needs(("tasks",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Generates calculation tasks. Consecutive tasks come from different generators.

@@ -21,7 +21,7 @@ import numpy as np
 
 from coa_jax.demo.wording import load_templates
 from coa_jax.protocol import add_protocol, get_protocol, protocol_with_tools
-from coa_jax.tasks.base import Task
+from coa_jax.tasks.base import Licence, Task
 from coa_jax.tools.base import Observation, Tool, ToolContext
 
 _FILE = load_templates(__file__)
@@ -267,6 +267,7 @@ def _task(identity: str, kinds: Sequence[str]) -> Task:
     return Task(identity, question, protocol.name, (gold,), "drawn_tools", metadata)
 
 
+@Licence("written for this package: Apache-2.0", "apache-2.0", "coa-jax-drawn-tools", "en").of
 def load_source(split: str, n: int | None, seed: int) -> list[Task]:
     """Generates tasks with random tools, which the policy knows only from the prompt.
 

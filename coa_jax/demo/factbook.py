@@ -34,6 +34,7 @@ from coa_jax.demo.grammar import (
     kind_of,
     render,
 )
+from coa_jax.demo.pages import LICENCE
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task, fraction, parse_options, split_of
@@ -347,6 +348,7 @@ def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[i
     return counts
 
 
+@LICENCE.of
 @declares(Needs(("demo",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Draws questions about the World Factbook, balanced over hops, kinds, relations and entities.

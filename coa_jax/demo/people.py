@@ -34,6 +34,7 @@ from coa_jax.demo.grammar import (
     Program,
     Ref,
 )
+from coa_jax.demo.pages import LICENCE
 from coa_jax.demo.people_grammar import render_people, understand_people
 from coa_jax.demo.relations import FIELDS
 from coa_jax.errors import UserError
@@ -82,6 +83,7 @@ class _Options:
                 raise UserError(f"{SOURCE}: no topic {topic!r}; known are {', '.join(TOPICS)}")
 
 
+@LICENCE.of
 @declares(Needs(("demo",)))
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Draws questions about the World Factbook in varied wordings, balanced over topics.

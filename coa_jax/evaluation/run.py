@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax.config.preflight import preflight, require
+from coa_jax.config.preflight import preflight, require, settings_probes
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
@@ -285,17 +285,16 @@ def _check_ready(
     """
     ids = {request.task.id for request in requests} | {task_id for task_id, _ in ungraded}
     graded = [group.task for group in groups if group.task.id in ids]
-    probes = config.graders.probes(graded) if graded else {}
+    parts: dict[str, Any] = {"graders": config.graders} if graded else {}
     if requests:
-        probes |= config.environment.probes()
-        probes |= {"endpoint": config.endpoint.chat.probe} if config.endpoint else {}
-        probes |= servers.probes(made=True) if servers else {}
+        parts |= {"environment": config.environment, "endpoint": config.endpoint, "tools": servers}
+    best = config.best_of.n
+    if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
+        parts["best_of"] = config.best_of
+    probes = settings_probes(parts, tasks=graded)
     if requests and servers:
         tags = {*servers.tags, *tags_of(config.environment)}
         probes["tools.names"] = lambda seconds: check_tools(graded, servers.names, tags)
-    best = config.best_of.n
-    if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
-        probes["best_of.chat"] = config.best_of.chat.probe
     require(preflight(probes, config.probe_s))
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
     if unseen and not config.graders.judge:

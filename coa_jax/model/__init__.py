@@ -1,4 +1,9 @@
-"""The policy: the decoder, its weights and tokenizer, and their file formats."""
+"""The policy: the decoder, its weights and tokenizer, and their file formats.
+
+`decoder` defines the modules, `ops` the operations, `api` loads and saves whole models, and
+`tokenizer` and `encode` turn text into tokens. The room imports `parallel`, `protocol`, `storage`
+and rooms below these, and knows neither engine nor tools.
+"""
 
 from __future__ import annotations
 

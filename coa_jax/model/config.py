@@ -9,7 +9,18 @@ from typing import Annotated, Literal
 
 from absl import logging
 
-from coa_jax.config.fields import Between, Bounded, Items, Natural, OneOf, Place, Positive, Prose
+from coa_jax.config.fields import (
+    Between,
+    Bounded,
+    Items,
+    Natural,
+    OneOf,
+    Place,
+    Positive,
+    Prose,
+    Size,
+    Times,
+)
 
 Architecture = Literal["llama", "qwen2", "qwen3", "gemma3"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -166,6 +177,43 @@ class EncoderConfig(Bounded):
 
     def __bool__(self) -> bool:
         return bool(self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig(Bounded):
+    """The architecture of a BERT-like encoder, as far as the forward pass needs it.
+
+    The fields have the names of ``config.json``, except ``first_position`` and ``max_tokens``,
+    which are computed from other fields of the file. A field that has a default here may be missing
+    in the file.
+
+    Attributes:
+        model_type: family of the model.
+        vocab_size: number of rows of the token embedding.
+        hidden_size: width of a layer's input and output.
+        intermediate_size: width inside the feed-forward block of a layer.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of attention heads of a layer.
+        layer_norm_eps: number that a layer normalisation adds to the variance.
+        first_position: row of the position embedding that the first token of a text uses.
+        max_tokens: maximum number of tokens of a text.
+        type_vocab_size: number of rows of the segment embedding.
+        hidden_act: name of the activation function in the feed-forward block.
+        position_embedding_type: kind of the position embedding.
+    """
+
+    model_type: Literal["bert", "roberta", "xlm-roberta"]
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Times
+    num_attention_heads: Size
+    layer_norm_eps: Positive
+    first_position: Natural
+    max_tokens: Size
+    type_vocab_size: Size = 2
+    hidden_act: Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"] = "gelu"
+    position_embedding_type: Literal["absolute"] = "absolute"
 
 
 @dataclasses.dataclass(frozen=True)

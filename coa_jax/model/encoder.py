@@ -10,18 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from coa_jax.config.fields import Bounded, Natural, OneOf, Positive, Size, Times, declared
+from coa_jax.config.fields import declared
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.files.durable import read_json_object
 from coa_jax.model.compute import Compute
+from coa_jax.model.config import BertConfig
 from coa_jax.model.decoder import Embed, stack
 from coa_jax.model.hf_table import SAME, STACKED, STACKED_BIASES, TRANSPOSED, Row, Table
 from coa_jax.model.hf_weights import TensorSource, read_params
@@ -34,43 +35,6 @@ _ACTIVATIONS: dict[str, Any] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class BertConfig(Bounded):
-    """The architecture of a BERT-like encoder, as far as the forward pass needs it.
-
-    The fields have the names of ``config.json``, except ``first_position`` and ``max_tokens``,
-    which are computed from other fields of the file. A field that has a default here may be missing
-    in the file.
-
-    Attributes:
-        model_type: family of the model.
-        vocab_size: number of rows of the token embedding.
-        hidden_size: width of a layer's input and output.
-        intermediate_size: width inside the feed-forward block of a layer.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number of attention heads of a layer.
-        layer_norm_eps: number that a layer normalisation adds to the variance.
-        first_position: row of the position embedding that the first token of a text uses.
-        max_tokens: maximum number of tokens of a text.
-        type_vocab_size: number of rows of the segment embedding.
-        hidden_act: name of the activation function in the feed-forward block.
-        position_embedding_type: kind of the position embedding.
-    """
-
-    model_type: Literal["bert", "roberta", "xlm-roberta"]
-    vocab_size: Size
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Times
-    num_attention_heads: Size
-    layer_norm_eps: Positive
-    first_position: Natural
-    max_tokens: Size
-    type_vocab_size: Size = 2
-    hidden_act: Annotated[str, OneOf(*_ACTIVATIONS)] = "gelu"
-    position_embedding_type: Literal["absolute"] = "absolute"
 
 
 def read_bert_config(folder: Path) -> BertConfig:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax import __version__
+from coa_jax.config.installed import VERSION
 from coa_jax.storage import Origin, with_header
 
 _STAGES = {
@@ -92,7 +92,7 @@ tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.1
 
 {note if weights else ""}`agent.json` holds the prompt and the protocol of the training.
 
-Trained with coa_jax {__version__}.
+Trained with coa_jax {VERSION}.
 """
     return with_header(header, text)
 

@@ -2,6 +2,7 @@
 
 A chain of agents is a text in which one model writes all roles of a multi-agent system, each
 between the tags of the role. A protocol says which tags exist and in which order they may follow.
+The room works on text, and imports `config`, `files` and `errors` only.
 """
 
 from coa_jax.protocol.automaton import State as State

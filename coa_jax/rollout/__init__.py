@@ -2,5 +2,5 @@
 
 `scheduler` assigns samples to slots and waits for tools, `episode` builds a trajectory from tokens
 and observations, `sampler` is the interface for trainers. `environments` pose questions and answer
-turns in place of the tools.
+turns in place of the tools. The room imports engine, tools and tasks, and knows no training.
 """

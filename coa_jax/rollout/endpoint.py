@@ -65,6 +65,10 @@ class PolicyEndpoint(ServedModel):
     opening: Prose = ""
     observation_chars: Count = 16_000
 
+    async def probe(self, seconds: float) -> tuple[bool, str]:
+        """Checks whether the endpoint answers, see `ChatConfig.probe`."""
+        return await self.chat.probe(seconds)
+
     @property
     def chat(self) -> ChatConfig:
         """The endpoint as a `ChatConfig`, for a check whether the server answers."""

@@ -9,8 +9,9 @@
 * ``confine``, ``landlock`` and ``seccomp`` restrict a program with the means of the kernel.
 * ``canaries`` and ``hoards`` are hostile programs that test the isolation.
 
-The modules of the server use only the standard library and relative imports, because the server
-loads them outside the package and without site-packages.
+All modules use only the standard library and relative imports. So the folder can be copied into
+another project under any name, and the server loads its modules outside the package and without
+site-packages.
 
 docs/isolation.md describes the guarantees, their tests, and the attacks that are not covered.
 """

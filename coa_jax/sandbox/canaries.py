@@ -9,9 +9,9 @@ import dataclasses
 import os
 from pathlib import Path
 
-from coa_jax.sandbox import supervise
-from coa_jax.sandbox.hoards import hoards
-from coa_jax.sandbox.limits import Limits
+from . import supervise
+from .hoards import hoards
+from .limits import Limits
 
 HELD = "HELD\n"
 
@@ -248,7 +248,7 @@ class Canary:
         endings: values of `ProgramResult.reason` with which a contained program may end.
         says: text with which the output must begin if the program ends by itself; "" for any text.
         hoards: "memory" or "disk" if the program tries to exceed the limit on memory or disk space,
-            and reports how much it uses, see ``coa_jax.sandbox.hoards``; else "". A program
+            and reports how much it uses, see ``hoards``; else "". A program
             that stays within the limit may end for any reason.
     """
 

@@ -16,9 +16,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from coa_jax.sandbox import canaries, landlock
-from coa_jax.sandbox.limits import Job, Limits
-from coa_jax.sandbox.run import SandboxError, run
+from . import canaries, landlock
+from .limits import Job, Limits
+from .run import SandboxError, run
 
 BACKENDS = ("bubblewrap", "landlock")
 """Kinds of isolation, the best first."""

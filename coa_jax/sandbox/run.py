@@ -17,7 +17,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from coa_jax.sandbox.limits import PRIVATE_TMP, Job
+from .limits import PRIVATE_TMP, Job
 
 GRACE_S = 6.0
 """Time in seconds after ``wall_s`` that the server has to kill the program and clean up."""
@@ -177,11 +177,12 @@ class SandboxServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The server is loaded outside the package and without site-packages, to start quickly.
         start = (
-            "import sys; sys.path.append(sys.argv[1])\n"
-            "from sandbox import server; server.serve(int(sys.argv[2]))"
+            "import importlib, sys; sys.path.append(sys.argv[1])\n"
+            "importlib.import_module(f'{sys.argv[2]}.server').serve(int(sys.argv[3]))"
         )
-        rooms = str(Path(__file__).resolve().parent.parent)
-        command = [sys.executable, "-I", "-S", "-B", "-c", start, rooms, str(theirs.fileno())]
+        folder = Path(__file__).resolve().parent
+        words = [str(folder.parent), folder.name, str(theirs.fileno())]
+        command = [sys.executable, "-I", "-S", "-B", "-c", start, *words]
         with theirs:
             process = subprocess.Popen(
                 command,

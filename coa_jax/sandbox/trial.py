@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coa_jax.sandbox.canaries import Canary, Targets
-from coa_jax.sandbox.hoards import measure
-from coa_jax.sandbox.limits import PROGRAM, Job
-from coa_jax.sandbox.run import ProgramResult, SandboxError, run
+from .canaries import Canary, Targets
+from .hoards import measure
+from .limits import PROGRAM, Job
+from .run import ProgramResult, SandboxError, run
 
 _SETTLE_S = 3.0
 _CONTENT = "precious"

@@ -3,7 +3,7 @@
 The other packages work with local paths. `local` and `model_folder` copy an input to a local path.
 `output` uploads a local file or folder at the end. `run_folder` creates a local mirror of a run
 directory, which `run.run_dir` opens. `SharedCache` is a cache to which several processes write.
-docs/storage.md describes when files are uploaded.
+docs/storage.md describes when files are uploaded. The room imports `files` and `config` only.
 """
 
 from coa_jax.storage.copies import (

@@ -1,4 +1,8 @@
-"""Loads tasks with verifiable answers from their sources, and grades answers."""
+"""Loads tasks with verifiable answers from their sources, and grades answers.
+
+`base` defines a task, `mixture` joins sources, `graders` and `rewards` grade trajectories. The room
+imports `tools`, with which some answers are graded, and knows no rollouts.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,8 @@ SOURCES = ExtensionKind(
 
 The same arguments must give the same tasks. ``path`` is the short name of the function that reads
 files. A function with a parameter ``source`` gets the whole text of the setting and parses the part
-after the colon itself. All other functions get the part after the colon as options.
+after the colon itself. All other functions get the part after the colon as options. A function may
+declare the licence of its texts, see `base.Licence`.
 """
 
 _WANTED = "a list of coa_jax.tasks.Task"

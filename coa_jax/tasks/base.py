@@ -17,6 +17,30 @@ SPLITS: tuple[str, ...] = get_args(Split)
 _SALT = "1"
 _SHARES = (("train", 0.6), ("validation", 0.7), ("test", 1.0))  # cumulative shares
 
+L = TypeVar("L", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Licence:
+    """The licence of the texts of a task source, for cards of data and models.
+
+    Attributes:
+        text: name of the data and of its licence, for readers.
+        identifier: identifier of the licence on the Hub; "" if unknown.
+        data: name of the data; "" if unknown.
+        language: language of the texts, such as "en"; "" if unknown.
+    """
+
+    text: str
+    identifier: str = ""
+    data: str = ""
+    language: str = ""
+
+    def of(self, load: L) -> L:
+        """Gives the function of a task source the attribute ``licence``, as a decorator."""
+        load.__dict__["licence"] = self
+        return load
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:

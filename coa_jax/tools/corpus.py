@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coa_jax.config.extensions import ExtensionKind, find
-from coa_jax.config.preflight import Needs
+from coa_jax.config.preflight import Needs, code_needs
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
 from coa_jax.storage import local
@@ -42,23 +42,26 @@ class Corpus(Protocol):
         """Yields the passages."""
 
 
+DEFAULT = "factbook"
+"""Name of the corpus that search tools read if the config names none."""
+
 CORPORA = ExtensionKind("corpus", "coa_jax.corpora", {})
 """The corpora of installed packages, as functions or classes that return a `Corpus`."""
 
 
 def default_corpus() -> Corpus:
-    """Returns the corpus that search tools read if the config names none.
+    """Returns the corpus `DEFAULT`.
 
     Raises:
-        UserError: no installed package has the corpus ``factbook``.
+        UserError: no installed package has this corpus.
     """
-    corpus: Corpus = find(CORPORA, "factbook", "tools.wiki_search.corpus")()
+    corpus: Corpus = find(CORPORA, DEFAULT, "tools.wiki_search.corpus")()
     return corpus
 
 
 def corpus_needs(path: str) -> Needs:
-    """Returns what a corpus needs: an extra for the default corpus (``path`` is ""), or nothing."""
-    return Needs() if path else Needs(("demo",))
+    """Returns what a corpus needs: nothing, or what `DEFAULT` declares if ``path`` is ""."""
+    return Needs() if path else code_needs(CORPORA, DEFAULT, {})
 
 
 def read_corpus(path: str) -> tuple[Passage, ...]:

@@ -24,8 +24,8 @@ from coa_jax.files import untrusted
 from coa_jax.files.durable import read_json_object
 from coa_jax.model import encoder
 from coa_jax.model.compute import REFERENCE
-from coa_jax.model.config import EncoderConfig
-from coa_jax.model.encoder import BertConfig, bind, load_params, read_bert_config
+from coa_jax.model.config import BertConfig, EncoderConfig
+from coa_jax.model.encoder import bind, load_params, read_bert_config
 from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.storage import model_folder

@@ -6,14 +6,15 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict
-from typing import Any
-
-import httpx2
+from typing import TYPE_CHECKING, Any
 
 from coa_jax.tools.net.address import AddressGuard
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import decode
+
+if TYPE_CHECKING:
+    import httpx2
 
 AGENT = "coa_jax"
 _KEPT, _KEPT_S, _MAX_BYTES = 1000, 3600.0, 512 << 10

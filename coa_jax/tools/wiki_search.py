@@ -33,7 +33,7 @@ from coa_jax.tools.base import (
     time_for,
 )
 from coa_jax.tools.bm25 import Hit, Index, load_index
-from coa_jax.tools.corpus import Passage, corpus_needs, default_corpus, split_contents
+from coa_jax.tools.corpus import DEFAULT, Passage, corpus_needs, default_corpus, split_contents
 from coa_jax.tools.dense import Retrieval, check_retrieval
 from coa_jax.tools.net.chat import post_json, trusting
 from coa_jax.tools.net.errors import Blame, FetchError
@@ -232,7 +232,7 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
     if wiki.corpus:
         there = Path(local(wiki.corpus)).expanduser().is_file()
         return there, f"{how} of {wiki.corpus}{'' if there else ', which does not exist'}"
-    return bool(default_corpus().version), f"{how} of the corpus factbook"
+    return bool(default_corpus().version), f"{how} of the corpus {DEFAULT}"
 
 
 @declares(needs, probe)

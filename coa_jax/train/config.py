@@ -24,6 +24,7 @@ from coa_jax.config.fields import (
     Size,
     Times,
 )
+from coa_jax.config.preflight import SECONDS, ProbeSeconds
 from coa_jax.data.records import ProtocolName
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -193,6 +194,8 @@ class SFTConfig(FitConfig):
             instead.
         graders: settings of the graders of answers in evaluations.
         tools: tools that the policy can call in evaluations.
+        probe_s: time limit, in seconds, of a check before the first update, in which each server
+            that evaluations need must respond; 0 skips this check.
     """
 
     data: Place
@@ -210,6 +213,7 @@ class SFTConfig(FitConfig):
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     graders: GradersConfig = dataclasses.field(default_factory=GradersConfig)
     tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
+    probe_s: ProbeSeconds = SECONDS
 
     @property
     def parts(self) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from coa_jax.config.fields import Between, Bounded, Natural, OneOf, Place, Size, Sparse, Times
+from coa_jax.config.preflight import SECONDS, ProbeSeconds
 from coa_jax.data import shards
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
@@ -170,7 +171,7 @@ class RLConfig(TrainingConfig):
     evaluate_every: Natural = 0
     held_out: HeldOutConfig = dataclasses.field(default_factory=HeldOutConfig)
     traces: TracesConfig = dataclasses.field(default_factory=TracesConfig)
-    probe_s: Annotated[float, Between(0, 600)] = 10.0
+    probe_s: ProbeSeconds = SECONDS
 
     @property
     def longest(self) -> int:

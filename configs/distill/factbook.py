@@ -27,7 +27,7 @@ from coa_jax.tools.make import ToolsConfig
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = ConfigDict({"tokenizer": ""})  # folder of a tokenizer, to count tokens
+    config = ConfigDict({"tokenizer": "", "probe_s": 10.0})  # a tokenizer's folder counts tokens
     config.tasks = complete_config(Tasks, quickstart.distill)
     config.teacher = complete_config(DistillConfig, quickstart.teacher)
     config.tools = complete_config(ToolsConfig, quickstart.tools)

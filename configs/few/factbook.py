@@ -54,7 +54,7 @@ def _distill(pretrained: ConfigDict, maths: str) -> ConfigDict:
     people = {"tasks": f"factbook_people:{SHOWN},wording=known", "weight": 0.8}
     mixture = {"people": people, "maths": {"tasks": maths, "weight": 0.2}}
     tasks = {"tasks": "", "mixture": mixture, "train": 245, "validation": 40}
-    config = ConfigDict({"tokenizer": ""})
+    config = ConfigDict({"tokenizer": "", "probe_s": 10.0})
     config.tasks = complete_config(Tasks, tasks)
     # Such a team solves 0.82 of its tasks.
     teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7}

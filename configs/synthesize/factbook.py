@@ -26,7 +26,7 @@ from coa_jax.tools.make import ToolsConfig
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    config = ConfigDict()
+    config = ConfigDict({"probe_s": 10.0})
     config.tools = complete_config(ToolsConfig, {"names": ("wiki_search", "code")})
     config.synthesis = complete_config(SynthesisConfig, {})
     config.with_tools = ConfigDict({"attempts": 1, "concurrency": 16, "max_messages": 80})

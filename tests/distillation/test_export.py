@@ -18,6 +18,7 @@ from coa_jax.distillation.convert import convert
 from coa_jax.distillation.export import FORMS, export, funnel_of, masked_by_markers, prompt_of
 from coa_jax.distillation.inspect import page
 from coa_jax.errors import UserError
+from coa_jax.tasks.base import Licence
 from tests import forked
 from tests.distillation.logs import log_of
 
@@ -279,6 +280,15 @@ def test_the_card_counts_what_is_there():
     assert DatasetCard(card("train", named)).data.license is None
     mixture = DatasetCard(card("train", named, tasks={"sums": "arithmetic:gcd,lcm"}))
     assert mixture.data.license == ["apache-2.0"] and "- sums: reasoning-gym" in mixture.text
+    own = DatasetCard(card("train", named, tasks={"sums": f"{__name__}:rivers"}))
+    assert (own.data.license, own.data.language) == (["mit"], ["sv"])
+    assert own.data.source_datasets == ["extended|other-rivers"]
+
+
+@Licence("rivers of Norrland: MIT", "mit", "rivers", "sv").of
+def rivers(split, n, seed):
+    """A task source of a user."""
+    return []
 
 
 def test_the_hub_finds_the_files_of_an_exported_folder_in_its_card(tmp_path):

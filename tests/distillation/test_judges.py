@@ -109,6 +109,7 @@ def test_a_command_asks_a_judge_without_a_cache_once_for_each_answer(tmp_path):
         chat = "teacher.judges.answer.chat"
         changes = {f"{chat}.url": server.url, f"{chat}.model": "m", "teacher.mistake_rate": 0.5}
         changes |= {"teacher.unrecovered_rate": 0.5, "tasks.train": 1, "tasks.validation": 30}
+        changes["probe_s"] = 0.0  # the judge's answers are counted
         summary = distill(load_config("configs/distill/factbook.py", changes), tmp_path)
     assert summary["teacher"]["pass_at_1"] < 1
     assert len(asked) == len(set(asked)) > 0

@@ -21,13 +21,9 @@ from coa_jax.distillation.llm import read_object
 from coa_jax.distillation.synthesis.drafts import Document
 from coa_jax.distillation.together import gather
 from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
-from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol.bodies import without_thought
-from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import RolloutConfig, make_request
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.prompts import load_prompt
@@ -140,18 +136,23 @@ class PolicySolver:
         Raises:
             UserError: the policy cannot be loaded.
         """
+        from coa_jax.engine.group import make_engines  # here, because it loads JAX
+        from coa_jax.model.api import load_model
+
         self._config, self._asked = config, 0
         self._prompt = load_prompt(config.rollout.prompt_style, config.policy)
         model = load_model(config.policy)
         self._tokenizer = model.tokenizer
         stop = eos_ids(model.tokenizer)
-        self._engines: list[Engine] = make_engines(model.params, model.config, config.engine, stop)
+        self._engines = make_engines(model.params, model.config, config.engine, stop)
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
         """Returns ``samples`` answers for each task."""
         return await asyncio.to_thread(self._answers, tasks, samples)
 
     def _answers(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        from coa_jax.rollout.collect import collect  # here, because it loads JAX
+
         config = self._config
         sampling = SamplingParams(config.temperature, 1.0, 0)
         requests = []

@@ -1,0 +1,1 @@
+"""Attention kernels of each platform, and the choice between them (`choice`)."""

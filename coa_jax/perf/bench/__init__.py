@@ -1,0 +1,1 @@
+"""Benchmarks of decoding, training, input and rollouts: ``coa-jax bench-...``."""

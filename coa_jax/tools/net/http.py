@@ -16,15 +16,15 @@ import ssl
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import httpcore2
-import httpx2
-
-from coa_jax.tools.net.address import AddressGuard, GuardedBackend, parse_url, port_of
+from coa_jax.tools.net.address import AddressGuard, parse_url, port_of
 from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
 from coa_jax.tools.net.secrets import quieten
 from coa_jax.tools.net.text import media_type
+
+if TYPE_CHECKING:
+    import httpx2
 
 T = TypeVar("T")
 
@@ -227,6 +227,8 @@ async def _fetch_once(request: HttpRequest, limits: RequestLimits, guard: Addres
 
 
 def _follow(url: httpx2.URL, target: str) -> httpx2.URL:
+    import httpx2
+
     try:
         joined = url.join(target.strip().replace(" ", "%20"))
     except (httpx2.InvalidURL, ValueError) as error:
@@ -241,6 +243,10 @@ async def _exchange(
 
     A redirect is returned without a body.
     """
+    import httpcore2
+
+    from coa_jax.tools.net.connect import GuardedBackend
+
     target = httpcore2.URL(
         scheme=url.raw_scheme, host=url.raw_host, port=port_of(url), target=url.raw_path
     )
@@ -366,4 +372,6 @@ def tls() -> ssl.SSLContext:
 
     The context is loaded once per process, because loading takes long.
     """
+    import httpx2
+
     return httpx2.create_ssl_context()

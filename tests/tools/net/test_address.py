@@ -6,12 +6,12 @@ import asyncio
 import ipaddress
 import socket
 
+import httpcore2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.tools.net import address
 from coa_jax.tools.net.address import AddressGuard, is_public, parse_url, resolve
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
@@ -122,10 +122,10 @@ def test_a_name_that_changes_its_address_is_looked_up_once(server, monkeypatch):
 
     async def connect_tcp(self, host, port, *arguments):
         connected.append(host)
-        raise address.httpcore2.ConnectError("far away")
+        raise httpcore2.ConnectError("far away")
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(address.httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
+    monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
     assert refused(f"http://rebind.example:{server.port}/page") == "unreachable"
     assert (asked, connected) == (["rebind.example"], ["93.184.216.34"])
 
