@@ -161,7 +161,7 @@ def finish_reason(reason: StopReason) -> str:
     """Converts the stop reason of a sample to OpenAI's finish reason.
 
     OpenAI has no finish reason for a cancelled sample or a broken model. The result is then
-    ``cancelled`` or ``fault``, which clients do not receive.
+    ``cancelled`` or ``fault``. A client that requested no stream gets an error response instead.
     """
     if reason in (StopReason.CANCELLED, StopReason.FAULT):
         return str(reason)
