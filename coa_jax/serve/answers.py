@@ -72,10 +72,14 @@ def part(event: Event) -> dict[str, Any]:
 
 
 def usage(visits: Sequence[Visit], choices: Sequence[Choice]) -> dict[str, int]:
-    """Returns the token usage of a client's request, which has a ``Visit`` for each prompt.
+    """Returns OpenAI's field ``usage``: the numbers of tokens of prompts and completions.
 
     Tokens of observations count as completion tokens, because they use up the context of the
     completion.
+
+    Args:
+        visits: one request for each prompt of the client's request.
+        choices: the completions of all prompts.
     """
     prompt = sum(len(visit.prompt) for visit in visits)
     generated = sum(

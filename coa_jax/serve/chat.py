@@ -30,11 +30,11 @@ async def chat_completion(
     """Answers a chat request.
 
     Args:
-        services: the policies of the server; the request names one of them.
+        services: the policies of the server. If ``prepare`` is None, the body of the request names
+            the policy that answers; otherwise the first policy answers.
         request: the HTTP request of the client.
-        prepare: function that converts the body of the chat request into a request for the rollout
-            loop of the first policy, whatever its model. It is called in a thread. None for the
-            default function.
+        prepare: function that converts the body into a request for the rollout loop, and is called
+            in a thread; None for the default function.
 
     Raises:
         Refused: the request is refused; the exception has the HTTP status.

@@ -38,8 +38,8 @@ class ServeConfig(Bounded):
         api_key_env: name of the environment variable with the API key that clients must send. If
             the variable is not set, the server listens only on this machine and needs no key.
         protocol: protocol of the agent; "" for the protocol that the model's card names.
-        max_waiting: maximum number of completions that wait for a slot, and also the maximum number
-            of requests for log-probabilities that are in progress, both of each policy. Further
+        max_waiting: for each policy, the maximum number of completions that wait for a slot, and
+            also the maximum number of requests for log-probabilities that are in progress. Further
             requests are refused with status 429.
         max_samples: maximum number of completions per request, that is, of ``n`` times the number
             of prompts.
@@ -91,9 +91,9 @@ class ServeConfig(Bounded):
         """Maximum size of a request's body in bytes.
 
         This is ``max_body`` or, if ``max_body`` is 0, a size that suffices for the largest valid
-        request: 64 KiB plus 8 bytes for each token of the maximum number of prompts of the maximum
-        length. A token of English text has about 4 bytes, a token of Chinese text in escaped JSON
-        about 8.
+        request: 64 KiB + 8 bytes x ``engine.max_length`` (tokens per prompt) x ``max_samples``
+        (prompts, at least 2). A token of English text has about 4 bytes, a token of Chinese text in
+        escaped JSON about 8.
         """
         prompts = max(2, self.max_samples)
         return self.max_body or (1 << 16) + 8 * self.engine.max_length * prompts

@@ -162,7 +162,8 @@ async def respond(service: Service, write: Callable[[], Any], *, large: bool) ->
     Args:
         service: the service that samples completions.
         write: function that returns the body.
-        large: whether writing the body takes so long that it must not block the event loop.
+        large: whether ``write`` takes long. If True, it runs in a thread, so that the event loop
+            can serve other clients.
     """
     if not large:
         return JSONResponse(write())
@@ -188,8 +189,9 @@ async def open_stream(
         request: the HTTP request of the client.
         body: validated body of the client's request.
         kind: type of the chunks, see `head`.
-        write: function that yields the choice of each chunk. It receives the events of the
-            request's samples, which it must add to the completions in the given list.
+        write: function that converts the events of the request's samples to chunks, and yields the
+            element of the field ``choices`` for each chunk. It must also add each event to the
+            `Choice` of its sample in the given list, from which the token usage is computed.
 
     Raises:
         Refused: the server has no room for the request, or is shutting down. The client then

@@ -38,7 +38,7 @@ Message = tuple[str, str]
 
 
 class FunctionCall(NamedTuple):
-    """A call by the policy of a function that the client offers.
+    """A call that the policy makes to a function of the client.
 
     Attributes:
         name: the function to call, one of those that the client offers.
@@ -108,8 +108,9 @@ def chat_prompt_ids(
     Args:
         tokenizer: tokenizer of the policy.
         messages: the conversation, whose first message may have the role `TOOLS`.
-        prefix: text with which the policy's turn begins. If ``prefix`` is None, the ids end before
-            the policy's turn; this is not allowed if there are tools.
+        prefix: text with which the policy's turn begins; "" if the turn has no text yet. If None,
+            the ids end before the tokens that open this turn, but with a message of the role
+            `TOOLS`, None has the effect of "".
 
     Raises:
         UserError: the chat template of the model cannot be used.

@@ -58,7 +58,8 @@ def make_services(config: ServeConfig, tools: ToolsConfig) -> list[Service]:
         tools: settings of the tools, which the agents of all policies share.
 
     Raises:
-        UserError: a policy cannot be loaded, or the policies differ in what they must share.
+        UserError: a policy cannot be loaded, an adapter does not fit ``config.model``, or the cards
+            of the policies name different protocols.
     """
     # Adapters are small, and an unsuitable one is refused before the base is loaded.
     adapters = {name: load_adapters(at, config.model) for name, at in config.adapters.items()}

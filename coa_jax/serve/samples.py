@@ -96,7 +96,8 @@ class ServedSample(Episode):
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Adds a sampled token, and sends new text to the client.
 
-        Arguments and result are those of `Episode.feed`, but tags have no effect in a completion.
+        Arguments and result are those of `Episode.feed`. In a sample without tools, tags have no
+        effect, and a stop string ends the sample.
         """
         event = super().feed(token, logp)
         if self._visit.agent:
@@ -159,8 +160,8 @@ class ServedEpisodes(TextEpisodes):
 def finish_reason(reason: StopReason) -> str:
     """Converts the stop reason of a sample to OpenAI's finish reason.
 
-    OpenAI has no finish reason for cancelled samples and for samples of a broken model; clients do
-    not receive these two.
+    OpenAI has no finish reason for a cancelled sample or a broken model. The result is then
+    ``cancelled`` or ``fault``. A client that requested no stream gets an error response instead.
     """
     if reason in (StopReason.CANCELLED, StopReason.FAULT):
         return str(reason)

@@ -124,8 +124,8 @@ class Sampling(_Strict):
     """The fields that requests for chat and for text completions have in common.
 
     The fields have the meanings of OpenAI's API; ``top_k``, ``include_stop_str_in_output``,
-    ``prompt_logprobs`` and ``repetition_penalty`` are fields of vLLM. If this server does not
-    support a field, the field may only have the value that disables its function.
+    ``prompt_logprobs`` and ``repetition_penalty`` are fields of vLLM. A field that this server does
+    not support must have a value without effect, such as 0 for ``presence_penalty``.
     """
 
     model: str
@@ -185,8 +185,8 @@ class FunctionTool(_Strict):
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions, with the fields of OpenAI's API and of vLLM.
 
-    ``tool_choice`` may be "none" or "auto". Other values are treated as "auto", because the server
-    cannot force the policy to call a function.
+    If ``tool_choice`` is "none", the policy's text is not searched for function calls. Any other
+    value is treated as "auto", because the server cannot force the policy to call a function.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]

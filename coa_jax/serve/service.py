@@ -107,7 +107,7 @@ class Service:
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """Task that runs the rollout loop; if the task ends before the server, it has failed."""
+        """The asyncio task of the rollout loop. If it ends before the server, the loop failed."""
         assert self._loop is not None
         return self._loop
 
@@ -138,7 +138,7 @@ class Service:
             self._places[kind] -= 1
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
-        """Reserves a place for a request while it is parsed and tokenised.
+        """Returns a context manager that counts a request while it is parsed and tokenised.
 
         Raises:
             Refused: too many requests are being parsed.
@@ -153,19 +153,19 @@ class Service:
         return asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
     def render(self, function: Callable[[], T]) -> Awaitable[T]:
-        """Calls a function that formats many log-probabilities, in the scoring thread.
+        """Calls a function that formats many log-probabilities, in the thread that computes them.
 
         The event loop, which serves the other clients, therefore does not wait.
         """
         return asyncio.get_running_loop().run_in_executor(self._scorer, function)
 
     def scoring(self, needed: bool) -> contextlib.AbstractContextManager[None]:
-        """Reserves a place for a request that needs log-probabilities, until the request ends.
+        """Returns a context manager that counts a request for log-probabilities until it ends.
 
-        The place should be reserved before the completions of the request are sampled.
+        Enter it before sampling, so that no completion is sampled for a request that is refused.
 
         Args:
-            needed: whether the request needs log-probabilities. If False, no place is reserved.
+            needed: whether the request needs log-probabilities. If False, it is not counted.
 
         Raises:
             Refused: too many requests need log-probabilities, or the server is shutting down.

@@ -48,9 +48,9 @@ def prepared(path: str | os.PathLike[str]) -> Any:
 
 
 def is_bucket(path: os.PathLike[str]) -> bool:
-    """Returns whether a folder, given by URL or mounted, is in a bucket.
+    """Returns whether a folder is in a bucket: given by its URL, or mounted by one of `MOUNTS`.
 
-    In a bucket, renames are not atomic.
+    A bucket cannot rename atomically, so a finished checkpoint needs a marker file there.
     """
     if is_url(path):
         return True
@@ -80,7 +80,10 @@ def is_outage(error: Exception) -> bool:
 
 
 def is_passing(error: Exception) -> bool:
-    """Returns whether a read error may be temporary, so that the checkpoint may be intact."""
+    """Returns whether a read error may have another cause than a damaged file.
+
+    Such causes are a store that does not answer, missing permissions, and exhausted resources.
+    """
     absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     refused = isinstance(error, OSError) and not isinstance(error, absent)
     return refused or any(state in str(error) for state in _LACKING)

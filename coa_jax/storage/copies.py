@@ -64,13 +64,13 @@ def own_folder() -> Path:
 def cache_folder(name: str, source: str) -> Path:
     """Returns the folder of a cache of results that are computed from an input.
 
-    For an input in a bucket, the folder is in the temporary folder, like the copy of the input: a
-    run whose inputs and outputs are all in a bucket writes nothing else to this machine. For other
-    inputs this is `durable.cache_folder`.
+    For an input in a bucket, the folder is in the temporary folder, like the local copy of the
+    input. So a run whose inputs and outputs are all in buckets writes only to the temporary folder
+    of this machine. For other inputs, the result is `durable.cache_folder`.
 
     Args:
         name: name of the cache.
-        source: path or URL of the input, or several, separated by commas; "" for no file.
+        source: path or URL of the input, or several of them, separated by commas; "" for no file.
     """
     in_bucket = "://" in with_urls(source)
     return own_folder() / "caches" / name if in_bucket else durable.cache_folder(name)
@@ -84,8 +84,8 @@ def local(source: str, leave_out: str = "") -> str:
 
     Args:
         source: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
-            with everything in it except checkpoints. The `SIDECARS` in the folder of ``source`` are
-            copied too.
+            with everything in it except checkpoints. ``protocols.json`` and ``dataset_info.json``,
+            which say how to read a data file, are copied too if they are beside ``source``.
         leave_out: pattern of names of files that are not copied; "" to copy all files.
 
     Raises:
@@ -199,11 +199,14 @@ def _copy(
 
 
 def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names of the objects that make up a file, in order; see `coa_jax.storage.mirror`.
+    """Returns the names of the objects in a bucket that contain the parts of a file, in order.
+
+    A growing file is stored in parts, because no object can grow, see `coa_jax.storage.mirror`.
 
     Args:
         whole: name of the file, which is also the name of its first object.
-        sizes: maps the name of each object to its size in bytes.
+        sizes: maps the name of each object to its size in bytes, which determines the offset in the
+            name of the next part.
     """
     pieces, end = [whole], sizes[whole]
     while (name := f"{whole}{PART}{end:015d}") in sizes and sizes[name]:

@@ -50,12 +50,13 @@ def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> Pat
     """Returns the local folder, or the GGUF file, of a model; downloads the model if necessary.
 
     A model of the Hub is downloaded to the cache of huggingface_hub, which lets only one process
-    download at a time. If the model is in a bucket, its safetensors files are not copied, see
-    `weights_apart`. Several processes that load a model of the Hub together use `weights_on_hub`.
+    download at a time. If the model is in a bucket, its safetensors files are not copied;
+    `weights_apart` reads them. Several processes that load a model of the Hub together use
+    `weights_on_hub`.
 
     Args:
         source: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
-            no safetensors and a single GGUF file, the model is this file.
+            a single GGUF file and no safetensors, the model is the GGUF file.
         weights: whether the weights are needed. If False, only the config and the tokenizer are
             downloaded.
 
@@ -85,9 +86,10 @@ def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> Pat
 
 
 def hub_cache(source: str | os.PathLike[str]) -> Path | None:
-    """Returns the cache of huggingface_hub, if a model is downloaded to this cache.
+    """Returns the cache folder of huggingface_hub if loading a model may download files to it.
 
-    The result is None if ``source`` is not an id of the Hub, and in offline mode.
+    The result is None if ``source`` is not an id of the Hub. It is also None in offline mode, in
+    which nothing is downloaded.
     """
     from huggingface_hub import constants
 
@@ -180,8 +182,8 @@ class RemoteFiles:
         names: names of the files in the folder.
         root: path of the folder in ``fs``.
         fs: file system of fsspec.
-        telling: function that returns a context manager, which converts errors to `UserError`. Its
-            argument is the text that names the file in messages.
+        telling: function that takes the name of a file for error messages, and returns a context
+            manager, in which read errors become `UserError`.
         options: further arguments of ``fs.cat_file``.
     """
 

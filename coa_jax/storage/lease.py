@@ -29,7 +29,9 @@ NAME = "lease.json"
 
 
 class Lease:
-    """A lease that this process holds until `close` is called.
+    """The exclusive right of this process to write to a run directory in a bucket.
+
+    A thread renews the lease until `close` is called. Without renewal, the lease expires.
 
     Attributes:
         url: URL of the run directory.

@@ -80,8 +80,9 @@ class Mirror:
     Attributes:
         url: URL of the folder in the bucket.
         path: path of the local folder.
-        lease: lease of the folder, which the first process of an open run holds; otherwise None.
-        uploads: thread that regularly uploads the changes of an open run; otherwise None.
+        lease: exclusive right to write to the bucket, which the first process of a run has between
+            `open` and `close`; None at other times and in other processes.
+        uploads: thread that regularly uploads changes between `open` and `close`; otherwise None.
     """
 
     def __init__(self, url: str):
@@ -103,10 +104,10 @@ class Mirror:
         """Downloads the state of the bucket to the local folder.
 
         Args:
-            names_only: names of top-level folders whose files are created empty instead of being
-                downloaded.
-            own: whether this process writes to the bucket. If True, the method removes invalid
-                parts of files that a killed run has left in the bucket.
+            names_only: names of top-level folders of which only the names of the files are needed.
+                These files are created empty instead of being downloaded.
+            own: whether this process writes to the bucket. If True, the method removes objects that
+                a killed run has left in the bucket and that are not a valid part of a file.
 
         Raises:
             UserError: the bucket cannot be read.
@@ -372,13 +373,13 @@ def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
 def visited(
     url_or_path: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
 ) -> Iterator[Path]:
-    """Yields the local folder of a run; at the end, uploads changes of its files.
+    """Yields the local folder of a run; at the end, uploads the files that have changed.
 
-    The run may be in progress.
+    The run may be in progress, because no lease is taken.
 
     Args:
         url_or_path: directory of the run, a local path or a URL.
-        names_only: names of top-level folders that are not downloaded, see `Mirror.fill`.
+        names_only: names of top-level folders whose files are created empty, see `Mirror.fill`.
 
     Raises:
         UserError: the directory does not exist, or cannot be read or written.

@@ -35,8 +35,9 @@ class Origin:
             "" if the model is not known to be on the Hub.
         base: id of the model on the Hub from which the weights come: ``name``, or the base model of
             a model that was trained further; "" if unknown.
-        weights: how the weights of ``base`` differ from those on the Hub; "" if they do not.
-        about: license and language of the model, as far as known, under the names of the Hub.
+        weights: how the weights that this package uses for ``base`` differ from those on the Hub,
+            for example "quantised"; "" if they do not differ.
+        about: license and language of the model, as far as known, by their keys in model cards.
     """
 
     place: str
@@ -71,13 +72,14 @@ def origin_of(source: str | os.PathLike[str]) -> Origin:
 
 
 def local_copy(name: str, weights: str, folder: Path) -> Path | None:
-    """Finds a folder with a copy of a model of the Hub.
+    """Finds a local copy of the base model of an adapter; returns its folder, or None.
+
+    The folders in ``weights`` are searched first, and then the folder ``base`` beside the adapter.
 
     Args:
-        name: id of the model on the Hub.
+        name: id of the base model on the Hub.
         weights: how the weights of the copy differ from those on the Hub, as in `Origin`.
-        folder: folder of an adapter. The folder ``base`` beside it, to which a pipeline copies its
-            base model, is searched after the folders in `FETCHED`.
+        folder: folder of the adapter.
     """
     for candidate in (*sorted(FETCHED.glob("*")), folder.parent / "base"):
         origin = origin_of(candidate)
@@ -107,7 +109,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def with_header(header: Mapping[str, Any], text: str) -> str:
-    """Returns the text of a card: a YAML header with the known values, and a text."""
+    """Returns the content of a card: the header as YAML, without empty values, and the text."""
     from huggingface_hub import CardData
 
     values = {key: value for key, value in header.items() if value not in ("", None, [], {})}

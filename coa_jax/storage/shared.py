@@ -37,11 +37,11 @@ _open: list[SharedCache] = []
 
 
 class SharedCache:
-    """A cache in a bucket, as one process uses the cache.
+    """A cache in a bucket, to which several processes add entries at the same time.
 
     Attributes:
         url: URL of the folder of the cache.
-        path: path of the local file, which all processes of this machine share.
+        path: path of a local file with the entries, which all processes of this machine read.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class SharedCache:
     def add(self, entry: Mapping[str, Any]) -> None:
         """Adds an entry, which the next upload copies to the bucket.
 
-        The entry is not added to the local file from which processes read entries.
+        The caller must also write the entry to the file `path`, whose format only the caller knows.
 
         Raises:
-            OSError: the entry cannot be written to the local mirror.
+            OSError: the entry cannot be written to this process's local file of new entries.
         """
         assert self._mirror is not None
         durable.append(self._own, (json.dumps(entry) + "\n").encode())

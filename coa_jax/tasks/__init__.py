@@ -92,7 +92,8 @@ def load_tasks(
     * A generator of questions: ``factbook``, ``factbook:hops=1-2,protocol=web``,
       ``arithmetic:gcd,lcm``.
     * A file of questions: ``questions.jsonl``, ``questions.csv:protocol=mhqa``.
-    * A file of the AFM release, which ends in ``.json`` or ``.parquet``.
+    * A file of the AFM release, the data that the authors of the Chain-of-Agents paper published:
+      ``.json`` or ``.parquet``.
     * A folder of such files, a pattern such as ``'part-*.parquet'``, or several paths, joined by
       commas.
     * The file of a benchmark, as its authors publish the file: ``gaia:PATH``. The module
@@ -106,12 +107,12 @@ def load_tasks(
         n: number of tasks. None loads all tasks, or a thousand tasks of a generator that could
             generate questions without end.
         seed: seed of the random choice and order of the tasks.
-        protocol: protocol of a question in a file, if neither its row nor ``source`` determines the
-            protocol; "" for the default of the file format.
+        protocol: default protocol of questions in a file, for which neither the row nor ``source``
+            names a protocol; "" for the default of the file format.
         options: option name -> value, in addition to the options in ``source``. A custom source
-            takes the options that its function defines. Files and data sets take ``protocol``,
-            which replaces the argument ``protocol``, and the mapping of their columns, see
-            `question_rows.Columns`.
+            takes the options that its function defines. Files and data sets take the mapping of
+            their columns, see `question_rows.Columns`, and ``protocol``, which takes the place of
+            the argument ``protocol``.
 
     Raises:
         UserError: the source, split, option or protocol is unknown, ``n`` is negative, or a file
@@ -137,10 +138,11 @@ def load_tasks(
 
 
 def source_needs(source: str, options: Mapping[str, Any] | None = None) -> Needs:
-    """Returns the packages that load the tasks of a source and grade the answers.
+    """Returns the packages that are needed to load the tasks of a source and to grade answers.
 
-    Only the rows of a file say which rewards grade them. Before the file is read, a source counts
-    as mathematical if its protocol is ``code`` or if it has the name of such a benchmark.
+    Only the rows of a file say which rewards grade them. Before the file is read, the packages for
+    grading mathematics count as needed if the source has the protocol ``code``, which also serves
+    mathematical questions, or the name of a mathematical benchmark.
 
     Args:
         source, options: as in `load_tasks`.

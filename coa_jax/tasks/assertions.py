@@ -54,16 +54,16 @@ _START += "_crossing.pop({!r})(globals(), *{!r})\n"
 
 @dataclasses.dataclass(frozen=True)
 class Separate:
-    """An assertion that can run apart from the program.
+    """An assertion that can run in a process of its own, apart from the program that it tests.
 
     Attributes:
         source: source of the assertion.
         stubs: name in the assertion -> expression for a function of the program.
         modules: name in the assertion -> module that the assertion uses without an import.
-        cheatable: whether the program may supply more than the function under test, such as a
-            comparison.
-        fixed: whether the assertion compares only single values of the program with constants, so
-            that a program gains nothing by changing its arguments.
+        cheatable: whether the program could pass by cheating, because it chooses the function under
+            test or supplies further functions, such as a comparison that is always true.
+        fixed: whether each comparison is between one result or argument and a constant. A program
+            then cannot pass by changing its arguments.
     """
 
     source: str
@@ -76,7 +76,9 @@ class Separate:
 def separate(
     test: str, entry: str, setup: str, modules: Iterable[str], program: str
 ) -> Separate | None:
-    """Prepares an assertion for running apart from the program that it tests.
+    """Prepares an assertion to run in another process than the program that it tests.
+
+    There, the program can neither read the expected results nor change the comparisons.
 
     Args:
         test: source of the assertion.
@@ -87,7 +89,8 @@ def separate(
         program: source of the program.
 
     Returns:
-        The assertion; None if it must run in the process of the program.
+        The assertion; None if it must run in the process of the program, for example because it
+        uses attributes of an object of the program.
     """
     try:
         tree, before = ast.parse(test), ast.parse(setup)
@@ -298,14 +301,14 @@ async def run_separate(
         assertion: a check that must run apart from the program.
         setup: source that runs before the assertion and before the program.
         program: source of the program.
-        ours: job of the assertion.
-        theirs: job of the program.
+        ours: sandbox job that runs the assertion.
+        theirs: sandbox job that runs the program.
 
     Returns:
-        (verdict, result of a process). The verdict is one of `coa_jax.tasks.crossing.judge`, or
-        ``stopped`` if the process of the assertion ended without a verdict, for example at a limit.
-        The result is that of the assertion's process after the verdict ``stopped``, that of the
-        program's process after ``gone``, and None after all other verdicts.
+        (verdict, result). The verdict is one of `coa_jax.tasks.crossing.judge`, or ``stopped`` if
+        the process of the assertion ended without a verdict, for example at a limit. The result
+        tells how a process ended: with ``stopped``, the process of the assertion; with ``gone``,
+        the process of the program. With every other verdict, the result is None.
 
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.

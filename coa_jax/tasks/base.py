@@ -86,8 +86,8 @@ class Task:
     def unboxed(self, answer: str | None) -> str | None:
         r"""Returns the part of an answer that graders compare with the accepted answers.
 
-        In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
-        protocols, this is the whole answer.
+        In the protocol ``code``, which also serves mathematical questions, this is the content of
+        ``\boxed``. Without a box, and in other protocols, this is the whole answer.
         """
         if answer is not None and split_level(self.protocol)[0] == "code":
             return parse_boxed(answer) or answer
@@ -110,7 +110,8 @@ def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Lev
     Args:
         asked: tasks, or distilled records (trajectories for SFT). The text of a record is rewritten
             in the new format.
-        level: new level of the protocols, ``lenient`` or ``paper``; "" keeps the present level.
+        level: new level, ``lenient`` or ``paper`` (stricter, see docs/protocol.md); "" keeps the
+            present level.
         form: new format of the protocols, such as ``hermes``; "" keeps the present format.
 
     Raises:
@@ -197,7 +198,10 @@ mixture changes it.
 
 
 def tools_of(task: Task) -> Mapping[str, Any]:
-    """Returns the tools that only this task has, by tag; {} for most task sources."""
+    """Returns the tools that only this task has: tag -> `Tool`; {} for most tasks.
+
+    For example, the tasks of `coa_jax.demo.drawn_tools` differ in the descriptions of their tools.
+    """
     name = task.metadata.get("task_tools")
     if not name:
         return {}

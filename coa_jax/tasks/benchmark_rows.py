@@ -298,7 +298,8 @@ def olympiadbench(row: Fields) -> Found | None:
 def contest(row: Fields) -> Found:
     """Parses a row of LiveCodeBench or CodeContests, with its tests.
 
-    The tests of LiveCodeBench contain a pickle; reading it runs no code from the file.
+    The tests of LiveCodeBench contain a pickle. Reading it runs no code from the file, because the
+    unpickler replaces every class that the pickle names by a simple record.
     """
     metadata = _kept(row, level="difficulty", platform="platform", date="contest_date")
     if "date" in metadata:

@@ -122,7 +122,9 @@ def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
 
 
 def check_tools(tasks: Iterable[Task], names: Sequence[str], tags: Iterable[str]) -> None:
-    """Checks that each protocol of tasks has one of the run's tools, or every call would fail.
+    """Checks that the run has at least one tool of each protocol of its tasks.
+
+    Without such a tool, every tool call of the policy would fail.
 
     Args:
         tasks: the tasks of the run, each with its protocol.
@@ -171,7 +173,10 @@ def reasoning_gym() -> Any:
 
 
 def compares_texts(name: str) -> bool:
-    """Returns whether the scorer of a reasoning-gym generator only compares two texts."""
+    """Returns whether a reasoning-gym generator scores answers only by comparing two texts.
+
+    If False, its scorer must run in the sandbox.
+    """
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
 

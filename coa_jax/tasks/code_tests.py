@@ -113,11 +113,11 @@ class Tests:
 
     Attributes:
         cases: tests in the order in which they run.
-        entry: name of the function that tests of the kind ``call`` call, or expression for the
-            function that the assertions test; "" if the tests name none.
+        entry: function under test: a name, or an expression such as ``Solution().add``; "" if the
+            tests test the whole program, or if the assertions name the function.
         prefix: Python source that runs before the program, such as imports.
-        compare: how outputs are compared: ``lines`` like LiveCodeBench, or ``tokens`` like
-            CodeContests.
+        compare: how outputs are compared: ``lines`` (see `same_lines`, as LiveCodeBench does) or
+            ``tokens`` (see `same_tokens`, as CodeContests does).
     """
 
     cases: tuple[Case, ...]
@@ -180,8 +180,12 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
 
     Args:
         gold: accepted answer, a JSON object. It must have all keys of one of these formats:
-            (``stdin``, ``expected_output``), (``inputs``, ``outputs``), (``input``, ``output``),
-            (``functional``), or (``import_prefix``, ``test_code``, ``entry_point``).
+
+            * (``stdin``, ``expected_output``), (``inputs``, ``outputs``) or (``input``,
+              ``output``): inputs of the program, or of its function ``fn_name``, and the results,
+            * ``functional``: assertions,
+            * (``import_prefix``, ``test_code``, ``entry_point``): imports, a function ``check``
+              with assertions, and its argument, which is the function under test.
 
     Raises:
         ValueError: the object has the keys of none of these formats, or a value is malformed.

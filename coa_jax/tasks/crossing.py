@@ -60,11 +60,17 @@ _NAMES: dict[str, Callable[..., Any]] = {
 
 
 class NotAValueError(Exception):
-    """Raised if an object is not a value that the processes can exchange."""
+    """Raised if an object cannot be sent between the processes of assertion and program."""
 
 
 def pack(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Converts a value to JSON; ``other`` converts objects that are not values."""
+    """Converts a value to JSON, to send it to the other process.
+
+    Args:
+        value: None, a number, a text, bytes, a container of such values, an array of numbers, or a
+            built-in type.
+        other: function that converts an object of any other type to JSON.
+    """
     kind: type = type(value)
     if kind in (*_PLAIN, type(None)):
         return value
@@ -100,7 +106,13 @@ def _array(flat: list[Any], kind: str, shape: list[int]) -> Any:
 
 
 def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Converts the result of `pack` back to a value; ``other`` restores objects of other kinds."""
+    """Converts the result of `pack` back to a value.
+
+    Args:
+        data: the result of `pack`.
+        other: function that restores an object of any other type from the only key and the value of
+            its JSON object.
+    """
     if isinstance(data, list):
         return [unpack(item, other) for item in data]
     if not isinstance(data, dict):
@@ -117,7 +129,12 @@ def unpack(data: Any, other: Callable[[str, Any], Any]) -> Any:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Returns an argument with its value after a call; a mutable argument is changed in place."""
+    """Returns an argument with the changes that a function of the program made to it.
+
+    Args:
+        old: the argument in the process of the assertion; changed in place if it is mutable.
+        new: its value in the process of the program after the call.
+    """
     if type(old) is not type(new):
         return new
     if isinstance(old, (list, collections.deque)):
@@ -227,7 +244,7 @@ class _Link:
 
 
 class Remote:
-    """A function or another object of the program, as the assertion sees it."""
+    """Stands for a function or another object of the program in the process of the assertion."""
 
     __slots__ = ("_link", "_target")
 
@@ -283,10 +300,10 @@ def judge(
 ) -> None:
     """Executes an assertion, and writes the mark and the verdict on the standard error stream.
 
-    The verdict is ``pass``, ``changed`` (passes only with the arguments as the program changed
-    them), ``fail``, ``object`` (the assertion needs an object of the program), ``gone`` (the
-    process of the program ended) or ``garbled`` (its answer was no message). If several verdicts
-    are written, the last one counts.
+    The verdict is ``pass``, ``changed`` (does not pass again if the program's changes to arguments
+    are undone, so the program may have cheated), ``fail``, ``object`` (the assertion needs an
+    object of the program), ``gone`` (the process of the program ended) or ``garbled`` (this process
+    sent an invalid answer). If several verdicts are written, the last one counts.
 
     Args:
         namespace: global variables of the assertion.
@@ -323,7 +340,9 @@ def judge(
 
 
 def serve(namespace: dict[str, Any], setup: str, program: str) -> None:
-    """Executes a program, and answers calls of its functions until the channel closes.
+    """Executes a program, and runs its functions when the process of the assertion calls them.
+
+    When the process of the assertion has ended, the function ends this process.
 
     Args:
         namespace: global variables of the program.

@@ -19,9 +19,9 @@ from coa_jax.tasks.base import Task
 
 
 def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reward function of this package for a function of TRL or verl.
+    """Wraps a reward function with the signature of TRL or verl as one of this package.
 
-    Other functions, and functions whose parameters are unknown, are returned as they are.
+    Other functions, and functions whose parameters are unknown, are returned unchanged.
     """
     try:
         parameters = inspect.signature(function).parameters

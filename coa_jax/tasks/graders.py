@@ -89,13 +89,12 @@ class GradersConfig(Bounded):
     """Settings that say how the answers of the policy are graded.
 
     Attributes:
-        answer: reward of answers that no judge grades: ``exact_match``, ``f1``, a reward of the AFM
-            release (``mhqa_train``, ``mhqa_eval``, ``qa_em``, ``qa_subem``), or a custom reward
-            ``package.module:name``.
-        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. The
-            weighted sum is the reward of a trajectory; each reward is also recorded under its name.
-            The name ``grader`` stands for the reward that the task names. If the mapping is empty,
-            only the reward that the task names counts.
+        answer: reward of text answers that no judge grades: ``exact_match``, ``f1``, a reward of
+            the Chain-of-Agents authors (``mhqa_train``, ``mhqa_eval``, ``qa_em``, ``qa_subem``), or
+            a custom reward ``package.module:name``.
+        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. If
+            not empty, the weighted sum replaces the reward that the task names; in the sum, the
+            name ``grader`` stands for this reward. Each reward is also recorded under its name.
         judge_all: whether the judge grades the text answers of all tasks. If False, the judge
             grades only the answers to tasks that name the reward ``judge``.
         judge: language model that grades text answers. If no judge is configured, the reward
@@ -321,11 +320,11 @@ class Graders:
         """Grades a trajectory like `grade`, but without a warning about the rewards left out.
 
         The rewards that need all samples of the task are left out; `grade_together` adds them. If
-        grading fails by an unexpected error, the trajectory is masked.
+        a reward function raises an exception, the trajectory is masked.
 
         Raises:
-            MisfitError: a user-defined reward function returned an invalid value.
-            BudgetSpentError: the spending limit of the run is reached.
+            MisfitError: a reward function returned neither a number nor None (a `UserError`).
+            BudgetSpentError: the budget of the judge is spent (a `UserError`).
         """
         try:
             return await self._grade(task, trajectory)

@@ -227,9 +227,9 @@ def _same_value(a: decimal.Decimal, b: decimal.Decimal) -> bool:
 def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
     """Returns 1.0 if an answer is right, else 0.0.
 
-    An answer "X|Y" has the parts X and Y. The answer is right in two cases: each of its parts is an
-    accepted answer, or its parts are the members of one accepted answer of the form "A|B", in any
-    order.
+    An answer "X|Y" has the parts X and Y. It is right if each part is an accepted answer, or if its
+    parts are the members of one accepted answer of the form "A|B". For example, if "A" and "B" are
+    accepted, "A" and "B|A" are right; if "A|B" is accepted, only "A|B" and "B|A" are right.
 
     Args:
         answer: answer of the policy. None, which means that the policy gave no answer, is wrong.

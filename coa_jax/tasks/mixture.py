@@ -84,7 +84,7 @@ def parts_of(sources: Sources) -> dict[str, Part]:
 
 
 def sources_need(sources: Sources) -> Needs:
-    """Returns the needs of the task sources of a run; none if no source is set."""
+    """Returns the packages, API keys and servers that the task sources of a run need."""
     parts = parts_of(sources) if sources.tasks or sources.mixture else {}
     return sum((source_needs(part.tasks, part.options) for part in parts.values()), Needs())
 

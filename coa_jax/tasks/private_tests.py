@@ -116,16 +116,16 @@ def find_private_tests(folder: str, question_id: str) -> Path | None:
 
 
 def check_tests(folder: str, ids: Sequence[str]) -> None:
-    """Checks that there are private tests, and that the tests of the first question can be read.
+    """Checks that all questions have private tests, and that those of the first can be read.
 
-    Questions without private tests would be graded with their public sample tests.
+    Otherwise, questions without private tests would be graded with their public sample tests.
 
     Args:
         folder: folder with the private tests.
-        ids: ids of the questions; "" for a task that has no tests.
+        ids: ids of the questions; "" for a task that is not graded by tests.
 
     Raises:
-        UserError: questions have no tests, or the tests of the first question cannot be read.
+        UserError: a question has no private tests, or those of the first question cannot be read.
     """
     ids = list(filter(None, ids))
     absent = [name for name in ids if find_private_tests(folder, name) is None]

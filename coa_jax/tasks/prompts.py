@@ -114,13 +114,15 @@ def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Promp
     """Returns the prompt that the setting ``prompt_style`` selects.
 
     Args:
-        style: value of the setting: ``full``, ``brief``, ``data``, ``model`` or a path.
+        style: value of the setting: ``full`` (every rule of the protocol), ``brief`` (only its
+            name), ``data`` (the message in the data set), ``model`` (as ``agent.json`` of the model
+            says), or the path of a file with instructions.
         model: directory of the policy, or the content of its ``agent.json``. Only the style
             ``model`` uses this argument.
 
     Raises:
-        UserError: the style is unknown, its file cannot be read or contains no instructions, or the
-            rows of the file have different instructions.
+        UserError: the style is unknown, its file cannot be read or contains no instructions, or it
+            is a data file whose rows have different instructions.
     """
     if style in PROMPT_STYLES:
         return Prompt(style)
@@ -228,10 +230,10 @@ class Wording:
         protocols: names of their protocols, sorted.
         without: number of tasks or records for which the data set has no user message.
         own: number of tasks or records for which the data set has a user message with instructions.
-        replaced: whether the prompt of the run replaces these instructions. Only the first task or
-            record with instructions is examined.
-        kinds: the first two different sets of instructions in the prompts, if the style is
-            ``data``; else ().
+        replaced: whether the prompt of the run replaces the instructions of the data set. Only the
+            first task or record with instructions is examined.
+        kinds: up to two different sets of instructions in the prompts, because two show that the
+            prompts differ; () if the style is not ``data``.
     """
 
     number: int = 0
@@ -359,7 +361,8 @@ def warn_of_prompts(
 
     * The prompt replaces instructions that the data set contains.
     * The style is ``data``, but the data set has no prompt for some questions.
-    * A prompt from a file does not contain ``{libraries}``, although programs can import packages.
+    * The policy's programs can import packages, but a prompt from a file lacks ``{libraries}``, the
+      mark that is replaced by the names of the packages.
 
     Args:
         asked: tasks or records, or their summary.

@@ -43,7 +43,7 @@ def question_task(row: Fields, split: str, protocol: str, source: str) -> Task |
     """Converts a row to a task; returns None if the row belongs to another split.
 
     Args:
-        row: the row. A null value counts as a missing field, because tables have all fields.
+        row: the row. A null value counts as a missing field: a row of a table has every column.
         split: split to read.
         protocol: protocol of the task if the row names none.
         source: source of the task.

@@ -29,7 +29,7 @@ _CODE_BODY = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Normalises an answer as the release does, so that answers can be compared as texts.
+    """Normalises an answer for comparison, as the code of the Chain-of-Agents authors does.
 
     The result is in lower case, without ASCII punctuation, articles and double spaces. Accents are
     kept.
@@ -81,7 +81,8 @@ def _predictions(text: str) -> list[str]:
 def mhqa_train(text: str, gold: Sequence[str] | str) -> float:
     """Returns 1.0 if each part of the last answer is an accepted answer, else 0.0.
 
-    The character "|" separates the parts. The release trains the MHQA agent with this reward.
+    The character "|" separates the parts. The Chain-of-Agents authors train their multi-hop QA
+    agent with this reward.
 
     Args:
         text: text of the episode.
@@ -94,7 +95,8 @@ def mhqa_train(text: str, gold: Sequence[str] | str) -> float:
 def mhqa_eval(text: str, gold: Sequence[str] | str) -> float:
     """Returns 1.0 if the first part of the last answer is an accepted answer, else 0.0.
 
-    The character "|" separates the parts. The release evaluates the MHQA agent with this reward.
+    The character "|" separates the parts. The Chain-of-Agents authors evaluate their multi-hop QA
+    agent with this reward.
 
     Args:
         text: text of the episode.
@@ -149,7 +151,7 @@ def f1(answer: str, gold: Sequence[str] | str) -> float:
 
 
 def verify_format_simple(text: str) -> bool:
-    """Returns whether a text obeys the release's simple format check.
+    """Returns whether a text passes the simple format check of the Chain-of-Agents authors.
 
     The opening tags and the closing tags must have the same names in the same order, and the last
     tag must be ``answer``. Tags inside observations are included, so the HTML of a page can violate
@@ -160,7 +162,7 @@ def verify_format_simple(text: str) -> bool:
 
 
 def verify_format_repetition(text: str) -> bool:
-    """Returns whether the bodies of all tags in a text differ, as a format check of the release.
+    """Returns whether no two tags have the same body, a check of the Chain-of-Agents authors.
 
     The tags ``answer`` and ``suggested_answer`` are ignored. Tags with different names are compared
     too.
@@ -170,7 +172,7 @@ def verify_format_repetition(text: str) -> bool:
 
 
 def validate_format(text: str) -> bool:
-    """Returns whether a text obeys the format of the release's web agent.
+    """Returns whether a text obeys the format of the Chain-of-Agents authors' web agent.
 
     * All tags are known, closed and not nested.
     * No body is empty.
@@ -196,7 +198,7 @@ def validate_format(text: str) -> bool:
 
 
 def check_code_format_correctness(text: str) -> bool:
-    """Returns whether a text obeys the format of the release's code agent.
+    """Returns whether a text obeys the format of the Chain-of-Agents authors' code agent.
 
     * Each tag of the agent is opened as often as closed.
     * There is at least one ``code`` tag.
@@ -210,13 +212,14 @@ def check_code_format_correctness(text: str) -> bool:
 
 
 def calculate_reward(text: str) -> float:
-    """Returns the format score of the release's code agent, between 0 and 1.
+    """Returns the format score of the Chain-of-Agents authors' code agent, between 0 and 1.
 
     Each of these conditions adds 0.25:
 
-    * All six tags of the agent occur.
-    * Each tag is followed by a tag that may follow it. The first tag is not checked, as in the
-      release.
+    * The tags ``think``, ``plan``, ``code``, ``observation``, ``reflection`` and ``answer`` occur.
+    * Each pair of successive tags is one of ``plan think``, ``think code``, ``think answer``,
+      ``code observation``, ``observation reflection`` and ``reflection think``. The first tag is
+      not checked.
     * Each tag is opened as often as closed.
     * No body is empty or contains a tag of the agent.
     """

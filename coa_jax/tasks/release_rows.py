@@ -40,14 +40,14 @@ _MATHS = ("math", "aime", "amc", "olympiad")
 
 
 def release_task(row: Fields, number: int, protocol: str, source: str, default: str) -> Task:
-    """Converts a row to a task.
+    """Converts a row of the AFM release or of a benchmark to a task.
 
     Args:
-        row: fields of a row of a published file.
+        row: fields of the row, with the names that its authors gave them.
         number: number of the task, used as id of a row without an id.
-        protocol: protocol of the task; "" to let the fields of the row determine the protocol.
+        protocol: protocol of the task; "" to choose the protocol by the fields of the row.
         source: source of the task.
-        default: protocol of a row whose fields determine no protocol.
+        default: protocol if ``protocol`` is "" and no field of the row determines the protocol.
 
     Raises:
         KeyError, TypeError, ValueError: the row cannot become a task.

@@ -51,7 +51,7 @@ def obeyed_format(trajectory: Trajectory) -> float:
 
 
 def _of_policy(reward: Callable[[str, Sequence[str]], float]) -> Callable[..., float]:
-    """Returns a reward of the release that reads only what the policy wrote.
+    """Returns a reward of `release_rewards` that reads only what the policy wrote.
 
     The release reads the whole text, so an ``<answer>`` in an observation counts as the answer.
     """

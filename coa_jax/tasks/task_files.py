@@ -48,14 +48,15 @@ def load_files(
 ) -> list[Task]:
     """Reads tasks from files or from a data set. The same arguments give the same tasks.
 
-    A file ``.json`` or ``.parquet`` belongs to the AFM release or a benchmark (see `release_rows`),
-    and any other file is a question file. `question_rows.Columns` converts the rows of a data set,
-    and the rows of all files if ``columns``, ``answer_after`` or ``grader`` is set.
+    If ``columns``, ``answer_after`` or ``grader`` is set, and for data sets, `Columns` converts the
+    rows. Otherwise, a file ``.json`` or ``.parquet`` must have the rows of the AFM release (the
+    data of the Chain-of-Agents paper) or of a benchmark, see `release_rows`. Other files must have
+    the rows of question files, see `question_rows`.
 
     Args:
         source: files or a data set as in `data.rows.find_files`, or ``PATH:protocol=NAME``.
-        split: split to read. Rows of question files and mapped files may name their split. A data
-            set is read from this split if the source names none.
+        split: split to read. Rows of a file may name their split, except rows of the release and of
+            benchmarks. A data set is read from this split if the source names none.
         n: number of tasks, chosen at random; None for all tasks in the order of the rows.
         seed: seed of the random choice and order.
         protocol: protocol of rows for which neither the row nor the source names a protocol; ""
@@ -119,8 +120,8 @@ def load_files(
 def split_path(source: str) -> tuple[str, str]:
     """Splits ``PATH:OPTIONS`` into the path and the options; the options are "" for ``PATH``.
 
-    PATH may contain colons, as in the URL of a folder or ``hf:NAME:CONFIG:SPLIT``. The options
-    begin after a suffix such as ``.csv``, or have the form ``KEY=VALUE``.
+    PATH may contain colons, as in the URL of a folder or ``hf:NAME:CONFIG:SPLIT``. A colon ends
+    PATH only if a suffix such as ``.csv`` is before the colon, or ``KEY=`` after it.
     """
     match = _SOURCE.fullmatch(source)
     return (match["path"], match["options"] or "") if match else (source, "")
@@ -140,12 +141,13 @@ def add_tasks(tasks: list[Task], rows: Iterable[Row], make: Make, *, rename: boo
         tasks: tasks of earlier files; the function changes this list.
         rows: the rows of one file.
         make: function that converts a row.
-        rename: whether several tasks may have the same id. The first task then keeps the id. The id
-            of a later task becomes ``ID#ROW``, with the row number of this task. If another file
-            has led to the same ``ID#ROW``, the id becomes ``ID#ROW.COUNT``.
+        rename: whether several rows may have the same id. The first task then keeps the id. The id
+            of a later task becomes ``ID#ROW``, with its row number. If a task of another file
+            already has this id, the id becomes ``ID#ROW.2``, and so on.
 
     Raises:
-        UserError: a row cannot become a task; the message names the file and the row.
+        UserError: a row cannot become a task, or ``rename`` is False and an id occurs twice. The
+            message names the file and the row.
     """
     seen = {task.id for task in tasks}
     for number, row in enumerate(rows, 1):

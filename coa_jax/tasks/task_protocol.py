@@ -15,12 +15,12 @@ _FILES = ("path", "hf", "tfds")  # sources whose rows may name no protocol
 
 
 def with_task_protocol(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run in which file questions have a protocol with the run's tools.
+    """Returns the settings of a run, with a protocol of the run's tools for questions from files.
 
-    Nothing changes if all tools are built-in ones, if a registered protocol has exactly the tools,
-    or if an environment or an agent program takes the place of the tools. If the settings name a
-    typed function as a tool, the policy calls tools in the format ``hermes``, unless the settings
-    name another format.
+    The function sets the protocol of ``tools`` and of ``task_options``. Nothing changes if all
+    tools are built-in ones, if a registered protocol has exactly the tools, or if an environment or
+    an agent program takes the place of the tools. If a Python function is a tool, the policy calls
+    tools in the format ``hermes``, unless the settings name another format.
 
     Args:
         values: settings by name; their groups are mappings.

@@ -37,8 +37,8 @@ class ToolContext:
         call_index: number of earlier tool calls in the trajectory.
         deadline: time limit of this call in seconds; None for the time limit of the tool.
         history: (tool, arguments) of each earlier call, oldest first.
-        outcomes: outcome of each earlier call. If the outcomes of the latest calls are unknown,
-            this tuple is shorter than ``history``.
+        outcomes: outcome of each earlier call. If the outcomes of the latest calls are unknown, as
+            in distillation, this tuple is shorter than ``history``.
         question: question of the task.
         think: text of the policy's last ``think`` before the call.
     """

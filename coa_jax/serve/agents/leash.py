@@ -5,9 +5,7 @@ or when the process that started the supervisor is gone.
 
     python -m coa_jax.serve.agents.leash OWNER PROGRAM ARGUMENT...
 
-OWNER is the id of the process that started the supervisor. The exit code is the exit code of the
-program; 128 plus the number of the signal if a signal ended the program; or 127 if the program
-cannot be started.
+OWNER is the id of the process that started the supervisor. The exit code is the result of `run`.
 """
 
 from __future__ import annotations
@@ -32,11 +30,13 @@ def run(owner: int, command: list[str]) -> int:
     """Runs a program until it exits, and then kills the processes that the program has left.
 
     Args:
-        owner: id of the process that started this process.
+        owner: id of the process that started this process. If it ends before the program, the
+            function kills the program and its processes, and ends this process.
         command: the program and its arguments.
 
     Returns:
-        The exit code for this process, see the docstring of the module.
+        The exit code of the program; 128 plus the number of the signal if a signal ended the
+        program; or 127 if the program cannot be started.
     """
     _prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())

@@ -135,10 +135,12 @@ def make_agent(config: AgentConfig) -> AgentFunction:
 async def run_command(
     command: list[str], task: Mapping[str, Any], access: Access
 ) -> ProgramOutcome:
-    """Runs a program, supervised by `leash`, and returns the outcome that it prints.
+    """Runs an agent program for one task, and returns the outcome that it prints.
 
     The program can read the task from its standard input. The last line that the program prints
     must be its outcome: a JSON object that `ProgramOutcome.read` accepts, or the answer itself.
+
+    When the program or this process ends, a supervisor (see `leash`) kills the program's processes.
 
     Args:
         command: the program and its arguments.

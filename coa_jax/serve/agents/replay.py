@@ -20,7 +20,9 @@ from coa_jax.serve.samples import ServedEpisodes, Visit
 
 
 def replay_episodes(engine: Engine, tokenizer: Any) -> ServedEpisodes:
-    """Creates the object with which the rollout loop replays the turns of agent programs.
+    """Creates the `ServedEpisodes` with which recorded turns of agent programs are sampled again.
+
+    The programs do not run; only their recorded requests are repeated.
 
     Args:
         engine: engine that samples the turns again.
@@ -54,11 +56,13 @@ class RecordedSession:
         return self._request.prompt_id, self._sample["sample"]
 
     def requests(self, before: int | None) -> list[Visit]:
-        """Returns the requests that repeat the turns directly after a given turn.
+        """Returns the requests that sample the direct successors of a recorded turn again.
+
+        A turn has several successors if the program continued it in several conversations.
 
         Args:
-            before: index of the given turn, which has been sampled again; None for the turns that
-                start a conversation.
+            before: index of the turn, which has been sampled again; None for the turns that start a
+                conversation.
         """
         past = () if before is None else self._answers[before].tokens.tolist()
         return [
@@ -80,10 +84,10 @@ class RecordedSession:
         ]
 
     def add(self, answer: Trajectory) -> list[Visit]:
-        """Adds the repetition of a recorded turn.
+        """Adds a turn that was sampled again.
 
         Args:
-            answer: the trajectory of the turn, sampled again.
+            answer: the new trajectory of the turn.
 
         Returns:
             The requests of the recorded turns that continue this turn, to be submitted next.

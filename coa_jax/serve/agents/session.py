@@ -28,7 +28,9 @@ from coa_jax.serve.functions import Message, chat_prompt_ids, further_ids, same_
 
 @dataclasses.dataclass(frozen=True)
 class TurnPlace:
-    """The point in the tree of turns that a request continues.
+    """The place of a request among the recorded turns of an agent program.
+
+    The turns form a tree, because several conversations may have the same first turns.
 
     Attributes:
         before: the turn that the request continues; None if the request starts a conversation.
@@ -54,7 +56,7 @@ class AgentTurn:
     """A request of an agent program, and one completion of the request.
 
     Attributes:
-        place: point at which the request continued the tree of turns.
+        place: place of the request in the tree of turns.
         said: text of the completion as the program received it.
         answer: trajectory of the completion: the prompt, and the new tokens of the policy.
     """
@@ -93,11 +95,11 @@ class AgentSession:
         version: policy version when the program started.
         turns: turns, in the order in which they were completed.
         given: outcome that the program has sent to the endpoint's route ``/reward``.
-        ended_by: stop reason of a request that was refused or failed, for example because a limit
-            was reached; None if there was no such request.
+        ended_by: stop reason of the sample if a request exceeded a limit or the model failed;
+            otherwise None.
         in_engine: number of completions that the engines are still sampling.
         asked: number of requests so far.
-        refused: reason why the last refused request was refused.
+        refused: error message for the last refused request; "" if no request was refused.
         closed: whether the program has ended. Further requests of the session are refused.
     """
 
@@ -128,12 +130,13 @@ class AgentSession:
     ) -> tuple[AgentTurn | None, tuple[Message, ...]]:
         """Returns the turn that a request continues, and the new messages after this turn.
 
-        It is the last turn whose texts the messages repeat; ``turn`` if they repeat no later turn.
+        A request contains its conversation from the beginning. The method compares its messages
+        with the recorded turns, and returns the last turn that the messages repeat.
 
         Args:
-            messages: messages of the request that follow ``turn``.
-            turn: turn up to which the request is already matched; None if ``messages`` are all
-                messages of the request.
+            messages: messages of the request after ``turn``.
+            turn: recorded turn after which the comparison starts, and which is returned if the
+                messages repeat no later turn; None for the beginning of the conversation.
         """
         best = turn, tuple(messages)
         for later in self._after[turn]:
@@ -168,7 +171,7 @@ class AgentSession:
         """Records a completion as a new turn.
 
         Args:
-            place: turn, in the tree of conversations, that the request continued.
+            place: place of the request in the tree of turns, from the method `place`.
             said: text of the completion as the program received it.
             answer: trajectory of the completion.
         """
@@ -183,9 +186,9 @@ class AgentSession:
         """Builds the trajectory of the sample from all conversations of the program.
 
         The trajectory itself is the conversation that ends with the last turn; all other
-        conversations become its branches. If several conversations share a sampled token, the
-        policy is trained on the token in only one of them; in the others, the token counts as part
-        of the prompt.
+        conversations become its branches. Conversations with the same first turns share the tokens
+        of these turns. The policy is trained on them only once: in the trajectory itself or, if it
+        lacks them, in the first branch that has them. Elsewhere, they count as part of the prompt.
 
         Args:
             reason: stop reason of the sample.

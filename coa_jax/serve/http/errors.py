@@ -10,7 +10,8 @@ class Refused(Exception):
         status: HTTP status of the response.
         message: message for the client.
         param: name of the invalid field of the request; None if no single field is invalid.
-        reason: reason for the log, which contains no text from the client.
+        reason: reason for the server's log. It must not contain text from the client, because the
+            log records no content of requests.
     """
 
     def __init__(

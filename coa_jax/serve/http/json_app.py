@@ -31,7 +31,8 @@ from coa_jax.serve.http.refusals import RefusalLog
 class JsonRoute:
     """A route that receives a JSON object and answers with JSON.
 
-    The number of requests that run and that wait is limited; further requests are refused.
+    One limit applies to the requests that run at the same time, and another limit to the requests
+    that wait. Further requests are refused.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class JsonRoute:
         self._places, self._left = asyncio.Semaphore(running), running + waiting
 
     async def run(self, body: bytearray, threads: ThreadPoolExecutor) -> bytes:
-        """Waits until the request may run, parses its body in a thread, and returns the answer.
+        """Waits until a request may run, and returns the answer of the route's function to it.
 
         Args:
-            body: body of the request.
+            body: body of the request, which is parsed in one of the ``threads``.
             threads: threads in which bodies are parsed.
 
         Raises:

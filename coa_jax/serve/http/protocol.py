@@ -27,11 +27,12 @@ _LINGER_S = 2.0
 
 
 class Connections:
-    """The connections of one server, which take turns at parsing.
+    """The connections of one server, which take turns at parsing the data they have received.
 
-    h11 parses chunked bodies in Python, in about 20 microseconds per chunk. Therefore connections
-    take turns: each turn parses at most 1 KiB of a chunked body, and after 2 ms of turns the event
-    loop can do other work. Headers take precedence over bodies.
+    The HTTP parser h11 needs about 20 microseconds per chunk, so a body of many tiny chunks would
+    block the event loop. Therefore a connection parses at most 1 KiB of a chunked body before the
+    next connection parses, and every 2 ms the event loop can do other work. Headers are parsed
+    before bodies.
     """
 
     def __init__(self, limits: ConnectionLimits, log: RefusalLog):
@@ -42,9 +43,9 @@ class Connections:
         self._scheduled = False
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Queues a connection that has received data, so that the connection parses it in turn.
+        """Queues a connection that has received data, until the connection may parse the data.
 
-        If no other connection is waiting, the first turn takes place before the method returns.
+        If no other connection is waiting, it parses its first data before the method returns.
         """
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)

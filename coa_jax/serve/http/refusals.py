@@ -13,9 +13,9 @@ _BURST, _PER_SECOND = 20, 1.0
 class RefusalLog:
     """Writes a line for each refused request.
 
-    A line contains the time, the status, the route, the address of the client and the reason. After
-    a burst of 20 lines, the log writes at most one line per second. The next line then says for how
-    many refused requests no line was written.
+    A line contains the time, the status, the route, the address of the client and the reason. The
+    log can write 20 lines at once, and regains one line per second. If requests got no line, the
+    next line contains their number.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
