@@ -87,9 +87,10 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> ShownTrajecto
 def select_traces(traces: Iterable[Trajectory], per_stage: int) -> ShownTrajectories:
     """Selects at most ``per_stage`` trajectories of each stage, in one pass with constant memory.
 
-    In an evaluation, the function takes the first sample of each task, in the order of the hashes
-    of the task ids. Evaluations of the same tasks therefore show the same tasks, and can be
-    compared. In training, the selection is pseudo-random and depends only on the trajectories.
+    In an evaluation, the function prefers the first sample of each task, and takes tasks in the
+    order of the hashes of their ids. Evaluations of the same tasks therefore show the same tasks,
+    and can be compared. In training, the selection is pseudo-random and depends only on the
+    trajectories.
 
     Args:
         traces: the trajectories, of which only the selected ones stay in memory.
