@@ -90,18 +90,18 @@ def _chain(trajectory: Trajectory) -> str:
 def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html:
     """Returns a view of a trajectory's tokens, for a notebook.
 
-    A tooltip shows the author, the id and the log-probability of each token.
+    The tooltip of a token shows its author, its id and, if the policy sampled it, its
+    log-probability.
 
     Blue tokens were sampled by the policy; a darker blue means a less probable token. Brown tokens
     belong to observations, and tokens without a colour belong to the prompt.
 
     Args:
         one: a `Trajectory`, or a `train.batch.Example`. An example has no authors, so its tokens
-            have no colours.
+            have no colours, and the tooltips show only ids.
         tokenizer: tokenizer of the policy, such as ``policy.tokenizer``.
-        trained: for each token, whether it is a target of the loss, for example ``mask`` of an
-            example. Targets of the loss are underlined. If the sequence is empty, no token is
-            underlined.
+        trained: a number for each token, such as ``mask`` of an example. Tokens whose number is
+            not 0, the targets of the loss, are underlined. () underlines no token.
     """
     spans = []
     tokens = one.tokens.tolist()

@@ -139,7 +139,7 @@ def step_of(row: Mapping[str, Any]) -> float:
 
 
 def phase_of(row: Mapping[str, Any]) -> str:
-    """Returns the training phase in a row of ``metrics.jsonl``, such as ``rl``."""
+    """Returns the training phase in a row of ``metrics.jsonl``, such as ``rl``, or else ``run``."""
     return str(row.get("phase", "run"))
 
 
@@ -160,11 +160,11 @@ def phase_title(phase: str) -> str:
 
 
 def series_of(metric: str, rows: Iterable[Mapping[str, Any]], name: str = "") -> Series:
-    """Returns a metric by step, from the rows that contain it, as a line with a name.
+    """Returns the line of a chart that shows the values of a metric by step.
 
     Args:
         metric: name of the metric.
-        rows: rows of metrics.jsonl.
+        rows: rows of metrics.jsonl. Rows without the metric are skipped.
         name: name of the line; "" for the name of the metric.
     """
     points = [(step_of(row), as_number(row[metric])) for row in rows if metric in row]

@@ -49,7 +49,7 @@ class PairedEvaluation:
     """The evaluations of the same tasks in two runs, with their comparison.
 
     Attributes:
-        a, b: contents of the two result files.
+        a, b: contents of the result files of the first and the second run.
         comparison: the fields of `evaluation.compare.Comparison`, by name.
         notes: names of the settings, other than the policy, in which the evaluations differ.
     """
@@ -61,15 +61,18 @@ class PairedEvaluation:
 
 
 def outcome_of_traces(path: Path) -> dict[str, Any]:
-    """Reads trajectories that belong to no run, as the result of an evaluation.
+    """Computes the result of an evaluation from trajectories that are not in a run directory.
+
+    All trajectories count, whatever their stage.
 
     Args:
-        path: a file or a folder, see `iterate_trajectories`. It may contain ATIF documents.
+        path: a file or a folder of trajectories (see `iterate_trajectories`), or of documents in
+            the Agent Trajectory Interchange Format (ATIF, see `coa_jax.data.atif`).
 
     Returns:
-        A mapping with the keys of a result file that a comparison reads, and with ``reasons``: the
-        number of trajectories by their reason of failure. All trajectories count, whatever their
-        stage.
+        The keys of a result file that `evaluation.compare.compare` reads: ``stage``, ``settings``,
+        ``tasks`` and ``figures``. Moreover ``reasons``: the number of trajectories by their reason
+        of failure, see `failure_of`.
 
     Raises:
         UserError: a file cannot be read, or is malformed.
@@ -100,7 +103,8 @@ def pair_page(
     Args:
         a, b: the two runs.
         results: evaluations of the two runs, with their comparisons.
-        outcomes: the two evaluations whose questions are shown; None for the last of ``results``.
+        outcomes: results of an evaluation of ``a`` and of one of ``b``, whose questions the page
+            shows side by side; None for the last pair in ``results``.
 
     Raises:
         UserError: a file of trajectories is malformed.

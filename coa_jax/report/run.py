@@ -38,7 +38,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
-        """Results of the evaluations by stage, in the order in which the stages run."""
+        """Results of the run's evaluations by stage, in the order in which the stages run."""
         blocks = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
         return {stage: blocks[stage] for stage in sorted(blocks, key=stage_rank)}
 
@@ -48,7 +48,12 @@ class Run:
         return read_trajectories(self.path) if shards.of_run(self.path) else []
 
     def of_stage(self, stage: str) -> list[Trajectory]:
-        """Returns the trajectories of a stage, such as ``sft`` (evaluation) or ``rl-train``."""
+        """Returns the trajectories of a stage of the run.
+
+        Args:
+            stage: name of the stage, such as ``rl-train`` for those that RL trained on, or ``sft``
+                for those of the evaluation after SFT.
+        """
         return [one for one in self.trajectories if stage_of(one) == stage]
 
     def curve(self, phase: str, metric: str) -> tuple[list[float], list[float]]:

@@ -162,7 +162,7 @@ def _read(path: Path) -> SweepRun | None:
 
 
 def summarize(runs: Sequence[SweepRun]) -> list[SettingSummary]:
-    """Returns the statistics of each setting of a sweep, the best setting first.
+    """Returns the statistics of each setting of a sweep, the highest mean pass@1 first.
 
     Settings without an evaluated run come last.
     """
@@ -216,8 +216,11 @@ def curves(runs: Sequence[SweepRun], metric: str) -> list[Series]:
 def build_sweep(parent: Path) -> tuple[Path, list[SettingSummary]]:
     """Writes the page of a sweep and ``sweep.json``.
 
+    Args:
+        parent: directory of the sweep.
+
     Returns:
-        The path of the page, and the rows of the table.
+        The path of the page, and the statistics of each setting, see `summarize`.
     """
     runs = read_runs(parent)
     rows = summarize(runs)

@@ -25,7 +25,8 @@ _BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities at which the shade of a token c
 def spelling(run: Path, config: Mapping[str, Any]) -> Spell | None:
     """Returns a function that decodes token ids of a run; None without a readable tokenizer.
 
-    The tokenizer is that of a model that the run wrote, or that the config of the run names.
+    The tokenizer is that of a model that the run wrote. If there is none, it is that of the model
+    that the config of the run names.
 
     Args:
         run: directory of the run.

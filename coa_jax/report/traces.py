@@ -41,10 +41,11 @@ class ShownTrajectories:
     Attributes:
         shown: maps the name of each stage to its selected trajectories, in the order of their
             tasks.
-        counts: maps the name of each stage to the number of its trajectories by verdict;
-            trajectories that are not shown are counted, too.
+        counts: maps the name of each stage to the number of its trajectories by verdict, such as
+            ``correct`` or ``wrong``, see `verdict_of`.
         reasons: maps the name of each stage to the number of its trajectories by the reason of
-            failure, see `failure_of`.
+            failure, such as "a tool call failed", see `failure_of`. Both counts include
+            trajectories that are not shown.
     """
 
     shown: dict[str, list[Trajectory]]
@@ -55,7 +56,7 @@ class ShownTrajectories:
 def stage_of(trajectory: Trajectory) -> str:
     """Returns the stage of a run in which a trajectory was sampled, such as ``rl-train``.
 
-    The metadata of the trajectory names the stage.
+    The metadata of the trajectory names the stage or the phase; otherwise the result is ``run``.
     """
     metadata = trajectory.metadata
     return str(metadata.get("stage") or metadata.get("phase") or "run")
@@ -86,10 +87,10 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> ShownTrajecto
 def select_traces(traces: Iterable[Trajectory], per_stage: int) -> ShownTrajectories:
     """Selects at most ``per_stage`` trajectories of each stage, in one pass with constant memory.
 
-    In an evaluation, the function selects the first sample of each task, and of these samples the
-    ones whose tasks have the smallest hashes. Therefore the same tasks are shown for every
-    evaluation, and can be compared. In training, the selection is pseudo-random and depends only on
-    the trajectories.
+    In an evaluation, the function prefers the first sample of each task, and takes tasks in the
+    order of the hashes of their ids. Evaluations of the same tasks therefore show the same tasks,
+    and can be compared. In training, the selection is pseudo-random and depends only on the
+    trajectories.
 
     Args:
         traces: the trajectories, of which only the selected ones stay in memory.

@@ -131,14 +131,15 @@ class Agent:
             question: question in plain text.
             on_text: function that is called whenever the policy or a tool has produced text, with
                 the new piece of text.
-            seed: seed of this answer. None continues the sequence of answers that the seed of the
-                agent determines, so that above temperature 0 each call gives another answer.
+            seed: seed of this answer. None uses the seed with which the agent was created, and the
+                number of earlier calls. Above temperature 0, each call then samples a new answer.
 
         Returns:
             The trajectory, with the answer in ``answer`` and the whole text in ``text``.
 
         Raises:
-            UserError: the prompt has ``max_tokens`` tokens or more, so no answer is possible.
+            UserError: the prompt has `RolloutConfig.max_tokens` tokens or more, so no answer is
+                possible.
         """
         if seed is None:
             seed, number = self._seed, self._asked
@@ -153,7 +154,9 @@ class Agent:
     def sample(
         self, prompts: Sequence[str | Sequence[int]], n: int = 1, seed: int = 0
     ) -> list[list[Trajectory]]:
-        """Samples trajectories of several questions, ``slots`` at the same time.
+        """Samples trajectories of several questions.
+
+        The argument ``slots`` of `Agent` says how many are sampled at the same time.
 
         Args:
             prompts: questions in plain text, or prompts as token ids, which are not changed.
@@ -165,7 +168,7 @@ class Agent:
             For each question, its n trajectories.
 
         Raises:
-            UserError: a prompt has ``max_tokens`` tokens or more.
+            UserError: a prompt has `RolloutConfig.max_tokens` tokens or more.
         """
         return run_blocking(self.sample_async(prompts, n, seed))
 
@@ -232,7 +235,8 @@ class Agent:
             trajectory.
 
         Raises:
-            UserError: the prompt has ``max_tokens`` tokens or more, so no answer is possible.
+            UserError: the prompt has `RolloutConfig.max_tokens` tokens or more, so no answer is
+                possible.
         """
         arrived: asyncio.Queue[Arrival | None] = asyncio.Queue()
         answer = asyncio.create_task(self.ask_async(question, arrived.put_nowait))

@@ -41,7 +41,8 @@ class AgentConfig(Bounded):
         concurrency: maximum number of programs that run at the same time; 0 for the number of slots
             of the engines.
         seconds: time limit of a program in seconds of wall-clock time (stop reason ``deadline``).
-            Unlike ``rollout.max_seconds``, this limit applies even if ``max_staleness`` is 0.
+            It also applies if ``max_staleness`` is 0, when RL ignores ``rollout.max_seconds`` to be
+            reproducible.
         max_requests: maximum number of requests of a program; further requests are refused (stop
             reason ``turns``).
         host: address on which the endpoint for the programs listens. Each request must carry the
@@ -74,7 +75,11 @@ class AgentConfig(Bounded):
         return bool(self.command or self.function)
 
     def needs(self) -> Needs:
-        """Returns the packages of the server for agents, and the needs of the function."""
+        """Returns what agent programs need before a run can start, see `config.preflight.Needs`.
+
+        This is the extra ``serve`` with the packages of the HTTP server, and what the attribute
+        ``needs`` of ``function`` names, such as further packages. Without a program, it is nothing.
+        """
         function = code_needs(AGENTS, self.function, self.options)
         return Needs(("serve",)) + function if self else Needs()
 

@@ -87,13 +87,13 @@ class Chain:
     def cut(self, share: float) -> None:
         """Shortens the text that the policy reads, by removing the oldest steps of the message.
 
-        A step is the text up to the end of an observation. The newest step is never removed. The
-        plans and reflections of the older steps are kept at first. They are removed only if the
-        text is still too long without the rest of these steps.
+        A step is the text up to the end of an observation. The newest step is never removed. In
+        older steps, plans and reflections are removed last, only if the text is still too long
+        without all other parts, see `coa_jax.rollout.cut`.
 
         Args:
-            share: maximum length of the shortened text, as a share of the present length in
-                characters, see `cut.kept_spans`.
+            share: maximum length of the shortened text, as a share of the present number of
+                characters.
         """
         lengths = [len(span.text) for span in self._spans]
         stays = kept_spans(self._spans, lengths, share * len(self.text))

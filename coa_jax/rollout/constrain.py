@@ -47,9 +47,9 @@ def constraint_or_ends(
 ) -> Constraint | None:
     """Returns a constraint that, at least, ends the turns of the policy at closing tags.
 
-    If ``config.constrain`` is set, the result is that of `constraint_for`. Otherwise the result
-    allows every token, and ends a turn at the closing tag of a tool or of the answer, so that no
-    token is sampled in vain.
+    If ``config.constrain`` is set, the result is that of `constraint_for`. Otherwise it forbids no
+    token, and only ends a turn at the closing tag of a tool or of the answer. The rollout would
+    drop tokens after this tag.
 
     Args:
         config, tokenizer, vocab_size, protocols: arguments of `constraint_for`.
@@ -72,9 +72,8 @@ def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """Returns the bytes of each token, with b"" for control tokens.
 
     Constrained decoding never chooses a token without bytes. It must not choose control tokens,
-    because no text of a protocol contains a control token. The end-of-turn token is excluded too:
-    an episode must end with the closing tag of its answer, and a turn that ends earlier would leave
-    the episode without an answer.
+    because no text of a protocol contains a control token. One of them, the end-of-turn token,
+    would end the episode before the closing tag of the answer.
 
     Args:
         tokenizer: tokenizer of the policy.

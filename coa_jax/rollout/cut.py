@@ -28,13 +28,13 @@ def kept_spans(
     """Returns the spans (segments) of a context that remain when the oldest steps are removed.
 
     A step consists of the spans up to and including an observation. The plans and reflections of
-    the old steps are removed last. The newest step is always kept, so the kept spans may have more
-    than ``budget`` tokens.
+    the old steps are removed last. The newest step is always kept, even if it alone is longer than
+    ``budget``.
 
     Args:
         spans: spans of the context after the prompt. The last span must be an observation.
-        lengths: number of tokens of each span.
-        budget: maximum number of tokens of all kept spans together.
+        lengths: length of each span, in tokens or in characters.
+        budget: maximum length of all kept spans together, in the same unit.
     """
     ends = [index for index, span in enumerate(spans) if span.author == Author.ENVIRONMENT]
     begins = [0, *(end + 1 for end in ends)]

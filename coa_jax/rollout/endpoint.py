@@ -47,13 +47,13 @@ _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_
 class PolicyEndpoint(ServedModel):
     """The endpoint of a policy, and how it is sampled.
 
-    If ``url`` is "", the policy runs on this machine.
+    If ``url`` (see `ServedModel`) is "", the policy runs on this machine.
 
     Attributes:
         concurrency: number of samples that run at the same time.
-        opening: text with which each turn of the policy begins; "" for none. The AFM release uses
-            ``<think>``, which suits the protocols in which the policy thinks before every action
-            (web, mhqa), but not the protocol of the code agent.
+        opening: text with which each turn of the policy begins; "" for none. The evaluation code of
+            the Chain-of-Agents paper uses ``<think>``. This suits the protocols ``web`` and
+            ``mhqa``, in which the policy thinks before every action, but not ``code``.
         observation_chars: maximum number of characters of an observation; longer observations are
             truncated. This setting takes the place of ``rollout.max_observation_tokens``, because
             only the server can count tokens.

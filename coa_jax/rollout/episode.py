@@ -205,11 +205,12 @@ class Episode:
         return self._policy_text[self._turn_text :]
 
     def computed_by(self, version: int) -> None:
-        """Records which policy version computes the following forward passes.
+        """Records which policy version computes the next forward passes of the sample.
 
-        The record is an entry (position, version) in ``versions``. This version sampled the tokens
-        from ``position`` on. The forward pass that samples a token computes the keys and values of
-        the token before, so this version's keys and values begin at ``position - 1``.
+        If the version has changed, the method adds (position, version) to ``versions``. The first
+        position is 0, a later one the present number of tokens. The version samples the tokens from
+        this position on. The KV cache has its keys and values from ``position - 1`` on, because the
+        forward pass that samples a token computes those of the token before.
         """
         position = len(self.tokens) if self.versions else 0
         if self.versions and self.versions[-1] == (position, self.versions[-1][1]):
@@ -224,10 +225,10 @@ class Episode:
         return text
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Appends the result of a tool as environment tokens.
+        """Appends the result of a tool call as environment tokens.
 
-        A partial character or tag that the policy began after its call ends here as plain text. At
-        the end of a whole turn, an open segment ends too.
+        The last token of the call may end with the beginning of a tag or character. This beginning
+        becomes plain text. If the call was a whole turn, a segment that is still open ends here.
 
         Args:
             tokens: token ids of the result, including the `frame` around the result. If empty, the
@@ -281,13 +282,13 @@ class Episode:
         return next((index for index, (old, new) in pairs if old != new), same)
 
     def last_body(self, role: str) -> str:
-        """Returns the text inside the last closed segment of a role that is not empty.
+        """Returns the text of the last closed segment of a role, skipping empty segments.
 
         Args:
             role: name of the segment's tag, such as ``think``.
 
         Returns:
-            The text; "" if there is no such segment.
+            The text inside the tags; "" if there is no such segment.
         """
         bodies = (span.body for span in reversed(self._spans) if span.role == role)
         return next((body for body in bodies if body), "")

@@ -78,7 +78,7 @@ class Inbox:
         self._tell()
 
     def publish(self, parts: Sequence[DecodeParams], version: int, recompute: bool = False) -> None:
-        """Delivers new parameters, which each engine loads before its next program call.
+        """Delivers new parameters, which each engine loads after its present chunk of tokens.
 
         Args:
             parts: one copy of the parameters for each engine's group of devices, see
@@ -134,14 +134,14 @@ class InboxReader:
         self.waiting: deque[tuple[Request, int]] = deque()
 
     def sample(self) -> tuple[Request, int] | None:
-        """Returns the engine's next sample, which stays in ``waiting``; None if no sample is left.
+        """Returns the engine's next sample; None if no sample is left.
 
-        The next sample is the first of the following:
+        The sample is the first in ``waiting``, and stays there until the caller removes it. If
+        ``waiting`` is empty, these samples are moved to it:
 
-        1. a sample in ``waiting``,
-        2. the first sample of a request from the inbox, whose other samples also join ``waiting``,
-        3. a sample in ``waiting`` of the reader with the most waiting samples, without cancelled
-           samples.
+        1. all samples of the next request in the inbox,
+        2. or, if the inbox is empty, one sample of the reader that has the most waiting samples.
+           Samples of cancelled requests are neither counted nor moved.
         """
         while not self.waiting and (request := self._inbox.take()):
             self.waiting.extend((request, sample) for sample in request.samples)
@@ -163,7 +163,8 @@ class InboxReader:
     def take_cancelled(self) -> list[Request]:
         """Returns the requests that were cancelled since the last call of this method.
 
-        Other readers may have taken some samples of these requests.
+        Every reader gets them, because several engines may sample a request. Each engine ends the
+        samples that it has.
         """
         cancelled, self.cancelled = self.cancelled, []
         return cancelled

@@ -81,7 +81,8 @@ class Recording:
         request: request that samples the trajectory again; it contains the recorded answers of the
             environment.
         rollout: budgets of the trajectory.
-        engine: shapes of the engine that sampled the trajectory.
+        engine: settings of the engine that sampled the trajectory, such as the number of slots. An
+            engine with other settings may round differently.
     """
 
     trajectory: Trajectory
@@ -274,7 +275,8 @@ def replay(
     Args:
         model: the policy that sampled the trajectories.
         recordings: recorded trajectories, in any order and with any settings.
-        shapes: field of `EngineConfig` -> value that replaces the recorded value.
+        shapes: maps fields of `EngineConfig` to values that replace the recorded values; None to
+            replace none.
         on_finish: function that is called whenever a trajectory ends.
 
     Returns:

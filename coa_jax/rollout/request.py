@@ -39,12 +39,12 @@ class RolloutConfig(Bounded):
             time.
         prompt_style: how questions are put to the policy: ``full``, ``brief``, ``data``, ``model``
             or the path of a file, see `tasks.prompts`.
-        level: how strict the rules of the protocol are, in instructions, format rewards and
-            constraints: ``lenient`` or ``paper``; "" for the level that the protocol of each task
-            names.
+        level: which rules of the protocol hold, in instructions, format rewards and constraints:
+            ``lenient``; ``paper`` for further rules of the Chain-of-Agents paper
+            (docs/protocol.md); "" for the level that the protocol of each task names.
         strict: whether a trajectory ends as soon as it violates a rule of its protocol
-            (``violation``). If malformed trajectories get no reward anyway, this setting changes no
-            reward, and saves the time to sample the tokens after the violation.
+            (``violation``), which saves the time to sample its other tokens. Rewards stay the same
+            if a trajectory with a violation gets no reward anyway.
         constrain: whether decoding allows only tokens that the protocol permits, see
             `rollout.constrain`. The engine must have been created with the constraint.
         cut_context: whether the oldest steps are removed from the context when no room is left for
@@ -98,13 +98,13 @@ class Request:
             `RolloutConfig` apply. If False, the policy only continues the prompt, up to
             ``max_tokens``.
         metadata: values that are copied into the metadata of every trajectory.
-        plan: (position, policy version) pairs, if the request repeats a recorded sample exactly. At
-            each position (in tokens), the sample waits until the parameters of the policy version
-            of the pair are published. () for a new sample, which always uses the newest published
-            parameters.
-        restarts: (position, policy version) pairs, if the request repeats a recorded sample. At
-            each position, the KV cache of the sample is computed again with the parameters of the
-            policy version, because the recorded sample lost its slot to other samples there.
+        plan: (number of tokens, policy version) pairs, if the request repeats a recorded sample.
+            When the sample has this number of tokens, it waits until this policy version is
+            published. () for a new sample, which always uses the newest published parameters.
+        restarts: (number of tokens, policy version) pairs, if the request repeats a recorded sample
+            that lost its slot to other samples. When the sample has this number of tokens, its KV
+            cache is computed again with the parameters of this policy version, as that of the
+            recorded sample was when it continued.
         ends: (number of tokens, stop reason) with which a repeated sample ends, if a time limit
             ended the recorded sample; else None.
         environment: function that creates the environment of a sample; None for the default
@@ -234,14 +234,15 @@ def described(
 ) -> dict[str, Any]:
     """Returns the metadata of a trajectory.
 
-    The metadata include the random key, the settings and the engine's shapes, because a replay
+    The metadata include the random key and the settings of rollout and engine, because a replay
     needs these values in addition to the tokens and tool calls.
 
     Args:
         request: the request for which the trajectory was sampled.
         config: budgets of the trajectory.
         seconds: duration of the trajectory in seconds.
-        shapes: shapes of the engine; None if the sample has no engine of its own.
+        shapes: settings of the engine that sampled the trajectory; None if the policy ran behind an
+            endpoint, or several requests of an agent program make up the trajectory.
     """
     about = {
         **request.task.metadata,

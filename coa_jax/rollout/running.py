@@ -20,24 +20,26 @@ from coa_jax.tools.base import Observation, ToolContext
 
 @dataclasses.dataclass
 class Running:
-    """The state of a sample that occupies a slot.
+    """The state of a sample that has begun and not ended.
+
+    The sample occupies a slot of the engine. If the KV cache is full, the sample may lose its slot.
+    It continues later with a *restart*, which computes its KV cache again.
 
     Attributes:
         request: request to which the sample belongs.
         episode: tokens of the sample.
         number: number of the sample in the order in which the engine's samples have begun.
-        slot: index of the slot in the engine.
+        slot: index of the slot in the engine; of the last slot if the sample has lost it.
         limit: maximum number of tokens of the context.
         began: start time of the sample on the clock of the event loop, in seconds.
-        environment: environment that answers the sample.
+        environment: environment that responds to the policy's tool calls or turns.
         tool: task of the running tool call or reset; None if the sample waits for no tool.
         tool_request: the running tool call; None during a reset of the environment.
         tool_seconds: total duration of the tool calls so far, in seconds.
         called: start time of the running tool call on the clock of the event loop, in seconds.
-        rule: state of the constraint of a sample that lost its slot, see `Engine.give_way`.
-        restarts: (position, policy version) of each time that the KV cache was computed again,
-            because the sample had lost its slot.
-        repeated: number of entries of ``Request.restarts`` that have been repeated.
+        rule: state of the constraint when the sample lost its slot, see `Engine.give_way`.
+        restarts: (number of tokens, policy version) at each restart.
+        repeated: number of entries of `Request.restarts` that have been repeated.
     """
 
     request: Request
@@ -142,11 +144,12 @@ class Running:
     def must_pause(self, version: int | None) -> bool:
         """Returns whether the sample must wait for a later policy version before it continues.
 
-        `Request.plan` and `Request.restarts` list such positions, if the request repeats a recorded
-        sample exactly.
+        Only a sample that repeats a recorded one must wait, for the versions in `Request.plan` and
+        `Request.restarts`.
 
         Args:
-            version: policy version of the present parameters; None counts as 0.
+            version: policy version of the present parameters; None, if versions are not recorded,
+                counts as 0.
         """
         tokens, planned = len(self.episode.tokens), (*self.request.plan, *self._left)
         return any(at <= tokens and later > (version or 0) for at, later in planned)
@@ -166,7 +169,9 @@ class Running:
         return self.tool is None and not restart and not self.must_pause(version)
 
     def take_restarts(self, version: int | None) -> bool:
-        """Returns whether recorded restarts must be repeated now, and marks them as repeated.
+        """Returns whether the KV cache must be computed again now, and marks this as done.
+
+        This repeats the restarts of a recorded sample, see `Request.restarts`.
 
         Args:
             version: policy version of the present parameters; None counts as 0.
@@ -270,11 +275,11 @@ def source_of(
     The first slot in this list is chosen:
 
     1. a slot whose cache holds the prompt of the same request, even if the slot is in use,
-    2. the free slot with the longest prompt that is the beginning of the new prompt, as in the
-       turns of a conversation.
+    2. a free slot whose prompt is a beginning of the new prompt, as in the turns of a conversation;
+       of several, the one with the longest prompt.
 
-    Only prefilled tokens are reused. The cache therefore has the same bits as after a prefill of
-    the whole prompt.
+    Only the keys and values of prompts are copied. With those of decoded tokens, which are rounded
+    differently, the new sample would depend on the slot from which it copies.
 
     Args:
         request: request of a sample without a slot.

@@ -154,10 +154,13 @@ class EngineSampler:
         return min(versions, default=None)
 
     def settled(self, samples: int) -> bool:
-        """Returns whether all running samples wait for a policy version that is not published yet.
+        """Returns whether all unfinished samples wait for a policy version to be published.
+
+        The result is False if a sample has not begun, or if published weights are not loaded yet.
 
         Args:
-            samples: number of samples that have been submitted and have not finished.
+            samples: number of unfinished samples, which the caller counts: those submitted, less
+                those that `finished` has yielded.
         """
         waiting = [scheduler.waiting_for_weights for scheduler in self._schedulers]
         return sum(waiting) == samples
@@ -168,8 +171,8 @@ class EngineSampler:
         Returns:
             A mapping with these keys:
 
-            * ``decode_s``, ``extend_s`` and ``idle_s``: seconds in decode programs, in extend
-              programs, and without work. Each is the mean over the engines.
+            * ``decode_s``, ``extend_s`` and ``idle_s``: seconds of decoding, of prefilling prompts
+              and observations, and without work. Each is the mean over the engines.
             * ``occupied_s``: time that samples spent in slots, in seconds, summed over the slots.
             * ``waiting_s``: the part of ``occupied_s`` in which samples waited for a tool.
             * ``slots``: number of slots.
@@ -210,10 +213,13 @@ def make_sampler(
         config: budgets of the trajectories.
         agent: agent program that solves the tasks; None, or settings without a program, for the
             loop of tools.
-        version, recompute: see `EngineSampler`.
+        version: policy version of the engines' weights; None if trajectories do not record policy
+            versions.
+        recompute: whether the KV caches of running samples are recomputed when new weights are
+            loaded.
 
     Raises:
-        UserError: the endpoint cannot be used, see `EndpointSampler`, or the agent program cannot.
+        UserError: the endpoint (see `EndpointSampler`) or the agent program cannot be used.
     """
     if isinstance(policy, PolicyEndpoint):
         return EndpointSampler(policy, tools, config)

@@ -413,10 +413,11 @@ class Scheduler:
             await self._on_device(self._prefill, *prefills_of(placed))
 
     async def turn(self) -> list[Trajectory]:
-        """Advances all samples by one chunk, and returns the trajectories that have ended.
+        """Continues the running samples, and returns the trajectories that have ended.
 
-        The method appends the results of finished tool calls, decodes a chunk, and starts new tool
-        calls. If all samples wait, the method waits until one of them can continue.
+        The method appends the results of finished tool calls, decodes up to `EngineConfig.chunk`
+        tokens of each sample, and starts new tool calls. If all samples wait, the method waits
+        until one of them can continue.
         """
         await self._begin()
         await self._repeat_restarts()  # before an observation, and after it

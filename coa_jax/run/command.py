@@ -281,9 +281,10 @@ def config_flag(
     Args:
         default: config file to use if the user does not give `--config`; the path is resolved as in
             `load_config`. "" uses the defaults of all settings.
-        settings: dataclass that is built from the config; `--help` lists its fields. None if the
-            class depends on other flags.
-        first: keys of the settings that `--help` lists; () for those of the outer groups.
+        settings: dataclass that is built from the config, whose fields `--help` explains. None if
+            the class depends on other flags.
+        first: keys of the fields that `--help` lists if the user asks for no word; () for the
+            outermost fields, see `config.help.outermost`.
         with_defaults: function that adds the settings that a config file lacks; None if a file must
             have all settings.
     """
@@ -309,11 +310,12 @@ def workdir_flag(what: str, default: str | None = None, *, required: bool = True
 
 
 def need(*names: str, example: str) -> None:
-    """Makes a flag or setting, or one of several, necessary on the command line.
+    """Declares that at least one of these flags and settings must have a value.
+
+    Without such a value, `run_main` ends the command with an error message.
 
     Args:
-        names: flags and settings, such as ``--config.model``; at least one must have a value. The
-            error message shows the first.
+        names: flags and settings, such as ``--config.model``. The error message shows the first.
         example: a value of the first flag or setting, for the error message.
     """
     _needed.append((names, example))
@@ -370,8 +372,9 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
             override.
 
     Returns:
-        The config. It is locked: settings can be added only to groups that list just the settings
-        that differ from their defaults, such as ``algorithm``.
+        The config, in which you can change settings but not add any. Exceptions are groups such as
+        ``algorithm``, which list only the settings that differ from their defaults, and groups
+        such as ``rewards``, whose names you choose.
 
     Raises:
         UserError: the file does not exist or does not accept the argument, a setting is unknown, or

@@ -107,7 +107,8 @@ class RunDir:
         """Uploads everything that was written, if the directory is in a bucket.
 
         Raises:
-            UserError: the bucket cannot be written, or another run has taken over the lease.
+            UserError: the bucket cannot be written, or another run has taken over the directory
+                (see `coa_jax.storage.lease`).
         """
         if self._mirror is not None:
             self._mirror.sync()
@@ -121,8 +122,8 @@ class RunDir:
     def close(self) -> None:
         """Closes the files and releases the lock, so that other runs can use the directory.
 
-        If the run failed before it began (see `keep_config`), its new directory is removed, unless
-        the run has already spent money or calls.
+        If neither `begin` nor `write_config` was called, the files of a new run are removed. They
+        stay if the run has already made calls that count against a budget (folder ``spent``).
         """
         if self._wandb is not None:
             self._wandb.close()
@@ -149,7 +150,8 @@ class RunDir:
         Args:
             config: settings of the run, see `write_config`.
             changeable: patterns (`fnmatch`) of the settings that may differ from those of an
-                earlier run in the directory. A pattern also stands for all settings of its group.
+                earlier run in the directory. The name of a group, such as ``engine``, also stands
+                for all its settings, such as ``engine.slots``.
 
         Raises:
             UserError: the directory holds a run in which a setting that may not change differs.

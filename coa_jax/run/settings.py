@@ -191,7 +191,8 @@ def _differing(config: Any, default: Any) -> dict[str, Any]:
 def default_values(cls: type[Any]) -> dict[str, Any]:
     """Returns the defaults of a dataclass as in a config; fields without a default are left out.
 
-    No instance of the dataclass is created, because the checks of a whole config may import JAX.
+    No instance of the dataclass is created, because this would run the checks of the whole config,
+    which may import JAX and are then slow.
     """
     values = {}
     for field in filter(has_default, dataclasses.fields(cls)):
@@ -273,7 +274,7 @@ def line_of(change: Change) -> str:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether a setting or its group matches one of the patterns of `fnmatch`."""
+    """Returns whether a setting, or a group that contains it, matches a pattern of `fnmatch`."""
     every = [part for pattern in patterns for part in (pattern, f"{pattern}.*")]
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in every)
 

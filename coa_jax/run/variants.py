@@ -41,12 +41,10 @@ def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, .
 
     Args:
         argument: names in any order, separated by commas; None for no names.
-        groups: groups of alternative names. Of each group, the function chooses the name that the
-            argument contains; if the argument contains none, the first name of the group. A first
-            name of "" means that no name of the group need be given.
+        groups: groups of alternative names. The first name of a group is its default; it may be "".
 
     Returns:
-        For each group, the chosen name.
+        For each group, the name that the argument contains, or else the default.
 
     Raises:
         UserError: a name is unknown, or two names of a group are given.

@@ -248,8 +248,8 @@ class Canary:
         endings: values of `ProgramResult.reason` with which a contained program may end.
         says: text with which the output must begin if the program ends by itself; "" for any text.
         hoards: "memory" or "disk" if the program tries to exceed the limit on memory or disk space,
-            and reports how much it uses, see ``hoards``; else "". A program
-            that stays within the limit may end for any reason.
+            and reports how much it uses, see ``hoards``; else "". If by this report it stays within
+            the limit, ``endings`` and ``says`` do not count.
     """
 
     name: str

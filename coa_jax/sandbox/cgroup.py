@@ -71,10 +71,11 @@ class Group:
 def find() -> Group | None:
     """Finds a control group in which this process can create groups that limit its children.
 
-    The function tests each candidate with a child process, so this process must have no threads.
+    The function tries the control groups of this process and their parents. It forks a child for
+    each test, which is safe only if this process has no other threads.
 
     Returns:
-        The first candidate in which this works; None if there is none.
+        The first control group in which this works; None if there is none.
     """
     for home in _candidates():
         try:

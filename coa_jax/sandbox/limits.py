@@ -25,12 +25,11 @@ class Limits:
         wall_s: wall time in seconds after which all processes of the program are killed.
         starved_s: maximum time in seconds that is added to ``wall_s``, for the time in which the
             program was ready to run but other processes occupied the processors.
-        cpu_s: limit on the processor time of each process, in seconds. All processes together may
-            use one second more.
+        cpu_s: limit in seconds on the processor time of each process, which the kernel enforces. A
+            second limit, on the sum over all processes, is one second higher.
         memory_mb: limit in MiB on the address space of each process, and on the memory of all
             processes together. With a control group, scratch space in memory is included.
-        disk_mb: size of the private scratch space in MiB. The number of files is limited to one per
-            4 KiB.
+        disk_mb: size of the private scratch space in MiB, which may contain 256 files per MiB.
         processes: maximum number of concurrent processes and threads.
         open_files: maximum number of file descriptors of each process.
         output_bytes: number of bytes of stdout and stderr together, after which the program is
@@ -55,9 +54,10 @@ class Job:
         backend: kind of isolation: "bubblewrap", "landlock" or "none".
         interpreter: absolute path of the Python interpreter that runs the program.
         readable: existing absolute paths that the program may read and execute.
-        hidden: directories below ``readable`` that the program may not read. If such a directory or
-            a path below it is also ``readable``, the program may read that path.
-        links: (target, path) of each symbolic link outside ``readable`` that the program sees.
+        hidden: directories inside ``readable`` paths that the program may not read, except for
+            paths that ``readable`` lists too.
+        links: (target, path) of each symbolic link that the program sees in addition to the
+            ``readable`` paths, such as ``/lib``.
         import_path: directories that are added to the program's ``sys.path``.
         scratch: directory in which the scratch directory is created, if the program has no private
             file system.
@@ -92,13 +92,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Pipes:
-    """The file descriptors of a job.
+    """The file descriptors of a job, which `run.run` sends to the sandbox server.
 
     Attributes:
         source: file with the source of the program.
         stdin, stdout, stderr: standard streams of the program.
-        control: pipe that becomes readable, or reaches its end, when the client gives up.
-        report: pipe to which the supervisor writes its report as JSON.
+        control: pipe that becomes readable, or reaches its end, when the program must be killed,
+            because nobody waits for its result or its output is too long.
+        report: pipe for the report of `supervise.supervise`, as JSON.
     """
 
     source: int
@@ -114,9 +115,9 @@ class Scratch:
     """The scratch space of a program, which is the directory in which the program may write.
 
     Attributes:
-        path: path of the directory; "" if only the program can see the directory.
-        top: topmost directory in which the program may write. This is ``path``, or the directory
-            above it at which a separate file system is mounted.
+        path: path of the directory; "" if only the program can see it, as with bubblewrap.
+        top: directory below which the program may write: with Landlock and a separate file system,
+            the directory where this is mounted, which contains ``path``; else the same as ``path``.
         bounded: whether the directory is a separate file system, whose size the kernel limits.
         in_memory: whether the files of the directory are stored in memory.
     """

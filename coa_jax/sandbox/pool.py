@@ -9,28 +9,34 @@ _SLOTS = 1024  # more than the number of programs that a server can run at a tim
 
 
 class Pool:
-    """A table with the memory that each program of a server holds, which all supervisors share.
+    """Limits all programs of a sandbox server together to half of the memory of the machine.
 
-    The limit is half of the memory of this machine, or of the container if that is less.
+    In a container, it is half of the container's memory. The object is a table in shared memory,
+    which says how much each program holds. The supervisors, one process for each program, use it.
     """
 
     def __init__(self, memory: int) -> None:
         """Creates an empty table.
 
         Args:
-            memory: memory of this machine in bytes.
+            memory: memory of this machine in bytes, see `cgroup.machine_memory`.
         """
         self.limit = memory // 2
         self._table = memoryview(mmap.mmap(-1, 16 * _SLOTS)).cast("Q")
         self._slot = 0
 
     def take_slot(self, number: int) -> None:
-        """Takes the slot of the program with this number. No two programs may share a number."""
+        """Reserves an entry of the table for the program of this process.
+
+        Args:
+            number: number of the program, in the order in which the server starts them. It chooses
+                the entry.
+        """
         self._slot = 2 * (number % _SLOTS)
         self._table[self._slot], self._table[self._slot + 1] = os.getpid(), 0
 
     def leave(self) -> None:
-        """Frees the slot of this process."""
+        """Frees the entry that `take_slot` reserved."""
         self._table[self._slot] = self._table[self._slot + 1] = 0
 
     def must_end(self, held: int) -> bool:

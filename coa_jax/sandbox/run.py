@@ -70,15 +70,17 @@ class ProgramResult:
 
     Attributes:
         stdout, stderr: output of the program.
-        reason: why the program ended: "exit" (by itself), or the limit at which it was stopped:
-            "wall", "memory", "disk", "processes" or "output".
-        code: exit code, or 128 + number of the signal that ended the program; None if the program
-            was stopped at a limit.
+        reason: why the program ended: "exit" (by itself or by a signal), or the limit of `Limits`
+            at which it was stopped: "wall", "memory", "disk", "processes" or "output". At the limit
+            on processor time, it is "exit" and ``code`` is 128 + SIGXCPU.
+        code: exit code, or 128 + number of the signal that ended the program; None if ``reason`` is
+            not "exit".
         cpu_s: processor time of the program and its sandbox, in seconds.
         uid: user id of the program.
         ended: time at which all processes of the program had ended, on the clock of
             ``time.monotonic``.
-        totals: name of the mechanism that enforced the limits on memory and files.
+        totals: how the limits on all memory and all files were enforced, such as "memory by cgroup
+            v2, files by a watch".
     """
 
     stdout: Captured

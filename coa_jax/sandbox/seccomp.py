@@ -154,7 +154,12 @@ def compile_filter(
     ]
 
     def case(call: tuple[int, int], *answer: tuple[int, ...]) -> None:
-        """Adds the instructions for one system call."""
+        """Adds instructions to the filter that only run for one system call.
+
+        Args:
+            call: number of the system call on x86_64 and on aarch64.
+            answer: the instructions, which allow or refuse the call.
+        """
         code.extend([(_EQUAL, call[column], 0, len(answer)), *answer])
 
     forbidden = FORBIDDEN | (METADATA if metadata else {}) | (SIGNALS if signals else {})

@@ -39,22 +39,24 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: Pool) -> 
 
     The report has these keys:
 
-    * ``reason``: why the program ended: "exit", "wall", "memory", "disk", "processes", "pool",
-      "cancelled" or "fault".
-    * ``code``: exit code, or 128 + number of the signal that ended the program.
+    * ``reason``: why the program ended: "exit" (by itself or by a signal); a limit of `Limits`:
+      "wall", "memory", "disk" or "processes"; "pool" (all programs together used too much memory,
+      see `Pool`); "cancelled" (see `Pipes.control`); or "fault" (the program could not be run).
+    * ``code``: exit code, or 128 + number of the signal that ended the program. At the limit on
+      processor time, the signal is SIGXCPU.
     * ``cpu_s``: processor time in seconds.
     * ``uid``: user id of the program.
     * ``directory``: path of the scratch space; "" if only the program could see it.
     * ``clean``: whether no process and no file of the program is left.
     * ``ended``: time at which all processes had ended, on the clock of ``time.monotonic``.
-    * ``totals``: name of the mechanism that enforced the limits on memory and files.
-    * ``error``: reason of a fault, else "".
+    * ``totals``: how the limits on all memory and all files were enforced, as text.
+    * ``error``: explains the reason "fault" or "pool"; else "".
 
     Args:
         job: description of the job.
         pipes: file descriptors of the job.
         home: control group in which a group for the program can be created; None if there is none.
-        pool: memory of all programs of the server.
+        pool: limits the memory of all programs of the server together.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()

@@ -205,15 +205,15 @@ _SETTLED_S, _MEASURED_S, _PAIRS = 0.5, 1.0, 3
 async def share_beside(job: Job) -> float:
     """Returns the share of a processor that programs leave to a busy process outside the sandbox.
 
-    Two programs, the default number for each processor, try to start 45 busy processes each, on the
-    processor on which the process runs.
+    All run on one processor: the process outside, and two programs, as many as the code tool runs
+    for each processor by default. Each program tries to run 45 busy processes.
 
     Args:
         job: description of the job that runs the programs.
 
     Returns:
-        The processor time of the process beside the programs, divided by its time without the
-        programs: the median of three pairs of measurements.
+        The processor time of the process outside, divided by its time without the programs: the
+        median of three pairs of measurements.
     """
     processor = min(os.sched_getaffinity(0))
     limits = dataclasses.replace(job.limits, wall_s=60.0, cpu_s=60.0)

@@ -254,14 +254,17 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
 
 
 def give_way(processes: list[int], threads: int, sessions: int) -> None:
-    """Lowers the priority of processes, so that together they get the share of one program.
+    """Lowers the priority of a program's processes, so that all together get the time of one.
+
+    `NICE` says how much of a processor's time this is.
 
     Args:
         processes: ids of the processes.
-        threads: number of threads of all processes together.
-        sessions: number of their sessions. If the kernel divides processors among sessions
-            (autogroup), a session has one share on all processors, and only the priority of the
-            session has an effect.
+        threads: number of threads of all processes together. Each thread gets the priority for its
+            part of the program's time.
+        sessions: number of sessions of the processes. If the kernel divides processors among
+            sessions (autogroup), the priorities of threads have no effect outside their session.
+            The function therefore also sets the priority of each session.
     """
     nice = max(priority(threads), os.getpriority(os.PRIO_PROCESS, 0))
     of_session = priority(sessions * SESSION_PARTS)
@@ -274,11 +277,12 @@ def give_way(processes: list[int], threads: int, sessions: int) -> None:
 
 
 def priority(parts: int) -> int:
-    """Returns the priority that gives each of ``parts`` threads its part of a program's share.
+    """Returns the priority with which ``parts`` threads share the processor time of one program.
 
-    `NICE` defines the share. More than two threads get the lowest priority, which is less than
-    their part. If a container competes with others, each processor that its programs occupy takes
-    some of the trainer's share.
+    One thread gets `NICE`. More than two threads get the lowest priority, with which they together
+    have even less time. Priorities count on each processor separately. In a container that competes
+    with others, the kernel divides the container's share among the processors that it uses.
+    Programs on other processors therefore still take time from the trainer.
     """
     return NICE if parts == 1 else NICE + 3 if parts == 2 else 19  # a step is a factor of 1.25
 

@@ -26,11 +26,14 @@ ANSWER = "answer"
 class Turn:
     """An action of the policy, to which the environment must respond.
 
+    If the environment has ``tools`` (see `Environment`), an action is a tag of these tools, else a
+    whole turn of the policy. The final answer is an action, too.
+
     Attributes:
-        text: body of the tag. If the action is a whole turn, ``text`` is everything that the policy
-            wrote since the last observation.
-        tag: tag that the policy used; ``answer`` if the action is the policy's final answer; "" if
-            the action is a whole turn.
+        text: body of the tag; for a whole turn, everything that the policy wrote since the last
+            observation.
+        tag: tag that the policy used; ``answer`` for the policy's final answer; "" for a whole
+            turn.
         number: index, from 0, of the action among all actions that the environment has received in
             this trajectory.
     """
@@ -59,7 +62,7 @@ ResetMessages = str | Sequence[tuple[str, str]] | Sequence[Mapping[str, str]]
 
 
 class Environment(Protocol):
-    """The interface of an environment, which is an object that serves one trajectory.
+    """The interface of an environment. Each trajectory has an object of its own.
 
     The methods may be async. Methods that are not async are called in a separate thread.
 
@@ -69,12 +72,12 @@ class Environment(Protocol):
       the policy acts through these tags, which the protocol of its tasks must contain. Without
       ``tools``, each whole turn of the policy is an action: at the end of every turn, `step` is
       called, and the policy reads the observation as the next message.
-    - ``together = True``, which means that the samples of a task share an environment, see
-      `ENVIRONMENTS`.
+    - ``together = True``, which means that the objects of a task's samples depend on each other,
+      for example because they play one game. They share a dict, see ``group`` in `ENVIRONMENTS`.
     """
 
     def reset(self, task: Task) -> ResetMessages | Awaitable[ResetMessages]:
-        """Starts an episode.
+        """Starts an episode of the environment.
 
         Args:
             task: the task of the trajectory.
@@ -148,11 +151,15 @@ class EnvironmentConfig(Extension):
         return bool(self.path)
 
     def needs(self) -> Needs:
-        """Returns what the environment needs, see `config.preflight`."""
+        """Returns what the environment needs, such as packages, see `config.preflight.Needs`."""
         return code_needs(ENVIRONMENTS, self.path, self.options)
 
     def probes(self) -> dict[str, Probe]:
-        """Returns the check that the environment's class may define, see `config.preflight`."""
+        """Returns the check before a run whether the environment can start, if there is one.
+
+        The result is {"environment": attribute ``probe`` of the environment's class}; {} for a
+        class without this attribute, see `config.preflight`.
+        """
         return code_probes(ENVIRONMENTS, self.path, self.options, "environment")
 
 

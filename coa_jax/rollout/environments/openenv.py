@@ -37,12 +37,15 @@ _reached: set[str] = set()
 
 @declares(Needs(("openenv",)))
 def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]:
-    """Creates tasks for an environment; each task's episodes start from a seed of its own.
+    """Creates tasks for an environment on an OpenEnv server.
+
+    The tasks differ only in their ids. In a run, the episodes of each task get another seed, which
+    the environment sends to the server.
 
     Args:
         split: name of the split, which becomes part of the task ids.
         n: number of tasks; None for 100.
-        seed: seed of the source, which becomes part of the task ids.
+        seed: number that becomes part of the task ids, and has no other effect.
         question: text that precedes the first observation of each episode; "" for no text.
     """
     return [

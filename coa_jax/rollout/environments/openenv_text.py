@@ -52,8 +52,9 @@ class Actions:
 
         Args:
             schema: JSON schema of an action.
-            field: name of the field that receives the text of a turn; "" selects the only required
-                field or, if no field is required, the only field.
+            field: name of the field that receives the text of a turn. "" selects the only required
+                field, or else the only field. If there is neither, because several fields exist, a
+                turn must be a JSON object with the fields.
             tools: tools of the server if actions call tools; otherwise ().
 
         Raises:

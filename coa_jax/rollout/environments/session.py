@@ -45,12 +45,15 @@ Opener = Callable[[int, Mapping[str, Tool]], "ToolLoop"]
 class ToolLoop:
     """The default environment: tools respond to tags, and the policy ends the episode.
 
+    Subclasses, such as `Session`, have other values of the attributes.
+
     Attributes:
         whole_turns: whether each whole turn of the policy is an action.
-        own: tags to which an environment responds; tools respond to all other tags.
-        begun: messages that the environment's ``reset`` returned; () if the prompt of the task is
-            used.
-        question: text that the environment's ``reset`` returned; "" if it returned messages.
+        own: actions to which the `Environment` of a subclass responds: tags, ``turn`` or
+            ``answer``. Tools respond to all other tags.
+        begun: messages of the prompt that this `Environment` provided when it was reset; () if the
+            prompt of the task is used.
+        question: text that this `Environment` returned from ``reset``; "" if it returned messages.
     """
 
     whole_turns = False
@@ -67,14 +70,14 @@ class ToolLoop:
 
     @property
     def holds(self) -> bool:
-        """Whether the environment has resources, such as begun tools, that `close` must release."""
+        """Whether `close` must release resources, such as tools with state for this trajectory."""
         return bool(self._begun)
 
     async def reset(self, context: ToolContext) -> Observation:
         """Starts the episode, which begins with the prompt of the task.
 
         Args:
-            context: deadline and identity of the call.
+            context: time limit of this call, and the trajectory to which it belongs.
         """
         return Observation("", True, "ok", 0.0)
 
@@ -82,10 +85,10 @@ class ToolLoop:
         """Responds to an action with an observation.
 
         Args:
-            name: tag that the policy used; ``turn`` if the action is a whole turn, and ``answer``
-                if the action is the final answer.
+            name: tag that the policy used; ``turn`` (`TURN`) if the action is a whole turn, and
+                ``answer`` if it is the final answer.
             arguments: body of the tag, or text of the turn or answer.
-            context: deadline and identity of the call.
+            context: time limit of this call, and the trajectory to which it belongs.
         """
         tool = self._tools.get(name)
         return unavailable(name) if tool is None else await call_tool(tool, arguments, context)
@@ -113,7 +116,7 @@ class Environments:
         make: class or function of the environment, with its options bound.
         tools: maps each tag of the environment to its description; {} if each whole turn is an
             action.
-        together: whether the samples of a task share an environment.
+        together: whether the environments of a task's samples depend on each other.
         turns: semaphore that limits how many calls of ``reset`` and ``step`` run at the same time;
             None for no limit.
     """

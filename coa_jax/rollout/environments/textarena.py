@@ -46,7 +46,8 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
     Args:
         split: name of the split, which becomes part of the task ids.
         n: number of tasks; None for 100.
-        seed: seed of the source, which becomes part of the task ids.
+        seed: number that becomes part of the task ids, and does not change the games. The seed of
+            each game comes from the run.
         games: ids of textarena games, joined by ``+``.
     """
     names = itertools.islice(itertools.cycle(games.split("+")), 100 if n is None else n)
@@ -240,10 +241,11 @@ def _fits(name: str, players: int, seed: int) -> bool:
 def random_move(text: str, draw: random.Random) -> str:
     """Returns a random move, for a random opponent.
 
+    The function chooses among the moves in brackets in the last line of the text, or else in the
+    whole text. If there are none, it chooses a cell of tic-tac-toe, ``[0]`` to ``[8]``.
+
     Args:
-        text: text of the game to the player. The move is one of the moves in brackets in its last
-            line, or else in the whole text. Without such a move, it is a number from 0 to 8 in
-            brackets.
+        text: messages of the game to the player.
         draw: generator of random numbers.
     """
     shown = _MOVE.findall(text.rstrip().rpartition("\n")[2]) or _MOVE.findall(text)

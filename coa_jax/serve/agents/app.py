@@ -31,8 +31,9 @@ from coa_jax.serve.service import Service
 class Sessions(Service):
     """Serves chat completions of the policy to many agent programs, each with its own session.
 
-    A session records the conversations of a program for one sample. The metadata of each request
-    contain its ``session``, and its ``place`` in the session's tree of turns.
+    A session records the conversations of a program for one sample, as a tree: conversations that
+    begin with the same turns share them. The metadata of each request contain its ``session`` and
+    its ``place``, that is, the turn in the tree after which the request continues.
     """
 
     def prepare(self, session: AgentSession, _: Service, body: ChatRequest) -> Visit:
