@@ -15,7 +15,7 @@ from coa_jax.model import decoder
 from coa_jax.rollout.episodes import TextEpisodes
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.wiki_search import WikiSearch
-from coa_jax.train import logps, objectives
+from coa_jax.train import losses, objectives
 from coa_jax.train.algorithms import Algorithm
 from tests import forked, tiny_policy
 from tests.train.tiny_runs import rl_config, run_rl, run_sft, sft_config
@@ -97,7 +97,7 @@ def write_stacks(folder: Path) -> None:
         raise Reached
 
     def end_sft(*_) -> None:
-        seen["sft"].append([*functions_of(sys._getframe(1)), ("train/head.py", "weighted_sum")])
+        seen["sft"].append([*functions_of(sys._getframe(1)), ("train/logps.py", "logp_sum")])
         raise Reached
 
     def through_layer(*arguments, **options):
@@ -125,7 +125,7 @@ def write_stacks(folder: Path) -> None:
         patch.setattr(Scheduler, "_begin_call", through_begin)
         patch.setattr(WikiSearch, "__call__", through_search)
         patch.setattr(TextEpisodes, "encode", through_encode)
-        patch.setattr(logps, "weighted_sum", end_sft)
+        patch.setattr(losses, "logp_sum", end_sft)
         patch.setattr(objectives, "clip", end_rl)
         patch.setattr(decoder.Layer, "__call__", through_layer)
         with pytest.raises(Reached):
@@ -145,6 +145,7 @@ def write_stacks(folder: Path) -> None:
         ("begin", "From the sampled tag to the call"),
         ("inside", "Inside the call"),
         ("collect", "From the observation to the cache"),
+        ("decode", "Into the KV cache"),
     ],
 )
 def test_each_function_of_a_reading_path_enters_the_next(stacks, way, section) -> None:
