@@ -21,7 +21,7 @@ folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3.11}" -m venv "$folder/venv"
 export PATH="$folder/venv/bin:$PATH"
-pip install -q "${requirements[@]}" -e "$COA_ROOT[testjax,$extras]"
+pip install -q "${requirements[@]}" -e "${COA_ROOT}[testjax,$extras]"
 pip check
 pip list --format=freeze
 python -c "import coa_jax, $module"

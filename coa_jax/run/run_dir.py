@@ -93,6 +93,7 @@ class RunDir:
             self._mirror.open(active=active)
         # Whether the directory existed; None if it contains files of an earlier run.
         self._existed = None if _has_files(self.path) else self.path.exists()
+        self._new_parents = [folder for folder in self.path.parents if not folder.exists()]
         if active:
             self._lock = _open_locked(self.path)
             for name in ("metrics.jsonl", "traces.jsonl"):
@@ -132,6 +133,9 @@ class RunDir:
             new = self._existed is not None and not (self.path / "spent").exists()
             if new and (self._kept or not _has_files(self.path)):
                 _remove(self.path, bool(self._existed))
+                for folder in self._new_parents:
+                    with contextlib.suppress(OSError):  # another program has put something there
+                        folder.rmdir()
             elif self._kept is None:
                 write_protocols(self.path)
         if self._lock is not None:
