@@ -92,7 +92,12 @@ def test_a_folder_that_was_fetched_says_that_its_weights_are_quantised(index, tm
 
 def test_pages_configs_and_launchers_that_name_the_weights_say_that_they_have_4_bits():
     files = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "launch").glob("*.sh")]
-    for folder, kinds in (("docs", "*.md"), ("configs", "*.py"), ("notebooks", "*.ipynb"), ("examples", "*.md")):
+    for folder, kinds in (
+        ("docs", "*.md"),
+        ("configs", "*.py"),
+        ("notebooks", "*.ipynb"),
+        ("examples", "*.md"),
+    ):
         files += (REPOSITORY / folder).rglob(kinds)
     named = re.compile(r"SmolLM2-135M|fetch smollm2")
     said = re.compile(r"Q4_1|README\.md#results")

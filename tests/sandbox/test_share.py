@@ -13,8 +13,8 @@ import pytest
 
 from coa_jax.sandbox import isolation, pool, trial
 from coa_jax.sandbox.run import run
-from tests.tools.fault_server import wait_until
 from tests.sandbox.test_sandbox import WAYS, job, job_for, library, outcome
+from tests.tools.fault_server import wait_until
 
 __all__ = ["job", "library"]  # fixtures
 
