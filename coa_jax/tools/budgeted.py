@@ -15,15 +15,15 @@ _NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 class Budgeted(Wrapper):
-    """A tool that enforces a budget on another tool: number, cost and rate of its calls.
+    """A tool that limits number, cost and rate of the calls of another tool, the wrapped tool.
 
     If the number or the cost reaches a limit, a call raises `BudgetSpentError`, which ends the run.
     Calls that come too fast are delayed.
 
     Attributes:
-        name: name of the tool.
-        deadline: time limit of a call in seconds: the deadline of the tool plus the maximum time
-            that a call is delayed.
+        name: name of the wrapped tool.
+        deadline: time limit of a call in seconds: the deadline of the wrapped tool plus the maximum
+            time that a call is delayed.
     """
 
     def __init__(self, tool: Tool, budget: CallBudget):

@@ -46,11 +46,11 @@ class CodeConfig(Bounded):
     """The settings of ``code``.
 
     Attributes:
-        timeout_s: time limit of a program, in wall seconds. Each process of the program may use
-            five sevenths of it as processor time.
+        timeout_s: time limit of a program, in wall seconds. Each process may use the limit divided
+            by 1.4 as processor time: by default 5 seconds, as in the Chain-of-Agents paper.
         memory_mb: memory limit of a program, in MiB.
         session: whether a program can use the variables of earlier programs in the same trajectory.
-            If False, each program runs by itself, as in the Chain-of-Agents paper.
+            If False, each program runs by itself, as in the paper.
         libraries: packages that programs may import: names (``numpy``), requirements, or
             directories with installed packages, see `coa_jax.tools.code_libraries`. Prompts name
             these packages. With ``url``, list the packages that the server has installed.
@@ -78,8 +78,8 @@ class CodeTool:
 
     Attributes:
         name: "code".
-        deadline: time limit of a call in seconds, including waiting and cleaning up. The deadline
-            is longer than the sum of the tool's other time limits.
+        deadline: time limit of a call in seconds. It is longer than the limits on waiting, running
+            and cleaning up together, so that one of them passes first and names the cause.
         isolation: isolation in which programs run.
         libraries: packages that programs may import in addition to the standard library.
         settings: settings on which the result of a program depends; part of the key of stored
@@ -105,8 +105,8 @@ class CodeTool:
         """Creates the tool, and tests the isolation of this machine.
 
         Args:
-            timeout_s: time limit of a program in wall seconds. The AFM release uses 7. On a busy
-                machine, the time for which the program waits for a processor is added, up to
+            timeout_s: time limit of a program in wall seconds. The paper's release uses 7. On a
+                busy machine, the time for which the program waits for a processor is added, up to
                 another ``timeout_s`` seconds.
             cpu_s: limit on the processor time of each process of a program, in seconds. All
                 processes together may use one second more. The Chain-of-Agents paper uses 5
@@ -213,8 +213,9 @@ def describe(
             stack overflow), later calls do not run it again, and the text says so.
 
     Returns:
-        (outcome of the call, text of the observation, result). The result is ``result``, but with
-        the reason "wall" if the timer for the last program of a session ended this program.
+        (outcome of the call, text of the observation, result). The third item is ``result``, but
+        its reason becomes "wall" (time limit) if SIGALRM ended a program of a session: a session
+        sends this signal when the time of the new program is over.
     """
     if session and result.code == 128 + signal.SIGALRM:  # the timer of the last program
         result = dataclasses.replace(result, reason="wall", code=None)

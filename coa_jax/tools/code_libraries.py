@@ -103,8 +103,8 @@ def isolation_here(backend: str = "auto", unsafe: bool = False) -> Isolation:
         unsafe: whether programs run without isolation, see `without_isolation`.
 
     Raises:
-        UserError: no isolation works, or the environment does not permit programs without
-            isolation.
+        UserError: no isolation works, or ``unsafe`` is True and the environment variable
+            ``COA_JAX_ALLOW_UNSAFE_CODE=1`` is not set.
     """
     try:
         return without_isolation() if unsafe else find_isolation(backend)
@@ -284,7 +284,14 @@ def _cache() -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command: installs packages, prints their directory, and returns the exit code."""
+    """Runs ``python -m coa_jax.tools.code_libraries``, which installs packages and tries them.
+
+    Args:
+        arguments: packages or directories; None for those on the command line.
+
+    Returns:
+        The exit code: 0, 1 if a package cannot be imported, or 2 if pip fails.
+    """
     parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
     parser.add_argument("entries", nargs="+", help="packages or directories")
     options = parser.parse_args(arguments)

@@ -173,8 +173,8 @@ class Continued:
 def continued(source: str, name: str, context: ToolContext, limits: Limits) -> Continued:
     """Builds a source that runs the earlier programs of a trajectory and then a new program.
 
-    An earlier program is included if it ended by itself, even with an exception. A program that was
-    stopped at a limit is left out.
+    An earlier program is included if it exited, even with an exception. A program that was stopped
+    at a limit or ended by a signal (for example after a stack overflow) is left out.
 
     Args:
         source: the new program.

@@ -28,11 +28,11 @@ class Passage:
 
 
 class Corpus(Protocol):
-    """A corpus of an installed package.
+    """A list of passages for search tools, which an installed package provides.
 
     Attributes:
-        version: a text that changes whenever the passages change; indexes of the corpus are stored
-            under it.
+        version: a text that changes whenever the passages change. A stored index is used only for
+            the version from which it was built.
     """
 
     @property

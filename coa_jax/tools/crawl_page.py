@@ -1,8 +1,9 @@
 """Implements the tool ``crawl_page``, which reads web pages.
 
-The body of a call is one or more URLs, joined by ``|``. The observation has the format of the AFM
-release, with a blank line between two pages. A page is ``Page i [address] Summary:`` followed by
-the text or its summary, or ``Page i [address]: [Page content not accessible: why]``.
+The body of a call is one or more URLs, joined by ``|``. The observation has the format of the
+release of the Chain-of-Agents paper, with a blank line between two pages. A page is ``Page i
+[address] Summary:`` followed by the text or its summary, or ``Page i [address]: [Page content not
+accessible: why]``.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ class CrawlConfig(Bounded):
 
     @property
     def call_money(self) -> float:
-        """Highest cost of a call, with a request about each page and one about the policy's aim."""
+        """Highest cost of the summariser's requests in a call of ``crawl_page``.
+
+        A call has one request for each page, at most five, and one that asks what the policy hopes
+        to find on the pages.
+        """
         return (_MAX_PAGES + 1) * self.summarizer.money(8 * self.page_chars)
 
 

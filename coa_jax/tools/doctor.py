@@ -23,7 +23,7 @@ async def overhead(job: Job) -> tuple[float, str]:
     """Measures the time that the sandbox adds to a program, by running an empty program.
 
     Args:
-        job: description of the job that runs the program.
+        job: isolation, interpreter and limits with which the program runs.
 
     Returns:
         (median time of several runs after a warm-up in milliseconds, name of the mechanism that
@@ -91,11 +91,12 @@ def check_tools(path: str, overrides: list[str]) -> int:
 
     Args:
         path: config file with a group ``tools``; "" for all built-in tools with their defaults.
-            With "", the tools that `ToolsConfig.names` does not contain by default are optional.
+            With "", all tools except the defaults of `ToolsConfig.names` are optional, unless
+            ``overrides`` set ``names``.
         overrides: arguments ``--config.KEY=VALUE``.
 
     Returns:
-        0 if all tools can be called except optional ones, otherwise 1.
+        0 if all tools that are not optional can be called, otherwise 1.
 
     Raises:
         UserError: the settings cannot be read.
@@ -128,7 +129,8 @@ def check_tools(path: str, overrides: list[str]) -> int:
 def check_isolation(backend: str) -> int:
     """Runs hostile programs, each of which tries a forbidden action, and prints the outcomes.
 
-    The function also measures how much of a processor busy programs leave to others.
+    The function also measures the share of a processor that a training process keeps while
+    programs in the sandbox use as much of the processor as they can.
 
     Args:
         backend: name of the isolation; ``auto`` for the best that works on this machine.

@@ -42,7 +42,7 @@ class FunctionTool:
         """Reads the schema of the arguments from the types and the docstring of the function.
 
         Args:
-            function: a typed function with a docstring.
+            function: a function with type annotations and a docstring.
             name: name of the tool; "" for the name of the function.
 
         Raises:
@@ -100,8 +100,9 @@ def _misfit(values: dict[str, Any], schema: dict[str, Any]) -> str:
 def is_function_tool(found: Any) -> bool:
     """Returns whether an object is a function that does the work of a tool.
 
-    All other functions are taken for functions that create a tool. An async function does the work
-    of a tool. So does a function whose declared return type is plain, such as ``str``.
+    An async function does the work of a tool. So does a function whose annotated return type is
+    str, int, float, bool, list, dict, tuple or None. Every other function counts as one that
+    creates a tool.
     """
     if not inspect.isfunction(found):
         return False
@@ -115,7 +116,10 @@ def is_function_tool(found: Any) -> bool:
 
 
 def as_tool(found: Any) -> Any:
-    """Converts a typed function to one that creates its tool; returns other objects unchanged."""
+    """Converts a function that does the work of a tool into a function that creates the tool.
+
+    Other objects are returned unchanged, see `is_function_tool`.
+    """
     if not is_function_tool(found):
         return found
     create = functools.partial(FunctionTool, found)

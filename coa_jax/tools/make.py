@@ -63,7 +63,7 @@ TOOLS = ExtensionKind(
 )
 """The setting for a tool, which is a class or a function that returns a tool. Its parameters may be
 ``config`` (the `ToolsConfig`), ``search`` (the `WikiSearch` of the run) and options of its own.
-A typed function that does the work of a tool is one too, see `FunctionTool`.
+A function that does the work of a tool itself may be used too, see `FunctionTool`.
 """
 
 OWN_TOOLS = "own_tools"
@@ -172,7 +172,7 @@ class ToolsConfig(Bounded):
 
 
 Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool | Callable[..., Any]]
-"""Settings of tools, or a list of tools, each given as a name, an object or a typed function."""
+"""Settings of tools, or a list of tools, each given as a name, an object or a function."""
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
@@ -274,7 +274,7 @@ def _check_result_type(code: Any, path: str, options: Mapping[str, Any], where: 
 
 
 def names_function(config: ToolsConfig) -> bool:
-    """Returns whether the settings name a typed function as a tool, by its import path."""
+    """Returns whether the settings name, by its import path, a function as a tool."""
     names = [name for name in config.names if name not in config.mcp]
     paths = [_extension(name, config).path or name for name in names]
     codes = [find(TOOLS, path, "config.tools.names") for path in paths]
@@ -353,10 +353,11 @@ def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig
     The first protocol in this list whose condition holds is chosen:
 
     1. the protocol that the settings of the tools name, if they name one,
-    2. the protocol ``trained``, if it has a tag for at least one of the tools,
+    2. the protocol ``trained``, if it has a tag for at least one of the tools; `tools_for` then
+       leaves out the tools without a tag,
     3. ``generalist``, if it has a tag for each of the tools,
     4. a registered protocol with exactly these tools, if there is one,
-    5. a new protocol with these tools, `OWN_TOOLS`.
+    5. a new protocol with these tools, named ``own_tools``.
 
     Args:
         tools: settings of the tools.
@@ -386,8 +387,8 @@ def tools_for(
     """Creates those tools of a run for which a protocol has a tag.
 
     Args:
-        protocol: name of the protocol, with or without a suffix for its level or format, such as
-            ``web:paper``.
+        protocol: name of the protocol. It may have the suffix of a level of strictness
+            (``web:paper``) or of a format (``web:hermes``).
         config: settings of the tools. Tools for which the protocol has no tag are left out.
         described: see `make_tools`.
 
@@ -455,7 +456,7 @@ def named_tools(tools: Tools) -> dict[str, Any]:
 
     Args:
         tools: settings of tools, or a list of tools. In a list, each tool is a name, an object or a
-            typed function, and the objects and functions become entries of ``own``.
+            function, and the objects and functions become entries of ``own``.
 
     Raises:
         UserError: a function is no tool, see `FunctionTool`.

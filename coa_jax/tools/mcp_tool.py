@@ -445,7 +445,10 @@ _BYTES, _LINES = 8192, 3
 
 
 class LastWords:
-    """Keeps the end of a program's stderr. A thread reads it continuously, so that no file grows.
+    """Keeps the end of a program's stderr.
+
+    A thread reads stderr from a pipe as long as the program runs, and drops all but the end. A file
+    in place of the pipe would grow without limit.
 
     Attributes:
         file: file object that the program gets as its stderr.

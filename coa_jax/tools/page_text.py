@@ -68,7 +68,8 @@ def extract(content: str | bytes, kind: str, url: str, max_chars: int) -> dict[s
         characters of the whole text). Text and title may be "".
 
     Raises:
-        ValueError: a tag has too many attributes. The libraries raise exceptions of any kind.
+        ValueError: an HTML tag has too many attributes.
+        Exception: trafilatura or pypdf failed, with an exception of any type.
     """
     if isinstance(content, bytes):
         title, text = _pdf(content, max_chars)

@@ -111,13 +111,13 @@ def open_store(config: StoreConfig, names: Sequence[str]) -> Store:
 
 
 class Recorded(Wrapper):
-    """A tool that stores the answers of another tool on disk, and uses stored answers.
+    """A tool that stores the answers of another tool (the wrapped tool), and uses stored ones.
 
     The mode of the store (`Mode`) says when a stored answer takes the place of a call.
 
     Attributes:
-        name: name of the tool.
-        deadline: deadline of the tool plus the time for storing an answer, in seconds.
+        name: name of the wrapped tool.
+        deadline: deadline of the wrapped tool plus the time for storing an answer, in seconds.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class Robots:
 
         If robots.txt cannot be read because of a server error (5xx), no page may be read. If the
         site has no robots.txt (4xx), all pages may be read. If the connection fails, the result is
-        None, because the request for the page itself will fail too. Rules that could not be read
-        for a reason that may pass are read again for the next page.
+        None, because the request for the page itself will fail too. After a failure that may be
+        temporary, robots.txt is read again for the next page.
         """
         site = str(url.copy_with(path="/", query=None)).rstrip("/")
         entry = self._rules.get(site)

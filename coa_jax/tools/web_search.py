@@ -1,8 +1,9 @@
 """Implements the tool ``web_search``, which sends a query to a search service.
 
-An observation has the format of the AFM release: "Found N results:", a blank line, "## Web Results"
-and the numbered results, with a blank line between two results. A result consists of
-``[title](link)``, the date and the source if the service names them, the link, and the snippet.
+An observation has the format of the release of the Chain-of-Agents paper: "Found N results:", a
+blank line, "## Web Results" and the numbered results, with a blank line between two results. A
+result consists of ``[title](link)``, the date and the source if the service names them, the link,
+and the snippet.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class WebSearchConfig(Bounded):
         url: URL of the service.
         key_env: environment variable with the API key of serper. The value of this variable is
             removed from the results of every provider.
-        top_k: number of results in an observation, at most 20. The AFM release uses 10.
+        top_k: number of results in an observation, at most 20. The release of the
+            Chain-of-Agents paper uses 10.
         snippet_chars: maximum length of a snippet in characters.
         timeout_s: time limit of a call with all its attempts, in seconds.
         blocked: hosts and path prefixes whose results are left out, see `AddressGuard.block`.
@@ -327,7 +329,7 @@ class WebSearch:
 
 
 def format_results(results: Sequence[SearchResult], query: str, snippet_chars: int = 600) -> str:
-    """Writes search results as the text of an observation, in the format of the AFM release.
+    """Writes search results as an observation, as in the release of the Chain-of-Agents paper.
 
     Args:
         results: what the search service returned, the best first.

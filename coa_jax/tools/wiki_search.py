@@ -1,9 +1,9 @@
 """Implements the tool ``wiki_search``, which searches a corpus here or on a server.
 
 By default the corpus is that of the demonstration, the World Factbook. An observation has the
-format of the AFM release's wiki server: a line ``Doc k (Title: t)`` and the passage for each
-result, with a blank line between results. Of passages with equal scores, the earlier passage of the
-corpus comes first.
+format of the wiki server that the authors of the Chain-of-Agents paper released: a line ``Doc k
+(Title: t)`` and the passage for each result, with a blank line between results. Of passages
+with equal scores, the earlier passage of the corpus comes first.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class WorkerBusyError(WorkerError):
 
 
 class Child(Protocol):
-    """A worker process as its parent sees it; ``subprocess.Popen`` has these attributes, too.
+    """The interface of a worker process, which `Workers` uses; ``subprocess.Popen`` has it too.
 
     Attributes:
         returncode: exit code, or minus the number of the signal that ended the process; None while
@@ -115,13 +115,14 @@ class Workers:
             arguments: values with which the function is called.
             timeout: limit on the processor time of the call in seconds. This limit does not depend
                 on the load of the machine.
-            wait: maximum wall time in seconds to wait for a free process and for the result; None
+            wait: limit on the wall time in seconds for a free process and the result together; None
                 for ``timeout``.
 
         Raises:
             WorkerBusyError: no process was free in time, no process can be started, or the result
-                did not arrive within ``wait``.
-            WorkerTimeoutError: the call took longer than ``timeout``.
+                did not arrive within ``wait`` (if ``wait`` is not None).
+            WorkerTimeoutError: the call used more processor time than ``timeout``, or ``wait`` is
+                None and the result did not arrive in time.
             WorkerError: the function raised an exception, or the process died.
         """
         end = time.monotonic() + (timeout if wait is None else wait)

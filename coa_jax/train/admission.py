@@ -29,9 +29,10 @@ class AdmissionRules:
 
     Attributes:
         groups: number of groups that a step trains on.
-        most: maximum number of groups that a step examines. A group has a signal if its rewards
-            differ. A step that has examined the maximum number of groups trains on those of them
-            that have a signal, even if their number is below ``groups``.
+        most: maximum number of groups that a step examines. The step looks at one finished group
+            after another until it has found ``groups`` groups with a signal (rewards that differ),
+            or has looked at ``most`` groups. In the second case, it trains on those that it has
+            found. With ``learn_from=all``, every group counts as a group with a signal.
         max_staleness: maximum age of a group that a step trains on. The age is the number of steps
             between the oldest policy version that sampled the group and the version that the step
             updates.
@@ -52,7 +53,10 @@ class AdmissionRules:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The groups of samples that a step uses. A group is identified by the index of its task.
+    """The groups of samples that a step uses.
+
+    A group is named by the index of its task in the run's endless stream of tasks. If a task occurs
+    again, it has another index.
 
     Attributes:
         step: number of the step, from 1.
@@ -61,8 +65,8 @@ class Composition:
             ``used``, and groups without a signal, whose rewards are all equal.
         dropped: groups that were dropped since the previous step because they were too old.
         discarded: number of groups that were requested, but unfinished or unused when the step was
-            composed. Their tasks are sampled again with the next policy version. The number can be
-            above 0 only if ``max_staleness`` is 0.
+            composed. Their tasks are sampled again with the next policy version. If
+            ``max_staleness`` is above 0, the number is 0, because later steps can use the groups.
         given_up: number of tasks that are not sampled again, because their groups were dropped
             `ATTEMPTS` times.
         state: state of the ledger after this step, for `Ledger.restore`.
@@ -269,18 +273,20 @@ class Ledger:
     def admit(self) -> list[int]:
         """Returns the indices of the tasks to sample now, and counts their groups as in flight.
 
-        `AdmissionRules.in_flight` sets the number of groups in flight. If this setting is 0, the
-        number is computed: a group that starts now can be used by all steps up to step ``version +
-        max_staleness + 1``. The number of groups that these steps still lack is divided by the
-        estimated share of groups with a signal, because groups without a signal are not used.
+        The reachable steps are those that can use a group that starts now: all steps up to step
+        ``version + max_staleness + 1``. `AdmissionRules.in_flight` sets the number of groups in
+        flight. If it is 0, the number is computed: the number of groups with a signal that the
+        reachable steps still lack, divided by the estimated share of groups with a signal.
 
         If steps are composed faster than the policy is trained, a group that starts now can be too
         old for the next step already. Then no task is sampled until the samplers have received a
         newer policy version.
 
-        The groups that are in flight, and the finished groups that are not in a step yet, are never
-        more than these steps can examine (or than ``in_flight``, if that is more). Otherwise a slow
-        oldest group would let tasks be sampled without end while the other groups have no signal.
+        The groups in flight and the finished groups that no step uses yet are together never more
+        than the reachable steps can examine (or than ``in_flight``, if that is more and
+        ``max_staleness`` is above 0). Otherwise, while a step that takes groups in task order waits
+        for a slow group, and the finished groups have no signal, tasks would be sampled without
+        end.
         """
         rules = self.rules
         if self.version < self.oldest_useful:

@@ -129,8 +129,9 @@ def less_others(rewards: np.ndarray) -> np.ndarray:
 
 @marked(whitened=True, alone=True)
 def of_step(rewards: np.ndarray) -> np.ndarray:
-    """Returns the rewards unchanged, because `whiten` later standardises them over the whole step.
+    """Returns the rewards unchanged; `gae` and `whiten` later compute advantages from them.
 
+    `whiten` standardises the advantages over the whole step.
     This is the advantage of REINFORCE++ (arXiv 2501.03262).
     """
     return rewards
@@ -138,8 +139,9 @@ def of_step(rewards: np.ndarray) -> np.ndarray:
 
 @marked(whitened=True)
 def of_step_less_mean(rewards: np.ndarray) -> np.ndarray:
-    """Returns ``R - mean(R)``, which `whiten` later standardises over the whole step.
+    """Returns ``R - mean(R)``, from which `gae` and `whiten` later compute advantages.
 
+    `whiten` standardises the advantages over the whole step.
     This is the advantage of REINFORCE++ baseline (arXiv 2501.03262).
     """
     return less_mean(rewards)

@@ -111,15 +111,14 @@ class Algorithm(Bounded):
 
     Attributes:
         name: name of the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
-            reinforce++_baseline, ppo or opd. `resolve` takes from the preset every setting that is
-            unset, which means -1 for a number and "" for a name.
-        advantage: the advantage estimator. A group holds the samples of one task. ``group`` takes
-            standard scores of the rewards within a group. ``mean`` subtracts the mean reward of the
-            group from each reward; ``leave_one_out`` subtracts the mean reward of the other
-            samples. ``batch`` whitens the rewards over the whole step; ``batch_baseline`` first
-            subtracts the mean reward of the group. ``gae`` uses a critic. ``none`` takes advantages
-            from a teacher alone. ``package.module:name`` names a function of your own, see
-            `ADVANTAGES`.
+            reinforce++_baseline, ppo or opd (on-policy distillation). A setting that is unset (-1
+            for a number, "" for a name) has the value of the preset.
+        advantage: the advantage estimator. A group holds the samples of one task. ``group``
+            standardises the rewards within a group. ``mean`` subtracts the mean reward of the group
+            from each reward; ``leave_one_out`` subtracts the mean reward of the other samples.
+            ``batch`` standardises over the whole step; ``batch_baseline`` first subtracts the mean
+            reward of the group. ``gae`` uses a critic. ``none`` uses only a teacher's advantages.
+            ``package.module:name`` names a function of your own, see `ADVANTAGES`.
         advantage_options: keyword arguments of the advantage function.
         loss: the policy loss. ``clip`` is PPO's clipped loss with a ratio per token.
             ``sequence_clip`` is the same loss with a ratio per sequence (GSPO). ``cispo`` clips the
@@ -128,13 +127,12 @@ class Algorithm(Bounded):
         loss_options: keyword arguments of the loss function. If the loss function has parameters
             named ``clip_low``, ``clip_high`` or ``dual_clip``, these receive the settings of the
             same name.
-        normalise: how the losses of tokens are averaged. ``token`` takes the mean over all tokens
-            of the update; ``sequence`` takes the mean over sequences of the mean of each sequence;
-            ``constant`` takes the mean over sequences of the sum of each sequence divided by
-            ``loss_length``. See `objectives.weigh`.
-        learn_from: groups to train on. ``all`` takes every group. ``signal`` takes only groups with
-            a signal, whose rewards differ; sampling continues until the step has enough such
-            groups.
+        normalise: how the losses of tokens are averaged. For an update with S sequences and N
+            policy tokens, ``token`` gives ``sum(losses) / N``, and ``constant`` gives
+            ``sum(losses) / (S * loss_length)``; ``sequence`` averages within each sequence, and
+            then over the sequences. See `objectives.weigh`.
+        learn_from: groups to train on: ``all`` for every group, ``signal`` for groups whose rewards
+            differ. With ``signal``, sampling continues until the step has enough such groups.
         clip_low: lower clip bound: where the ratio of a token is below ``1 - clip_low``, the loss
             does not lower the token's probability any further.
         clip_high: upper clip bound: where the ratio of a token is above ``1 + clip_high``, the loss
@@ -151,8 +149,8 @@ class Algorithm(Bounded):
             ``k1``, ``k2`` or ``k3``, see `objectives.kl_estimate`.
         kl_in: where the KL penalty enters: ``loss`` adds the penalty to the loss, ``reward``
             subtracts the penalty from the reward of each token.
-        kl_coef: factor of the KL penalty; -1 takes the value of the preset. With 0 there is no
-            penalty, so the run needs no frozen copy of the initial parameters.
+        kl_coef: factor of the KL penalty. With 0 there is no penalty, so the run needs no frozen
+            copy of the initial parameters.
         entropy_coef: factor of the entropy bonus; 0 for no bonus.
         opd_coef: factor by which a teacher's advantages of tokens (on-policy distillation) are
             multiplied before they are added to the advantages that ``advantage`` gives; 0 for no
@@ -162,15 +160,16 @@ class Algorithm(Bounded):
             with ``trainer``, the trainer computes the log-probabilities before the step's first
             update (the proximal policy of decoupled PPO).
         tis_cap: upper bound of the importance weight by which the loss of a token is multiplied
-            (truncated importance sampling). The weight is the ratio of the trainer's to the
-            sampler's probability. 0 for no importance weight. See `objectives.correction`.
-        tis_level: level of the importance weight of a token. ``token`` takes the ratio of the token
-            itself, ``sequence`` the product of the ratios of all policy tokens in the token's
-            sequence, and ``geometric`` the geometric mean of these ratios.
-        mask_low: lower bound of the ratio of the trainer's to the sampler's probability; a token
-            with a smaller ratio has no loss. 0 for no bound.
-        mask_high: upper bound of the ratio of the trainer's to the sampler's probability; a token
-            with a larger ratio has no loss. 0 for no bound.
+            (truncated importance sampling). The weight is the ratio ``p_trainer / p_sampler`` of
+            the token's probabilities in the trainer and in the engine that sampled it. 0 for no
+            importance weight. See `objectives.correction`.
+        tis_level: level of the importance weight of a token: ``token`` for the ratio of the token
+            itself, ``sequence`` for the product of the ratios of all policy tokens in the token's
+            sequence, and ``geometric`` for the geometric mean of these ratios.
+        mask_low: lower bound of the ratio ``p_trainer / p_sampler``; a token with a smaller ratio
+            has no loss. 0 for no bound.
+        mask_high: upper bound of the ratio ``p_trainer / p_sampler``; a token with a larger ratio
+            has no loss. 0 for no bound.
         mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound: ``token``,
             ``sequence`` or ``geometric``, as in ``tis_level``.
         overlong_buffer: number of tokens at the end of the budget ``rollout.max_tokens`` that lower
@@ -260,7 +259,11 @@ class Algorithm(Bounded):
 
     @property
     def whitened(self) -> bool:
-        """Whether `gae` turns rewards into advantages, and `whiten` standardises the advantages."""
+        """Whether `gae` computes the advantages of tokens, and `whiten` then standardises them.
+
+        The two always run together, on the rewards that the advantage function returns. `gae` uses
+        a critic only if `needs_critic` is true.
+        """
         return self.needs_critic or has_mark(self.advantage_call, "whitened")
 
     @property
@@ -283,6 +286,9 @@ class Algorithm(Bounded):
 
     def check_stale(self, why: str) -> None:
         """Checks that the loss corrects for samples that came from older policies.
+
+        With ``old_logp=sampler``, the ratio in the loss always does so, because its denominator is
+        the probability with which the older policy sampled the token.
 
         Args:
             why: text about the setting that allows older samples, with which the error message

@@ -65,8 +65,8 @@ class Setup:
         engine_chips: number of chips of one engine; 0 without engines.
         aside: chips that are reserved for rollouts; () if the chips of the mesh also run the
             rollouts.
-        rules: shapes of the tables of the constraint under which the run samples; None without a
-            constraint.
+        rules: shapes of the tables that say which tokens the policy may write, for a run with
+            ``rollout.constrain``; None for other runs. See `ConstraintTables`.
         unknown: one line of text that says which sizes of these tables are unknown; "" if none is.
         teacher: architecture of the local teacher of on-policy distillation; None without a local
             teacher.
@@ -107,10 +107,10 @@ class Setup:
 def set_up(
     config: FitConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
 ) -> Setup:
-    """Places a configuration on a slice.
+    """Places a configuration on a slice, to compute the memory of a run without starting it.
 
-    If the slice is a single host, the mesh may have fewer chips than the slice, as in a run. All
-    results then refer to the chips of the mesh.
+    On a slice of a single host, the mesh may use only some of the chips. All results then refer to
+    the chips of the mesh.
 
     Args:
         config: settings of the run.
@@ -120,7 +120,7 @@ def set_up(
 
     Raises:
         UserError: the mesh does not fit the slice, an engine would span hosts, or the protocols of
-            the tasks are unknown although the run has a constraint.
+            the tasks are unknown although ``rollout.constrain`` is set.
     """
     sizes, owners = config.mesh, owners_of(where, devices)
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
@@ -253,8 +253,8 @@ def export_bytes(setup: Setup) -> int:
 
     With several hosts, the result includes the largest tensor, because every chip gathers one whole
     tensor at a time. The parameters of stacked layers are gathered layer by layer. If adapters are
-    trained, the result includes one layer, to which the adapters are added in float32, and the
-    result of this addition.
+    trained, three copies of one layer are included: the layer itself, the layer in float32, and the
+    sum of that copy and the adapters.
     """
     merged = largest = 0
     if setup.model.lora.rank:
@@ -373,23 +373,23 @@ def pages(setup: Setup) -> tuple[LayerPages, ...]:
 
 
 def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
-    """Returns the shapes of the constraint's tables; None without a constraint.
+    """Returns the shapes of the run's `ConstraintTables`; None without ``rollout.constrain``.
 
-    The tables are replicated on every chip of a mesh.
+    The tables, which say which tokens the policy may write, are replicated on every chip of a mesh.
     """
     return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), setup.rules)
 
 
 def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTables | None, str]:
-    """Computes the shapes of the tables of a run's constraint.
+    """Computes the shapes of the tables that say which tokens the policy of a run may write.
 
     Args:
         config: settings of the run.
         model: architecture of the model.
 
     Returns:
-        The shapes (None without a constraint), and one line of text that says which sizes are
-        unknown because the tokenizer is missing ("" if all sizes are known).
+        The shapes of `ConstraintTables` (None without ``rollout.constrain``), and one line of text
+        that says which sizes are unknown because the tokenizer is missing ("" if all are known).
 
     Raises:
         UserError: the protocols of the tasks are unknown.
@@ -450,15 +450,19 @@ def engine_bytes(setup: Setup) -> int:
 def kept_bytes(setup: Setup) -> int:
     """Returns the number of bytes per training chip of all arrays that a run keeps in an update.
 
-    The arguments of compiled programs are included. Engines on the training chips are included only
-    if rollouts continue during updates; otherwise the engines have freed their memory.
+    To add the memory of a compiled program, first subtract the arrays that are its arguments, which
+    the result contains already. Engines on the training chips are included only if rollouts
+    continue during updates; otherwise the engines have freed their memory.
     """
     kept = training_bytes(setup)
     return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
 
 
 def rollout_waves(setup: Setup, spare: int) -> str:
-    """Describes in how many waves an RL step is sampled, and settings with which one wave suffices.
+    """Describes in how many turns (waves) the engines sample the sequences of an RL step.
+
+    In a wave, each slot of the engines samples one sequence. If there are several waves, the result
+    names settings with which one wave suffices.
 
     Args:
         setup: configuration on a slice.
@@ -479,8 +483,8 @@ def rollout_waves(setup: Setup, spare: int) -> str:
 def decoding_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip of all arrays that a run keeps while it decodes.
 
-    If rollouts continue during updates, or have chips of their own, a second copy of the engine's
-    changing parameters is included, which exists while new parameters arrive.
+    If rollouts continue during updates, or have chips of their own, the result includes a second
+    copy of the engine's trained parameters, which exists while their new values arrive.
     """
     kept = 0 if setup.aside else training_bytes(setup)
     if setup.aside or setup.rollouts_go_on:

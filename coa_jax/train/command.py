@@ -94,8 +94,8 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         The run directory, and the path at which to save the trained model.
 
     Raises:
-        UserError: the directory holds a run in which a setting differs that is not in `MAY_CHANGE`,
-            or the optimiser cannot be created.
+        UserError: the run in the directory has another value of a setting that is not in
+            `MAY_CHANGE`, or the optimiser cannot be created.
     """
     from coa_jax.parallel import processes  # here, because it loads JAX
 

@@ -67,12 +67,10 @@ class TrainingConfig(Bounded):
             updates of the run.
         checkpoint_every: number of steps between two checkpoints.
         checkpoint_seconds: number of seconds after the last checkpoint at which the next one is
-            due. A checkpoint that is due is saved at the end of the step in progress, in addition
-            to the checkpoints of ``checkpoint_every``, unless a checkpoint is still being written.
-            If steps take longer than this and the storage writes a checkpoint within one step, the
-            run saves every step. A preemption then costs the step in progress, and also the step
-            before if its checkpoint was not complete. Training continues while a checkpoint is
-            written.
+            due, in addition to the checkpoints of ``checkpoint_every``. It is saved at the end of
+            the step in progress, unless a checkpoint is still being written. Training continues
+            while a checkpoint is written. A preemption costs the steps since the last complete
+            checkpoint, so a small number loses less work.
         mesh: sizes of the mesh axes over which parameters and rows are sharded.
         lora: LoRA adapters to train instead of the whole model. The parameters of the model are
             then frozen, and have the dtype ``dtype``.
@@ -149,9 +147,8 @@ class FitConfig(TrainingConfig):
         validate_every: number of updates between two measurements of the validation loss, if the
             run has validation data.
         keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint. A validation loss describes the parameters in
-            the checkpoint. The training loss (``loss``) describes the parameters before the last
-            update, and not those in the checkpoint.
+            checkpoints; "" keeps no best checkpoint. Prefer a validation loss to the training
+            loss (``loss``), which belongs to the parameters before the last update.
     """
 
     batch_size: Size = 32
@@ -180,8 +177,9 @@ class SFTConfig(FitConfig):
         format: conversation format in which the policy is trained on the records, see
             `RolloutConfig.format`. Records in the format ``tags`` are rewritten in this format,
             with their thoughts, calls and answers. "" keeps the format of each record.
-        rename_share: share of the records in which names and numbers are replaced by random ones,
-            see `train.renaming`. Leave it 0 unless the policy is trained from random weights.
+        rename_share: share of the records in which names and numbers are replaced by random ones.
+            A policy that starts from random weights then learns to copy names, and does not
+            memorise them; leave it 0 for other models. See `train.renaming`.
         keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
             checkpoints; "" keeps no best checkpoint. Metrics of the evaluations on ``held_out``
             have names that begin with ``eval/``.
@@ -309,24 +307,23 @@ class DPOConfig(FitConfig):
 
 @dataclasses.dataclass(frozen=True)
 class DistilledConfig(Bounded):
-    """Treatment of *distilled* tasks: RL tasks that a training record of the policy also asks.
+    """Treatment of *distilled* tasks: RL tasks whose answers the policy's training records show.
 
     A task is distilled in two cases:
 
-    - A record has the same question: the same words in the same order, in any case and with any
-      punctuation. If both the record and the task have accepted answers, they must have an answer
-      in common, so that 3 + 4 differs from 3 - 4.
-    - A record asks for the same fact in other words: the fields ``kind``, ``relation`` and
-      ``entities`` of its metadata (the entities in any order) and its accepted answers are those of
-      the task. Only generated tasks have entities; all others are compared by their questions.
+    - A record has the same question: the same words in the same order. Case and punctuation are
+      ignored, so "3 + 4" has the same words as "3 - 4". Therefore the record and the task must also
+      have an accepted answer in common, if both have accepted answers.
+    - A record asks for the same fact in other words: it has the same accepted answers as the task,
+      and the same ``kind``, ``relation`` and ``entities`` (in any order) in its metadata. Only
+      generated tasks have entities; all others are compared by their questions.
 
     Attributes:
         tasks: treatment of distilled tasks. ``leave_out`` leaves them out before the tasks are
             shuffled, so fewer than ``num_tasks`` may remain; ``count`` trains on them; ``refuse``
             ends the run if there are any.
         records: the records that the policy was trained on, see `SFTConfig.data`. "" finds the
-            records if ``model`` is still in the work directory of its SFT or pipeline; see
-            `trained_on`.
+            records if ``model`` is still in the work directory of its training, see `trained_on`.
     """
 
     tasks: Literal["leave_out", "count", "refuse"] = "leave_out"
@@ -357,12 +354,12 @@ class TeacherConfig(ServedModel):
         Args:
             opd_coef: setting ``opd_coef`` of the algorithm: the factor of the teacher's advantages.
             temperature: sampling temperature.
-            constrained: whether the run samples tokens under a constraint.
+            constrained: whether ``rollout.constrain`` limits the tokens that may be sampled.
 
         Raises:
             UserError: the algorithm needs a teacher, but the settings name none; the settings name
                 a teacher, but the algorithm uses none; or the teacher is on a server, but sampling
-                has a temperature other than 1 or a constraint.
+                has a temperature other than 1 or a limited choice of tokens.
         """
         if opd_coef and not self.model:
             raise UserError(

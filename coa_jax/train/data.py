@@ -71,8 +71,8 @@ class RecordReader:
         """Reads the record at the row ``index``.
 
         Raises:
-            UserError: the row is invalid. Because the row was valid when the lengths were computed,
-                the file must have changed since.
+            UserError: the row is invalid. Because it was valid when `train.lengths` counted the
+                tokens of all rows, the file has changed since.
         """
         entry = self.records[index]
         if isinstance(entry, LeftOut):
@@ -212,7 +212,9 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class UpdateSequence(Sequence[Update]):
-    """Successive updates of a run, from a position in the data on; each is created on demand.
+    """The base class of sequences of updates, each of which is created on demand.
+
+    The method `make` of a subclass determines how an update is created.
 
     Attributes:
         order: index of the example at each position of the endless stream of examples.
@@ -246,10 +248,12 @@ class UpdateSequence(Sequence[Update]):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Updates(UpdateSequence):
-    """Successive updates with packed examples; each process creates only its own rows.
+    """An `UpdateSequence` that packs several examples into a row.
+
+    Each process creates only its own rows.
 
     Attributes:
-        examples: examples with at most ``length`` tokens each.
+        examples: all examples; none has more tokens than a row.
         own: indices of the rows of a micro-batch that this process computes, see
             `placement.own_rows`.
         change: random change of the records, see `Change`; None to leave the records unchanged.
@@ -347,7 +351,9 @@ def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain
 
 @contextlib.contextmanager
 def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[Iterator[T]]:
-    """Yields an iterator over a sequence that creates items in the background, ahead of their use.
+    """Iterates over a sequence whose items are created in the background, ahead of their use.
+
+    This is a context manager: ``with read_ahead(...) as items``. Its end stops the workers.
 
     Args:
         source: sequence that creates an item when the item is accessed.

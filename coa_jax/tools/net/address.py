@@ -41,9 +41,9 @@ class AddressGuard:
     """The addresses that a tool may open in addition to public addresses, and those it may not.
 
     Attributes:
-        allow: host names (``search.lab``), host names with the only allowed port
-            (``localhost:8000``), and networks (``10.1.0.0/16``). These hosts and networks are
-            allowed even if their addresses are not public.
+        allow: host names with a port (``localhost:8000``), host names without a port, which allow
+            all ports (``search.lab``), and networks (``10.1.0.0/16``). They are allowed even if
+            their addresses are not public.
         block: host names, which include their subdomains, and path prefixes on hosts
             (``huggingface.co/datasets``). These hosts and paths are never opened.
     """

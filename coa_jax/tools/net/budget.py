@@ -215,10 +215,11 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[None]:
-    """Charges the cost of calls in this process to a run, as a context manager.
+    """Charges the cost of calls in this process to a run, inside a ``with`` block.
 
-    A process reads the earlier cost of all processes when it enters the context. Therefore no
-    process may make a call before all processes have entered.
+    A process reads the cost of all processes when it enters the block, and takes a share of the
+    remaining budget. No process may make a call before all have entered, because the cost of the
+    call would then reduce the shares of the processes that enter later.
 
     Args:
         folder: folder in which the processes of the run store their cost.
@@ -257,7 +258,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
 def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
     """Returns the purse (the counter of costs) for calls to a model or tool in the current run.
 
-    Calls with the same arguments return the same purse.
+    The same limits and names always give the same purse in a run.
 
     Args:
         limits: limits on the calls.

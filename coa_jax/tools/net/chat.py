@@ -103,9 +103,9 @@ class ChatConfig(ServedModel):
     Attributes:
         temperature: sampling temperature.
         max_tokens: maximum number of tokens of a reply, without the prompt.
-        request: further fields of each request, such as ``top_p`` or ``response_format``; None
-            leaves out a field. OpenAI's reasoning models need ``max_tokens`` None,
-            ``max_completion_tokens``, and a temperature of 1.
+        request: further fields of each request, such as ``top_p``; a field with the value None is
+            left out. For OpenAI's reasoning models, give ``{"max_tokens": None,
+            "max_completion_tokens": 1024}`` and set ``temperature`` to 1.
     """
 
     temperature: Temperature = 0.0
@@ -122,10 +122,11 @@ class ChatConfig(ServedModel):
         return {name: value for name, value in fields.items() if value is not None}
 
     def money(self, chars: float) -> float:
-        """Returns the highest cost of a request about a text of ``chars`` characters.
+        """Returns the highest cost of a request about an English text of ``chars`` characters.
 
-        The result is 0 if no price is known. English has more than 3 characters per token. Besides
-        the text, a request contains instructions and a question, at most 3,000 characters.
+        The result is 0 if no price is known. It assumes 3 characters per token; English has more,
+        but other languages may have fewer. Besides the text, a request contains instructions and a
+        question, at most 3,000 characters.
         """
         prompt, completion = self.price or (0.0, 0.0)
         return ((chars + 3000) / 3.0 * prompt + self.max_tokens * completion) / 1e6
@@ -338,8 +339,8 @@ async def chat(
 
     Raises:
         FetchError: there is no answer, or the answer does not have the format of the API.
-        UserError: the environment variable with the API key is not set, or a limit of the budget is
-            reached.
+        UserError: the environment variable with the API key is not set.
+        BudgetSpentError: a limit of the budget is reached.
     """
     body = {**config.options, "messages": list(messages)}
     async with Client(config) as client:
@@ -357,10 +358,12 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 def refusal(status: int | None, key_env: str) -> str:
-    """Returns the probable cause of an HTTP error of a model's endpoint, to end an error message.
+    """Returns a text to append to an error message: the probable cause of an HTTP error.
+
+    The result is "" if the cause is unknown.
 
     Args:
-        status: the HTTP status; None if there is none.
+        status: HTTP status of a model's endpoint; None if there is none.
         key_env: environment variable with the API key; "" for no key.
     """
     if status in (401, 403):

@@ -43,14 +43,15 @@ class FetchError(Exception):
 
     Attributes:
         kind: why there is no usable answer.
-        message: clause for observations, without private addresses and secrets.
+        message: the failure in a few words for observations, such as "the server took too long". It
+            contains no private addresses and secrets.
         status: HTTP status; None if there is none.
         retry_after: seconds that the server asked the client to wait; None if the server did not
             ask.
         account: whether the server's error message concerns the user's account, such as its
             credits.
-        said: text of the server without the API key, for messages to the user. The text may contain
-            private addresses, so it is not part of observations.
+        said: error message of the server for the user, without the API key. It may contain private
+            addresses, so it is not part of observations.
     """
 
     kind: Kind

@@ -298,8 +298,8 @@ def error_status(
     Args:
         status: HTTP status of the answer.
         headers: HTTP headers of the answer.
-        words: body of the answer.
-        said: text of the server without the API key, for messages to the user.
+        words: body of the answer; shows whether the error concerns the user's account.
+        said: error message of the server, without the API key, see `FetchError.said`.
         longest_s: maximum wait before another attempt, in seconds. If the server asks for a longer
             wait, the error contains this maximum.
     """

@@ -80,7 +80,8 @@ def redact_variables(value: Any, names: Iterable[str]) -> Any:
 
     Args:
         value: the text or JSON value.
-        names: names of the environment variables. Values that are absolute paths are not replaced.
+        names: names of the environment variables. Values that are absolute paths are not replaced,
+            because they are no secrets, and a text about files needs them.
     """
     secret_names = [name for name in names if not os.environ.get(name, "").startswith("/")]
     return _redacted(value, _values(secret_names))
@@ -107,7 +108,11 @@ def _redacted(value: Any, keys: list[str]) -> Any:
 
 
 def with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
-    """Returns the result of a check with a note whether the API key is set, without the key."""
+    """Adds to the result of a check (``ok``, ``text``) whether the API key is set.
+
+    The check fails if the key is not set; ``key_env`` is "" if no key is needed. The text contains
+    only the name of the variable, and not the key itself.
+    """
     if not key_env:
         return ok, text
     there = bool(Secret(key_env))
