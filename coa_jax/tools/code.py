@@ -230,7 +230,7 @@ def describe(
     else:
         parts += [f"STDOUT:\n{out}"] if out else []
         parts += [f"STDERR:\n{error}"] if error else []
-    if session and outcome == "error" and result.code is not None and result.code > 128:
+    if session and outcome == "error" and _signal_of(result.code):
         outcome = "limit"
     if session and outcome in ("timeout", "limit"):
         parts.append(FORGOTTEN)
@@ -260,10 +260,14 @@ def _verdict(result: ProgramResult, limits: Limits) -> tuple[Outcome, str]:
             f"[FAILED] stopped after {limits.cpu_s:g} seconds of processor time (an endless"
             " loop, or too slow a method?)"
         )
-    name = ""
-    if code is not None and code - 128 in set(signal.Signals):
-        name = f" ({signal.Signals(code - 128).name})"
-    return "error", f"[FAILED] exit code {code}{name}"
+    name = _signal_of(code)
+    return "error", f"[FAILED] exit code {code}" + (f" ({name})" if name else "")
+
+
+def _signal_of(code: int | None) -> str:
+    """Returns the name of the signal that ended a program; "" if none did."""
+    number = (code or 0) - 128
+    return signal.Signals(number).name if number in set(signal.Signals) else ""
 
 
 def _share(out: int, error: int, room: int) -> tuple[int, int]:

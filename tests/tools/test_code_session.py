@@ -143,6 +143,7 @@ def test_failures_read_as_those_of_a_program_alone(session):
     syntax = session.run("x = 1\nx = = 2").text
     assert 'File "program.py", line 2\n    x = = 2' in syntax
     assert session.run("import sys; sys.exit(7)").detail["exit_code"] == 7
+    assert session.run("import sys; sys.exit(200)").outcome == "error"  # no signal has number 72
     assert printed(session.run("print(__name__, sorted(k for k in globals() if k[:2] != '__'))")
                    ) == "__main__ ['f', 'sys', 'y']"  # fmt: skip
 

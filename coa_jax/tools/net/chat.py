@@ -129,7 +129,9 @@ class ChatConfig(ServedModel):
         question, at most 3,000 characters.
         """
         prompt, completion = self.price or (0.0, 0.0)
-        return ((chars + 3000) / 3.0 * prompt + self.max_tokens * completion) / 1e6
+        limits = [self.options.get(name) for name in ("max_tokens", "max_completion_tokens")]
+        tokens = max((n for n in limits if isinstance(n, int)), default=self.max_tokens)
+        return ((chars + 3000) / 3.0 * prompt + tokens * completion) / 1e6
 
     async def probe(self, seconds: float) -> tuple[bool, str]:
         """Checks the endpoint with a short request, to find a wrong URL, key or model before a run.

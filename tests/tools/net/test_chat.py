@@ -125,3 +125,11 @@ def test_without_its_package_who_needs_the_client_says_so_at_once(monkeypatch):
         with pytest.raises(UserError, match=r"needs openai; run: .*(endpoint|openai)"):
             make()
     Judge(JudgeConfig())  # without an endpoint nothing is needed
+
+
+def test_the_highest_cost_counts_the_replies_that_the_request_allows():
+    options = {"prices": (("m", 0.0, 2.0),), "max_tokens": 100}
+    assert ChatConfig("http://localhost:1/v1", "m", **options).money(0) == pytest.approx(200e-6)
+    options["request"] = {"max_tokens": None, "max_completion_tokens": 5000}
+    longer = ChatConfig("http://localhost:1/v1", "m", **options)
+    assert longer.money(0) == pytest.approx(10_000e-6)
