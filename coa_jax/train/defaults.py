@@ -91,15 +91,16 @@ def completed(
 
     - ``row_length`` becomes ``longest``, rounded up to a multiple of 128.
     - ``dtype`` is bfloat16 where the processor multiplies bfloat16.
-    - ``remat`` is the fastest of none, dots and full with which a row fits into memory, and
-      ``rows`` the number of rows that fit, up to 4,096 tokens on CPUs and 16,384 on accelerators.
+    - ``remat`` is the fastest of none, dots and full with which a row fits into memory. ``rows`` is
+      the number of rows that fit, with at most 4,096 tokens on a CPU and 16,384 on an accelerator.
     - ``mesh.decode_tensor`` is the number of chips that hold a copy of the model for decoding.
     - ``engine.slots`` is the number of samples of a step for each engine, up to 64 on CPUs and 256
       on accelerators. If memory is too small for this many sequences of full length, the slots
       share ``engine.pages``: as many pages as fit. An engine that decodes during updates, or beside
-      SFT, takes at most a third of the memory that all parameters leave.
-    - If the config leaves ``rows`` open, the sizes that it gives in ``engine`` are upper bounds,
-      which are lowered in the same way.
+      SFT, takes at most a third of the memory that the training state and the engine's copy of the
+      parameters leave.
+    - Sizes that the config gives in ``engine`` are upper bounds. They stay unchanged if the config
+      gives both ``rows`` and ``engine.slots``.
     - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4.
     - A run of RL has 100 steps; other runs make three passes over their examples.
 
@@ -158,15 +159,15 @@ def open_sizes(config: SFTConfig, longest: int, examples: int) -> SFTConfig:
 
 
 def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> C:
-    """Returns the settings of a run on a slice, see `completed`; no data are read.
+    """Chooses the open settings of a run for given chips, as `completed` does, without its data.
 
-    If the run is not of RL and leaves ``row_length`` to its data, rows have 2,048 tokens.
+    Except in RL, the longest example is assumed to have 2,048 tokens.
 
     Args:
         config: settings of the run.
         model: architecture of the model, without adapters.
-        where: the slice.
-        devices: number of devices of the slice.
+        where: the chips: a TPU slice, a group of GPUs, or a CPU.
+        devices: number of JAX devices of these chips.
     """
     from coa_jax.parallel.slices import default_fraction  # here, because it loads JAX
 

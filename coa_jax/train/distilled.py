@@ -1,4 +1,4 @@
-"""Finds the tasks of an RL run that training records of the policy also ask.
+"""Finds the tasks of an RL run whose question or fact is in the policy's training records.
 
 In the Chain-of-Agents paper, no task of the web agent's RL is a question of its SFT.
 """
@@ -34,11 +34,13 @@ _LONGEST_ANSWER = 1000  # characters; longer ones are the tests of programs
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """The distilled tasks of a run, see `DistilledConfig`; `str` describes them in one sentence.
+    """Counts the RL tasks whose question or fact is also in a training record of the policy.
+
+    Such tasks are called distilled, see `DistilledConfig`. `str` gives the counts in one sentence.
 
     Attributes:
-        tasks: number of tasks that the sources of the run have.
-        records: number of records that the tasks were compared with; 0 if none were found.
+        tasks: number of tasks of the run, from all its sources.
+        records: number of training records that the tasks were compared with; 0 if none were found.
         same_question: number of tasks with the same question as a record.
         same_fact: number of further tasks that ask for the same fact as a record, in other words.
         left_out: ids of the tasks that are left out.
@@ -70,12 +72,13 @@ class Overlap:
 def find_distilled(
     config: DistilledConfig, model: str, parts: Mapping[str, Sequence[Task]], run: Path | None
 ) -> Overlap:
-    """Finds the distilled tasks of a run, and prints their number.
+    """Finds the tasks whose question or fact is in a training record, and prints their number.
 
     A run that has begun leaves out the same tasks as at its start, whatever the records are now.
 
     Args:
-        config: settings of the search.
+        config: settings of the search, which name the policy's training records and define which
+            tasks are distilled.
         model: the policy before RL: path or name of a model.
         parts: name of a source -> its tasks.
         run: directory of the run; None to search anew.
@@ -153,17 +156,17 @@ def _records(config: DistilledConfig, model: str) -> Iterator[DistilledRecord]:
 
 
 def trained_on(model: str) -> Iterator[tuple[str, str]]:
-    """Yields the records that a model was trained on, as far as its work directories name them.
+    """Yields the places of the records that a model was trained on, newest training run first.
 
-    The model is the result of a training run in its work directory (``WORKDIR/model``) or of a
-    pipeline (``WORKDIR/models/NAME`` with ``WORKDIR/data``). The records of the run's own initial
-    model follow.
+    The run that trained a model is found by the model's path: ``WORKDIR/model`` for a training run,
+    or ``WORKDIR/models/NAME`` for a pipeline, whose records are in ``WORKDIR/data``. The search
+    then continues with the model from which that run began.
 
     Args:
         model: path of the model.
 
     Yields:
-        (records as in `SFTConfig.data`, protocol of the records that name none).
+        (place of the records as in `SFTConfig.data`, protocol of records that name no protocol).
     """
     visited = set()
     while model not in visited:

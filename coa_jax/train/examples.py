@@ -37,8 +37,9 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
         prompt: prompt style in which the policy sees the record's question.
 
     Returns:
-        The record's tokens, followed by the end-of-turn token. Only the parts that the policy wrote
-        and the end-of-turn tokens have a loss.
+        The record's tokens, followed by an end-of-turn token. In a format in which a tool call ends
+        the policy's turn, each such turn has an end-of-turn token too. Only the parts that the
+        policy wrote and the end-of-turn tokens have a loss.
     """
     tokens = list(prompt_ids(tokenizer, record, prompt))
     mask = [0.0] * len(tokens)
@@ -70,13 +71,13 @@ def environment_ids(
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the record.
-        text: an observation, including the text that the protocol puts around it. In a conversation
-            of turns, any other text is a message of the user.
-        follows: whether another observation of the same turn comes before this one.
-        continues: whether another observation of the same turn comes after this one.
-
-    Returns:
-        The token ids.
+        text: an observation, including the text that the protocol puts around it; or another text
+            of the environment, which is encoded as a user message if the protocol has no roles and
+            its format has turns (`ToolFormat.turns`).
+        follows: whether another observation of the same turn comes before this one; then the text
+            that opens the turn is omitted.
+        continues: whether another observation of the same turn comes after this one; then the text
+            that separates two observations takes the place of the text that closes the turn.
     """
     head, tail = plain_frame(protocol)
     if not _is_result(protocol, "environment", text):
@@ -109,7 +110,7 @@ def trajectory_example(
 
     Args:
         trajectory: the trajectory, with its sampling log-probabilities.
-        advantage: advantage of the whole trajectory, a scalar, or of each token, float32 ``[T]``.
+        advantage: advantage of the whole trajectory, or of each token, float32 ``[tokens]``.
         constraint: constraint under which the trajectory was sampled; None if there was no
             constraint.
         version: version of the policy that is trained on the trajectory, from which the ages of the
@@ -133,7 +134,7 @@ def trajectory_example(
 
 
 def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
-    """Returns the policy version that sampled or prefilled each token, int32 ``[T]``.
+    """Returns the policy version that sampled or prefilled each token, int32 ``[tokens]``.
 
     ``policy_versions`` in the trajectory's metadata is a list of pairs: a position, and the policy
     version of the tokens from this position on. Tokens before the first listed position get the

@@ -156,8 +156,9 @@ def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
 
 
 def learned_lengths(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """Returns the number of tokens of each different sequence on which a step trains.
+    """Returns the number of tokens of each sequence on which a step trains, without repetitions.
 
+    Samples of a group with equal tokens and rewards are trained on as one, so they count once.
     Trajectories without a reward or without policy tokens are left out.
     """
     lengths: list[int] = []

@@ -25,8 +25,8 @@ class Head:
 
     Attributes:
         compute: dtype, operations and sharding of the computation.
-        tied: whether the head's weight is the embedding table ``[V, D]``; otherwise the weight is a
-            kernel ``[D, V]`` of its own.
+        tied: whether the head's weight is the embedding table ``[vocabulary, hidden size]``;
+            otherwise the weight is a kernel ``[hidden size, vocabulary]`` of its own.
         temperature: number by which the logits are divided.
         entropy: whether entropies are computed; if not, 0 is returned in their place.
     """
@@ -37,7 +37,15 @@ class Head:
     entropy: bool = False
 
     def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        """Computes the logits, float32 ``[R, C, V]``, of hidden states ``[R, C, D]``."""
+        """Computes the output head's logits for a chunk of positions.
+
+        Args:
+            hidden: hidden states, ``[rows, positions, hidden size]``.
+            weight: weight of the head in the compute dtype.
+
+        Returns:
+            Logits, float32 ``[rows, positions, vocabulary]``.
+        """
         spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
         z = self.compute.ops.einsum(spec, hidden, weight, self.compute.dtype)
         return self.compute.constrain(z, "batch", None, "vocab")
@@ -48,15 +56,15 @@ class Head:
         """Computes the gradients of a chunk's hidden states and of the head's weight.
 
         Args:
-            dz: gradient of the chunk's logits, float32 ``[R, C, V]``.
-            hidden: hidden states of the chunk, ``[R, C, D]``.
+            dz: gradient of the chunk's logits, float32 ``[rows, positions, vocabulary]``.
+            hidden: hidden states of the chunk, ``[rows, positions, hidden size]``.
             weight: weight of the head in the compute dtype.
 
         Returns:
-            The gradient of the hidden states, float32 ``[R, C, D]``, and the gradient of the
-            weight, float32 ``[D, V]``. The gradient has this shape even if the weight is tied
-            (``[V, D]``): the matmul then needs no transpose of the logits' gradient, and one
-            transpose of the summed weight gradient at the end costs less.
+            The gradient of the hidden states, float32 of their shape, and the gradient of the
+            weight, float32 ``[hidden size, vocabulary]``. If the weight is tied, and so has the
+            transposed shape, `gradient` transposes the sum over all chunks once. This is cheaper
+            than to transpose ``dz`` in each chunk.
         """
         ops, dtype = self.compute.ops, self.compute.dtype
         dz = ops.materialize(dz)
@@ -73,14 +81,15 @@ class Head:
         """Computes the log-probabilities of a chunk's target tokens, and the entropies.
 
         Args:
-            z: logits, float32 ``[R, C, V]``.
-            targets: ids of the tokens that the logits predict, int32 ``[R, C]``.
-            rules: states of the constraint, int32 ``[R, C]``; None without a constraint.
-            allowed: tokens that the constraint allows, `ConstraintTables.allowed`; None without a
-                constraint.
+            z: logits, float32 ``[rows, positions, vocabulary]``.
+            targets: ids of the tokens that the logits predict, int32 ``[rows, positions]``.
+            rules: state of the constraint before each target, an index into ``allowed``, int32
+                ``[rows, positions]``; None without a constraint.
+            allowed: tokens that the constraint allows in each state, `ConstraintTables.allowed`;
+                None without a constraint.
 
         Returns:
-            Log-probabilities and entropies, each float32 ``[R, C]``.
+            Log-probabilities and entropies, each float32 ``[rows, positions]``.
         """
         ops, may = self.compute.ops, None
         if rules is not None and allowed is not None:
@@ -109,11 +118,11 @@ class Head:
         return logp, entropy
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
-        """Returns zeros, float32 ``[D, V]``, to which the weight gradients of chunks are added."""
+        """Returns float32 zeros, to which the head's weight gradients of all chunks are added."""
         return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
-        """Converts the summed weight gradient ``[D, V]`` to the shape and dtype of the weight."""
+        """Converts the summed gradient of the head's weight to the weight's shape and dtype."""
         return (dw.T if self.tied else dw).astype(weight.dtype)
 
 
@@ -161,14 +170,17 @@ def score_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the log-probabilities of K chunks of target tokens, and the entropies.
 
+    Each chunk has C positions of R rows. D is the hidden size, and V the size of the vocabulary.
+
     Args:
         head: static settings.
         hidden: final hidden states, ``[K, R, C, D]``.
         weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
         targets: token ids, int32 ``[K, R, C]``.
-        rules: states of the constraint, int32 ``[K, R, C]``; None without a constraint.
-        allowed: tokens that the constraint allows, `ConstraintTables.allowed`; None without a
-            constraint.
+        rules: state of the constraint before each target, an index into ``allowed``, int32
+            ``[K, R, C]``; None without a constraint.
+        allowed: tokens that the constraint allows in each state, `ConstraintTables.allowed`; None
+            without a constraint.
         live: int32, number of chunks to compute; the results of the chunks after these are 0.
 
     Returns:
@@ -224,7 +236,7 @@ def weighted_sum(
     """Computes the sum of the targets' log-probabilities, each multiplied by a constant factor.
 
     The forward pass computes the gradient too, so that the backward pass need not compute the
-    logits again.
+    logits again. For the shape letters see `score_chunks`.
 
     Args:
         head: static settings.

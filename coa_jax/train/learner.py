@@ -39,9 +39,9 @@ _States = tuple[TrainState, TrainState | None, Params | None]
 class Learner(Trained):
     """The policy of a run of RL, the engines that sample from it, and the position in the run.
 
-    The mapping ``extra``, see `loop.Trained`, has the key ``ledger``, which is
-    `admission.Composition.state` after ``step`` steps. If the run has a task pool (`pool.Pool`),
-    the key ``pool`` has the state of the pool.
+    `loop.Trained` explains the inherited attributes. The mapping ``extra`` has the key ``ledger``,
+    the state of the `admission.Ledger` (which tasks are sampled next) after the newest step, and
+    the key ``pool``, the state of the task pool (`pool.Pool`), if there is one.
 
     Attributes:
         engines: decoding engines of this process.
@@ -145,7 +145,7 @@ class Learner(Trained):
 
     @property
     def update_arguments(self) -> dict[str, Any]:
-        """The arguments of `update.update` that the run holds, except the policy's state."""
+        """Arguments for `update.update`, such as the critic, without the policy and the groups."""
         return {
             "model": self.model.config,
             "compute": self.compute,

@@ -45,13 +45,16 @@ _FEW = 32  # with at most this many chunks, no worker is started
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """The number of tokens of each of N rows of training data, and which rows cannot be used.
+    """The number of tokens of each record in files of training data.
+
+    A row of such a file holds one record, or cannot be used and is left out.
 
     Attributes:
-        sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
-        losses: number of tokens with a loss in each record, int32 ``[N]``.
-        counts: two counts: rows that are left out, by reason; and records with a protocol that was
-            inferred from their tags, by protocol.
+        sizes: number of tokens of each row's record, int32 ``[rows]``; 0 for a row that is left
+            out.
+        losses: number of tokens with a loss in each row's record, int32 ``[rows]``.
+        counts: how many rows are left out for each reason, and for how many records each protocol
+            was inferred from the record's tags.
         wording: summary of the prompts of all records, see `tasks.prompts.Wording`.
     """
 

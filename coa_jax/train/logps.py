@@ -38,14 +38,14 @@ def log_probs(policy: Any, batch: Batch, temperature: float = 1.0) -> jax.Array:
 
     Args:
         policy: a `Model`, or any other module or function that maps (tokens, positions,
-            segment_ids), each int32 ``[R, T]``, to logits ``[R, T, V]``. A token must attend only
-            to tokens of its own segment.
+            segment_ids), each int32 ``[rows, tokens]``, to logits ``[rows, tokens, vocabulary]``. A
+            token must attend only to tokens of its own sequence, which have the same segment id.
         batch: packed rows.
         temperature: number by which the logits are divided.
 
     Returns:
-        Log-probabilities, float32 ``[R, T]``. The results at index 0 of a row are 0, because no
-        token precedes the first token.
+        Log-probabilities, float32 ``[rows, tokens]``; 0 for the first token of a row, because no
+        token precedes it.
     """
     if isinstance(policy, Model):
         params = policy.params
@@ -90,13 +90,13 @@ def token_logps(
         allowed: tokens that the run's constraint allows
             (`engine.constraint.ConstraintTables.allowed`), if the batch was sampled under a
             constraint; otherwise None.
-        mask: ``[R, T]``, nonzero for tokens that are scored. The results of all other tokens are 0;
-            chunks without a token to score are skipped. None scores all tokens.
+        mask: ``[rows, tokens]``, nonzero for tokens that are scored. The results of all other
+            tokens are 0; chunks without a token to score are skipped. None scores all tokens.
         entropy: whether entropies are computed; if not, 0 is returned in their place.
 
     Returns:
-        Log-probabilities and entropies, each float32 ``[R, T]``. The results at index 0 of a row
-        are 0, because no token precedes the first token.
+        Log-probabilities and entropies, each float32 ``[rows, tokens]``; 0 for the first token of a
+        row, because no token precedes it.
 
     Raises:
         ValueError: only one of ``allowed`` and ``batch.rule`` is given.
@@ -156,7 +156,7 @@ class _Order(NamedTuple):
 
 
 def chunked(rows: int, length: int, compute: Compute) -> tuple[int, int, int]:
-    """Computes the numbers of rows, positions and chunk positions at the output head.
+    """Computes how the positions of a batch are arranged in rows and chunks at the output head.
 
     Args:
         rows: number of rows of the batch.
@@ -165,9 +165,9 @@ def chunked(rows: int, length: int, compute: Compute) -> tuple[int, int, int]:
 
     Returns:
         Three numbers: rows R, positions P per row, and positions C per chunk; there are ceil(P / C)
-        chunks. Several devices keep the rows: R is ``rows`` and P is ``length - 1``, because the
-        last token of a row predicts nothing. One device puts all rows into a single row: R is 1 and
-        P is ``rows * (length - 1)``.
+        chunks. On several devices, over which the rows are sharded, R is ``rows`` and P is
+        ``length - 1``, because the last token of a row predicts nothing. On one device, all rows
+        are joined into one: R is 1 and P is ``rows * (length - 1)``.
     """
     if compute.one_device:
         return 1, rows * (length - 1), min(CHUNK, rows * (length - 1))

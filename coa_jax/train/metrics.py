@@ -93,12 +93,12 @@ def variety(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     """Computes how different the samples of a group are, and which of them have larger gradients.
 
     Returns:
-        ``group/distinct``, the share of samples that remain if every text of a group counts once;
-        ``group/distinct_tokens``, the share of policy tokens that remain then; and, if there are
-        samples below and above the mean reward of their group, ``group/gradient_ratio``, the mean
-        squared gradient of those below, divided by that of those above. The squared gradient of a
-        sample is estimated by the sum of ``(1 - p)^2`` over its policy tokens, which have the
-        probabilities p.
+        ``group/distinct`` and ``group/distinct_tokens`` are the shares of samples and of policy
+        tokens that remain if equal samples of a group count once. ``group/gradient_ratio`` is the
+        mean squared gradient of the samples below the mean reward of their group, divided by that
+        of the samples above it. If it is above 1, bad samples move the policy more than good ones;
+        without samples of both kinds, it is absent. The squared gradient of a sample is estimated
+        by the sum of ``(1 - p)^2`` over its policy tokens, which have the probabilities p.
     """
     texts = [{t.tokens.tobytes(): t.num_policy_tokens for t in group} for group in groups]
     samples = [t for group in groups for t in group]
@@ -194,8 +194,8 @@ def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
 def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Computes the metrics ``agent/...`` of trajectories that an external program produced.
 
-    The metrics are the mean numbers of turns and of sequences of these trajectories. The result is
-    {} if there are none.
+    The metrics are the mean numbers of turns and of separate conversations per trajectory. The
+    result is {} if there are no such trajectories.
     """
     turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
     if not turns:
@@ -272,8 +272,8 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
     """Returns the number of tokens of each packed sequence.
 
-    A prompt that several sequences share counts only in the length of the first of them. (The other
-    sequences keep its last token.)
+    If several sequences share a prompt, the prompt counts in the length of the first of them. Each
+    further sequence has only the prompt's last token, from which its next token is predicted.
     """
     lengths: list[int] = []
     for batch in batches:

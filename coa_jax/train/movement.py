@@ -39,7 +39,10 @@ def movement(
     allowed: jax.Array | None = None,
     norm_before: float = 0.0,
 ) -> dict[str, float]:
-    """Compares a policy with the policy without its adapters, on tokens that it has sampled.
+    """Compares a policy with its state at the start of the run, on tokens that it has sampled.
+
+    Without the adapters that the run trains, the policy is the initial policy, into which adapters
+    of earlier runs were merged.
 
     Args:
         state: state of the policy, whose adapters are trained.
@@ -53,8 +56,8 @@ def movement(
 
     Returns:
         ``moved/kl``, the k3 estimate of the KL divergence from the initial policy, in nats per
-        token; ``moved/argmax``, the share of tokens that are the most probable ones under one of
-        the two policies only; ``moved/norm``, see `adapter_norm`; and ``moved/of_sft``, this norm
+        token; ``moved/argmax``, the share of tokens that are the most probable choice under exactly
+        one of the two policies; ``moved/norm``, see `adapter_norm`; and ``moved/of_sft``, this norm
         divided by ``norm_before``, if it is known.
     """
     placed = put_batch(inputs(batch), compute.mesh)
@@ -102,11 +105,11 @@ def adapter_norm(adapters: Params, scale: float) -> jax.Array:
 
 
 def norm_before(model: str) -> float:
-    """Returns the norm of the adapters at, or merged into, a model; 0 if they are not here.
+    """Returns the norm of the adapters with which a model was trained; 0 if they are not found.
 
     Args:
-        model: path of an adapter directory, or of a merged model that a training run wrote beside
-            its adapters.
+        model: path of an adapter directory, or of a merged model, whose adapters are in the folder
+            ``MODEL-adapters``.
     """
     for folder in (Path(model), Path(f"{model}-adapters")):
         if folder.is_dir() and (adapter := read_adapter(folder)) is not None:

@@ -44,8 +44,8 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
     """Computes the weights w_t of the token losses l_t in an update's loss ``sum_t w_t l_t / N``.
 
     N is the number of policy tokens of the whole update. The weights are computed on the host from
-    the whole update, so they depend neither on packing nor on micro-batches. A sequence that stands
-    for several samples (``copies``) counts as often:
+    the whole update, so they depend neither on packing nor on micro-batches. ``normalise`` chooses
+    the mean that the loss is:
 
     - ``token``: w = 1, the mean over all tokens (DAPO, arXiv 2503.14476 eq 8);
     - ``sequence``: w = N / (S n), where S is the number of sequences and n the number of policy
@@ -54,10 +54,12 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
     - ``constant``: w = N / (S L): the mean over sequences of the sum in each sequence, divided by a
       constant L. It favours neither short nor long sequences (Dr. GRPO, arXiv 2503.20783 §3.2).
 
+    A sequence that stands for several equal samples (``copies``) counts once for each of them.
+
     Args:
         batches: all micro-batches of the update, as NumPy arrays.
-        normalise: name of the normalisation: ``token``, ``sequence`` or ``constant``.
-        length: the constant L of ``constant``; other normalisations ignore it.
+        normalise: ``token``, ``sequence`` or ``constant``.
+        length: the constant L; read only for ``constant``.
 
     Returns:
         The batches with ``weight``, float32 ``[R, T]``, which includes ``copies``; ``weight`` stays
@@ -139,15 +141,15 @@ def loss_arguments(
     - ``entropy``: entropy of the current policy at each token;
     - ``clip_low``, ``clip_high`` and ``dual_clip``: settings of the algorithm.
 
-    All arrays have the shape ``[R, T]``, and are float32 except for ``segment_ids``. The function
-    returns the loss of each token, float32 ``[R, T]``, or a pair of this array and a dictionary of
-    metrics; `policy_objective` takes the mean of each metric over tokens. It treats every sequence
-    by itself, because the other sequences of a row depend on packing.
+    All arrays have the shape ``[R, T]``, and are float32 except for ``segment_ids``. The loss
+    function must return the loss of each token, float32 ``[R, T]``, or a pair of this array and a
+    dictionary of metrics, whose means over tokens are reported. The loss of a token must not depend
+    on other sequences, because packing decides which sequences share a row.
 
     Args:
         algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
         logp, old_logp, advantages, entropy: arrays as described above, float32 ``[R, T]``.
-        batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
+        batch: packed rows, of which only ``mask`` and ``segment_ids`` are read.
     """
     log_ratio = (logp - old_logp) * batch.mask
     return algorithm.loss_call.arguments(
@@ -322,21 +324,25 @@ def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.
     holds, else 0. C is ``tis_cap``, low is ``mask_low``, high is ``mask_high``. k is the ratio
     p_trainer / p_sampler at the level ``tis_level``, and k' at the level ``mask_level``:
 
-    - ``token``: the ratio of the token itself. ``min(k, C)`` is truncated importance sampling (Yao
-      et al. 2025, https://fengyao.notion.site/off-policy-rl); ``k [low <= k <= high]`` is IcePop
-      (Ring-1T, arXiv 2510.18855);
+    - ``token``: the ratio of the token itself;
     - ``sequence``: the product of the ratios of the sequence's policy tokens. The product is
-      unbiased, but its variance grows with the length. ``k [k <= C]`` is masked importance sampling
-      (MIS, Liu et al. 2025, https://richardli.xyz/rl-collapse);
+      unbiased, but its variance grows with the length;
     - ``geometric``: the geometric mean of these ratios, which is GSPO's ratio. The geometric mean
       is biased, but has the same scale at any length.
 
     If ``tis_cap`` is 0, 1 takes the place of ``min(k, C)``; a bound that is 0 does not apply. A
     token whose rho is 0 still counts in the number of tokens by which the loss is divided.
+    Special cases:
+
+    - truncated importance sampling: ``min(k, C)`` of tokens, without bounds (Yao et al. 2025,
+      https://fengyao.notion.site/off-policy-rl);
+    - IcePop: ``k [low <= k <= high]`` of tokens, if C is at least high (arXiv 2510.18855);
+    - masked importance sampling: ``k [k <= high]`` of sequences, if C is high and low is 0 (Liu et
+      al. 2025, https://richardli.xyz/rl-collapse).
 
     With ``old_logp=trainer``, the loss is that of decoupled PPO (arXiv 2110.00641 §3, 2505.24298 eq
-    5): clipping r bounds the step away from the proximal policy, which is the trainer's policy
-    before the step's updates; rho corrects for tokens that another policy sampled.
+    5): its ratio compares the current policy with the trainer's policy before the step's updates,
+    so clipping limits the change in a step; rho corrects for tokens that another policy sampled.
 
     Args:
         algorithm: algorithm with all settings filled in, see `Algorithm.resolve`.
@@ -376,8 +382,10 @@ def policy_objective(
 ) -> tuple[jax.Array, Stats]:
     """Computes the loss of an algorithm from log-probabilities and entropies.
 
-    The loss is ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, where w is
-    ``batch.weight``, rho comes from `correction`, and H is the entropy. ``kl_in=reward`` omits KL.
+    The loss is ``sum_t w_t (rho_t l_t + kl_coef KL_t - entropy_coef H_t)``, where w is
+    ``batch.weight``, rho comes from `correction`, l is the result of the loss function
+    ``algorithm.loss``, KL estimates the divergence from the reference policy (``batch.ref_logp``),
+    and H is the entropy. With ``kl_in=reward`` the rewards contain KL, so it is not added here.
 
     Args:
         logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
@@ -445,8 +453,7 @@ def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.
     Args:
         values: values V of the critic, float32 ``[R, T]``.
         batch: packed rows, with the critic's old values ``value`` and the targets ``returns``.
-        bound: maximum distance from the old value up to which the loss moves a value towards its
-            target; 0 for no bound.
+        bound: the constant in the formula above; 0 for no bound.
 
     Returns:
         The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.

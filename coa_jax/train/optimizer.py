@@ -57,7 +57,8 @@ class OptimizerConfig(Bounded):
     Attributes:
         learning_rate: peak of the learning rate; -1 chooses by stage and adapters, see
             `defaults.completed`.
-        total_steps: number of updates; 0 for 100 steps of RL, or three passes of other runs.
+        total_steps: number of updates; 0 for those of 100 steps (RL), or of three passes over the
+            examples (other runs).
         warmup_steps: number of updates until the learning rate reaches its peak.
         final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
             learning rate constant after the warm-up.
@@ -169,7 +170,9 @@ def _call(config: OptimizerConfig) -> BoundFunction:
 
 
 def reference_to(optimizer: Any) -> Reference:
-    """Wraps an optax object as a value of the setting `OptimizerConfig.path`.
+    """Wraps an optax object so that the setting `OptimizerConfig.path` can hold it.
+
+    The result is a string, the object's name in the settings, which also carries the object.
 
     Raises:
         UserError: the object is no optax optimiser.

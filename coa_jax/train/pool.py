@@ -106,8 +106,7 @@ class Pool:
     """Tracks the solve rates of a run's tasks, and decides which tasks are sampled.
 
     Attributes:
-        known: maps a task id to `Known`. The values are JSON values, from which a resumed run
-            restores the pool.
+        known: maps a task id to `Known`: three numbers, from which a resumed run restores the pool.
     """
 
     def __init__(

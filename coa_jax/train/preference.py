@@ -45,7 +45,9 @@ Pair = tuple[Trajectory, Trajectory]
 
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:
-    """Trains on pairs of trajectories, and writes the model to ``output``.
+    """Trains a model by DPO, and writes it to ``output``.
+
+    Each pair is a better and a worse trajectory of one task, from the file ``config.traces``.
 
     Args:
         config: settings of the run.
@@ -53,7 +55,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         output: directory for the trained model.
 
     Raises:
-        UserError: no two trajectories of the file form a pair under the settings.
+        UserError: no two trajectories of this file form a pair under the settings.
     """
     graded = read_graded(config.traces, config.phase)
     pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length or sys.maxsize)
@@ -126,7 +128,7 @@ class PairUpdates(UpdateSequence):
 def make_pairs(
     trajectories: Sequence[Trajectory], min_gap: float, per_task: int, length: int
 ) -> list[Pair]:
-    """Pairs the trajectories of each task.
+    """Makes pairs of a better and a worse trajectory of the same task, for DPO.
 
     The best trajectory of a task is paired with the worst one, the second best with the second
     worst, and so on. Samples with branches are left out, because a pair compares two sequences.
@@ -135,8 +137,8 @@ def make_pairs(
         trajectories: graded trajectories.
         min_gap: minimum difference between the rewards of a pair.
         per_task: maximum number of pairs of one task.
-        length: maximum number of tokens of a pair. Longer pairs are left out, and a warning states
-            how many.
+        length: maximum number of tokens of a pair, both trajectories together. Longer pairs are
+            left out, and a warning states how many.
     """
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     whole = [trajectory for trajectory in trajectories if not trajectory.branches]

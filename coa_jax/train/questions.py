@@ -27,12 +27,12 @@ def questions(
     Args:
         config: settings of the run.
         run: directory of the run; if the run has begun, it leaves out the same tasks as at its
-            start. None only checks the settings.
+            start. None if there is no run, for example to check the settings before it.
 
     Returns:
         Four values: the tasks to train on, by name of their source; the prompt style; the graders
-        of the answers; and the result of `find_distilled`, which counts the tasks that training
-        records of the policy also ask.
+        of the answers; and the result of `find_distilled`, which counts the tasks whose question or
+        fact is also in a training record of the policy.
 
     Raises:
         UserError: a source cannot be loaded, its tasks cannot be graded, all of them are left out,
@@ -63,10 +63,11 @@ def questions(
 def check_prompt_lengths(
     config: RLConfig, tasks: Sequence[Task], prompt: Prompt, tokenizer: Any
 ) -> None:
-    """Checks that prompts leave room for the policy, with up to 64 of the tasks.
+    """Checks, on the first 64 tasks, that prompts leave room for the policy's tokens.
 
     Raises:
-        UserError: each of these prompts is as long as the longest trajectory.
+        UserError: even the shortest of these prompts has at least `RLConfig.longest` tokens, the
+            maximum of a whole trajectory.
     """
     limit = config.longest
     shortest = min((len(prompt_ids(tokenizer, task, prompt)) for task in tasks[:64]), default=0)

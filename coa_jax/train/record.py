@@ -85,8 +85,9 @@ class Spool:
 
         Returns:
             Trajectories by (task index, sample index). Trajectories of the same sample are sorted
-            by the policy version under which they started, oldest version first. A trajectory whose
-            grades are not in the folder has `GRADING` in its metadata.
+            by the policy version under which they started, oldest version first. A trajectory that
+            must be graded again, because its grades were not stored, has the key `GRADING` in its
+            metadata.
         """
         groups: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
@@ -127,8 +128,9 @@ class Spool:
         its task.
 
         Args:
-            state: `admission.Composition.state` of the step. The tasks from the index
-                ``state["next"]`` on were requested later, maybe before the step was trained on.
+            state: `admission.Composition.state` of the step. When the step was composed, the tasks
+                from the index ``state["next"]`` on had not been requested. Trajectories of these
+                tasks may exist by now, and are needed.
             max_staleness: see `admission.AdmissionRules`.
         """
         still_open = {index for index, _ in state["open"]}
@@ -167,8 +169,9 @@ class StepRecord:
     Attributes:
         composition: names the groups that the step uses.
         samples: for each used group, the records of its trajectories, see `sample_record`.
-        unused: for each group that the step examined but does not use, the numbers, checksums and
-            rewards of its trajectories, from which a resumed run computes the same metrics.
+        unused: for each group that the step examined but does not use, the sample index, checksum
+            and reward of each trajectory. A resumed run finds the stored trajectories by the
+            checksums, and computes the same metrics from them.
     """
 
     composition: Composition

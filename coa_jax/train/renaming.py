@@ -28,16 +28,16 @@ _LOWER_SHARE = 0.2  # share of new names in lower case, as of currencies
 
 
 def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt], Change] | None:
-    """Returns a data augmentation for `train.sft.train` that renames entities in some records.
+    """Returns the argument ``augmentation`` of `sft.train` that renames entities in some records.
 
-    Words that occur in many records do not count as names, see `scratch.template_words`.
+    Words that occur in many records do not count as names, see `template_words`.
 
     Args:
         share: probability that the entities of a record are renamed each time the record is used.
 
     Returns:
         A function that takes the tokenizer, the records and the prompt style, and returns the
-        augmentation; None if ``share`` is 0.
+        function that renames the entities of a record; None if ``share`` is 0.
     """
     if not share:
         return None

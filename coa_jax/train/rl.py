@@ -141,8 +141,7 @@ def repeat(config: RLConfig, run: Path) -> ReplayResult:
 class Source:
     """Provides the groups of samples for each step of a run.
 
-    After an interruption, the groups of the steps that were recorded come first, and new groups
-    follow.
+    After an interruption, the groups of the recorded steps come first, then new groups.
     """
 
     def __init__(
@@ -310,9 +309,10 @@ class Source:
         return engines
 
     def saved(self) -> None:
-        """Deletes stored trajectories that are no longer needed, after a checkpoint was begun.
+        """Deletes the stored trajectories that no resumed run needs, when a checkpoint begins.
 
-        A trajectory is needed until the steps that may use it are in a complete checkpoint.
+        The new checkpoint is not yet complete, so a run may still have to resume from the one
+        before. Trajectories that steps after that earlier checkpoint may use are kept.
         """
         # The newest checkpoint is still being written; the checkpoint before it is complete.
         saved, self._saved = self._saved, self._learner.extra["ledger"]

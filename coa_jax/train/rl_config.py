@@ -75,8 +75,8 @@ class RLConfig(TrainingConfig):
         mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
             and ``split``, see `tasks.mixture.Part`.
         num_tasks: number of training tasks to take from each source; 0 for all.
-        distilled: treatment of tasks that training records of the policy also ask; by default such
-            tasks are left out.
+        distilled: treatment of tasks whose question or fact is also in a training record of the
+            policy; by default such tasks are left out.
         pool: selection of the tasks that are sampled; by default no task is skipped.
         groups: number of groups that a step trains on; a group is the set of samples of one task.
         group_size: number of samples per group.
@@ -113,10 +113,10 @@ class RLConfig(TrainingConfig):
             the Chain-of-Agents paper. If False, the answer alone decides, as in eq 10.
         stops: changes to the rewards of trajectories without an answer, see `StopRewards`.
         temperature: sampling temperature. Training divides the logits by the same temperature.
-        attention_length: number of positions per row inside attention. Above 0, samples of the same
-            task are packed into a row that stores their prompt once. Attention alone needs the
-            prompt once per sample, so there the row is expanded to this number of positions (see
-            `batch.pack`). With 0, every sample has its own copy of the prompt.
+        attention_length: number of positions of a row inside attention; 0 repeats the prompt for
+            every sample. Above 0, a row stores the prompt of a task once for all its samples, and
+            only attention expands the row, so that every sample has the whole prompt. n samples of
+            S tokens with a prompt of P tokens need n (P + S) positions, see docs/performance.md.
         algorithm: preset of the algorithm, and settings that override those of the preset.
         teacher: model that scores the policy's tokens; used if ``algorithm.opd_coef`` is above 0.
         engine: settings of the decoding engine, such as the number of slots.
@@ -133,7 +133,7 @@ class RLConfig(TrainingConfig):
             evaluations.
         held_out: settings of the evaluations. If ``held_out`` names no task source, the policy is
             evaluated on the validation split of the training sources.
-        traces: settings that say which trajectories are written to disk, and in which file format.
+        traces: which trajectories are written to disk, and in which file format.
         probe_s: time limit, in seconds, of a check before the first step, in which each server that
             the run needs (judge, tools) must respond; 0 skips this check.
     """

@@ -56,9 +56,9 @@ def train(
         config: settings of the run.
         run: directory of the run, for metrics and checkpoints.
         output: directory for the trained model.
-        augmentation: creates the function that changes records at random. If
-            ``config.rename_share`` is above 0, pass `train.renaming.renaming`. With None, the
-            records stay unchanged.
+        augmentation: creates the function that changes records at random, see `data.Augmentation`.
+            If ``config.rename_share`` is above 0, give ``renaming(config.rename_share)``, see
+            `train.renaming`. With None, the records stay unchanged.
         tools: live tools that the policy can call in evaluations.
 
     Raises:

@@ -84,17 +84,15 @@ def shape_reward(
 ) -> Reward:
     """Returns the shaped reward that the policy is trained on.
 
-    A reward without a value stays unchanged.
+    If the graders gave no value (``reward.value`` is None), the reward is returned unchanged.
 
     Args:
         reward: reward that the graders gave.
         length: number of tokens of the whole trajectory, including prompt and observations.
-        format_reward: whether a trajectory that breaks a rule of the protocol gets no reward, even
-            for a correct answer (eq 11 of the Chain-of-Agents paper). A negative reward stays.
+        format_reward: whether a positive reward becomes 0 if the trajectory breaks a rule of the
+            protocol (eq 11 of the Chain-of-Agents paper).
         budget: maximum number of tokens of a trajectory.
-        buffer: number of tokens over which the punishment grows, ending at the budget, see
-            `overlong_penalty`.
-        penalty: punishment at the budget, see `overlong_penalty`.
+        buffer, penalty: size of the punishment for long trajectories, see `overlong_penalty`.
         stop: number to add because of the stop reason, see `StopRewards`.
 
     Returns:

@@ -52,10 +52,11 @@ def weight_of_turns(graders: GradersConfig) -> float:
 
 
 def turn_rewards(trajectory: Trajectory) -> np.ndarray:
-    """Returns the rewards r_ij of the turns of a trajectory, float64 ``[turns]``.
+    """Returns the reward of each turn of a trajectory, float64 ``[turns]``.
 
-    A turn is a sequence of consecutive policy tokens. One or more calls to the environment end each
-    turn, except possibly the last one. The reward of a turn is the sum of the rewards of its calls.
+    A turn is a sequence of consecutive policy tokens. It ends with one or more calls to the
+    environment; only the last turn of a trajectory may end without a call. The reward of a turn is
+    the sum of the rewards of its calls.
     """
     ends = [end for _, end in _runs(trajectory.author == Author.POLICY)]
     rewards = np.zeros(max(len(ends), 1))
@@ -109,16 +110,17 @@ def turn_advantages(
 ) -> list[np.ndarray]:
     """Computes the advantage A_ik of each turn k of each trajectory i of a group.
 
-    ``A_ik = s (G_ik - b_k)``, where G_ik is the reward R_i of the trajectory without the rewards of
-    the turns before turn k, b_k is the mean of G_ik over the group, and s is the scale of the
-    advantage function.
+    ``A_ik = s (G_ik - b_k)``, where ``G_ik = R_i - w sum_{j<k} r_ij`` is the reward R_i of the
+    trajectory minus the weighted rewards r_ij of its turns j before turn k, b_k is the mean of G_ik
+    over the group, and s is the factor in ``A_i = s (R_i - mean of R)``, such as 1 / standard
+    deviation in GRPO.
 
     Args:
         group: graded trajectories of one task.
         advantages: advantage A_i of each trajectory.
         weight: weight w of the turn rewards in the reward of a trajectory.
         alone: whether A_i is R_i itself, without a baseline; in that case b_k is 0.
-        scale: scale s; None to compute it from the rewards and the advantages, which gives 0 if all
+        scale: factor s; None computes ``(max A_i - min A_i) / (max R_i - min R_i)``, and 0 if all
             rewards are equal.
 
     Returns:
@@ -146,14 +148,15 @@ def spread_over_tokens(mask: np.ndarray, turns: np.ndarray, at_ends: bool) -> np
     """Spreads the advantages of a trajectory's turns over its tokens.
 
     Args:
-        mask: float32 ``[T]``, 1 for tokens that the policy wrote, 0 for all other tokens.
-        turns: advantages A_ik of the trajectory's turns, float64 ``[turns]``.
-        at_ends: False gives every token of turn k the advantage A_ik. True is for algorithms that
-            sum the values of later tokens: the last token of turn k has the value A_ik - A_i(k+1),
-            and all other tokens have the value 0.
+        mask: float32 ``[tokens]``, 1 for tokens that the policy wrote, 0 for all other tokens.
+        turns: advantages A_k of the trajectory's turns k, float64 ``[turns]``.
+        at_ends: False gives every token of turn k the value A_k. True is for algorithms that sum
+            the values from a token to the end (`Algorithm.whitened`): the last token of turn k has
+            the value A_k - A_(k+1), or A_k in the last turn, and all other tokens have the value 0.
+            The sum from any token of turn k on is then A_k.
 
     Returns:
-        The value of each token, float32 ``[T]``.
+        The value of each token, float32 ``[tokens]``.
     """
     spread = np.zeros(len(mask), np.float32)
     following = np.append(turns[1:], 0.0)

@@ -64,7 +64,7 @@ class Watch:
             name: name of the metric.
 
         Returns:
-            The mean; None as long as the metric has had at most 5 values.
+            The mean; None while ``row`` has one of the first 5 values itself.
         """
         values = self._first.setdefault(name, [])
         value = _value(row, name)
@@ -76,10 +76,10 @@ class Watch:
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
         """Returns the means of a metric's first 5 and newest 5 values, if the metric has risen.
 
-        The result is None if the metric has not risen. The metric has risen if each of its 5 newest
-        values is above all of its 5 first values. If the distribution of the metric does not
-        change, chance alone makes the metric rise in one of ``C(10, 5) = 252`` cases (the extreme
-        case of the rank-sum test).
+        The metric has risen if each of its 5 newest values is above all of its 5 first values;
+        otherwise the result is None. If the distribution of the metric does not change, chance
+        alone makes the metric rise in one of ``C(10, 5) = 252`` cases (the extreme case of the
+        rank-sum test).
         """
         first = self._first.setdefault(name, [])
         last = self._last.setdefault(name, deque(maxlen=_FIRST))
@@ -299,7 +299,11 @@ def starved(watch: Watch, row: Row) -> str | None:
 
 
 def still(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if few most probable tokens changed in ten or more steps, or None."""
+    """Returns a warning if training has hardly changed the policy after ten steps, or None.
+
+    The rule warns if ``moved/argmax``, the share of tokens that are the most probable choice under
+    only one of the initial and the current policy, is below 0.5 %.
+    """
     changed, step = _value(row, "moved/argmax"), int(row.get("step", 0))
     if changed is None or changed >= 0.005 or step < 10:
         return None
