@@ -80,7 +80,7 @@ class Command(Bounded):
             answer.
         endpoint: model that writes questions; None if rules write them, which works only for the
             corpus of the CIA World Factbook.
-        solver: model that answers without tools; None to use ``endpoint`` for this, too.
+        solver: model of the solver without tools; None to use the model of ``endpoint``.
         probe_s: time limit, in seconds, of a check before the first question, in which each server
             that the solvers and the judge need must respond; 0 skips this check.
     """

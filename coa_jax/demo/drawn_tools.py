@@ -95,7 +95,7 @@ def _patterns() -> tuple[tuple[str, int, re.Pattern[str]], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def understand(question: str) -> Use | None:
-    """Parses a question of `load_source`; returns None for any other text."""
+    """Returns the call of a tool that a question of `load_source` asks for; None for other text."""
     for kind, field, pattern in _patterns():
         if match := pattern.fullmatch(question):
             values = (match[f"s{slot}"] for slot in range(len(KINDS[kind]["slots"])))

@@ -78,9 +78,10 @@ class PageTable:
             positions: present length of the sequence, including the prompt, in tokens; `grow` gives
                 more pages later.
             source: a slot whose first ``length`` tokens are also those of the new sequence; this
-                may be ``slot`` itself. In a pool, the two sequences share the pages that the first
-                ``length - 1`` of these tokens fill; the last token does not count, because decoding
-                writes its keys and values again. None if the new sequence shares no tokens.
+                may be ``slot`` itself. If the slots share one set of pages (``engine.pages``), the
+                two sequences share the pages that their first ``length - 1`` tokens fill. The last
+                token does not count, because decoding writes its keys and values again. None if
+                the new sequence shares no tokens.
             length: number of tokens that the two sequences have in common, see ``source``.
             spare: number of pages that must stay free.
 

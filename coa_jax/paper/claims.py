@@ -158,10 +158,10 @@ def solved_of(
 
 
 def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
-    """Decorates a function of run folders so that the folders are given in a second call.
+    """Decorates a function whose first argument is a list of run folders.
 
-    The first call takes all arguments except the folders. It returns a function of the folders
-    alone, as `Claim.figure` needs.
+    The decorated function takes all other arguments, and returns a function of the folders alone,
+    as `Claim.figure` needs.
     """
 
     @functools.wraps(compute)

@@ -147,7 +147,7 @@ class Command(Bounded):
     def rft_config(self, path: Path) -> RFTConfig | None:
         """Returns the settings of rejection-sampling fine-tuning (RFT); None to skip this stage.
 
-        The paths in the settings are those of a work directory.
+        Model and traces are files of the work directory ``path``.
         """
         if not self.rft:
             return None

@@ -78,7 +78,7 @@ def become_program(
 
 
 def environment(job: Job, directory: str) -> dict[str, str]:
-    """Returns the environment variables of a program, which are the same in all calls.
+    """Returns the environment variables of a program; those of this process are not among them.
 
     Args:
         job: description of the job.

@@ -108,9 +108,9 @@ def chat_prompt_ids(
     Args:
         tokenizer: tokenizer of the policy.
         messages: the conversation, whose first message may have the role `TOOLS`.
-        prefix: text with which the policy's turn begins; "" if the turn has no text yet. If None,
-            the ids end before the tokens that open this turn, but with a message of the role
-            `TOOLS`, None has the effect of "".
+        prefix: text with which the policy's turn begins. The ids then include the tokens that open
+            the turn, and the text. With None they end before these tokens (with a message of the
+            role `TOOLS`, None has the effect of "").
 
     Raises:
         UserError: the chat template of the model cannot be used.

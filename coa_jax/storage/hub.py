@@ -113,7 +113,7 @@ def snapshot_of(source: str | os.PathLike[str], model: Path) -> Path:
 def cached_files(source: str | os.PathLike[str], *, weights: bool) -> list[Path]:
     """Downloads a model of the Hub as `model_folder` does; returns the files in the cache.
 
-    The model must be on the Hub (`hub_cache` returns a folder). See `model_folder` for the
+    ``source`` must name a model on the Hub, not a local folder. See `model_folder` for the
     arguments and errors.
     """
     model = model_folder(source, weights=weights)

@@ -78,7 +78,7 @@ def separate(
 ) -> Separate | None:
     """Prepares an assertion to run in another process than the program that it tests.
 
-    There, the program can neither read the expected results nor change the comparisons.
+    The program can then neither read the expected results nor change the comparisons.
 
     Args:
         test: source of the assertion.

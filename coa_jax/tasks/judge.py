@@ -72,7 +72,7 @@ class JudgeConfig(Bounded):
             stores no verdicts.
         patience: maximum time in seconds for which a request is repeated, with growing pauses, if
             the endpoint is down or overloaded. After this time, the answer has no verdict, and RL
-            masks the sample. RL waits for the judge meanwhile, so that fewer samples are masked.
+            masks the sample. Until then, RL waits for the judge, so that fewer samples are masked.
     """
 
     chat: Annotated[ChatConfig, Sparse()] = dataclasses.field(

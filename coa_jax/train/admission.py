@@ -85,7 +85,7 @@ class Composition:
 
     @property
     def unused(self) -> tuple[int, ...]:
-        """The groups that the step examined, but does not train on."""
+        """Indices of the groups that this step looked at, but does not train on."""
         used = set(self.used)
         return tuple(index for index in self.examined if index not in used)
 

@@ -119,7 +119,7 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
-    """Returns the schedule that an optimiser follows; None if the optimiser has its own."""
+    """Returns the schedule of the settings; None if the optimiser brings a schedule of its own."""
     if not isinstance(optimizer, OptimizerConfig):
         return None
     if optimizer.path and "learning_rate" not in _call(optimizer).asks:

@@ -58,7 +58,10 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
 
 
 class TextArena:
-    """The environment of one player of a game: an `rollout.environments.base.Environment`."""
+    """The environment of one player in a game of one or more players.
+
+    It is an `rollout.environments.base.Environment`.
+    """
 
     needs = Needs(("textarena",))
     together = True  # the samples of a task play with each other
