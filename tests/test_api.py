@@ -510,3 +510,13 @@ def test_a_row_that_is_no_task_is_named(saved, tmp_path, rows, words):
     with pytest.raises(UserError, match=words):
         coa_jax.train_rl(str(saved), tmp_path / "run", tasks=rows)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_whose_column_is_missing_ends_a_run_before_it_begins(saved, tmp_path):
+    def reward(completions, ground_truth):
+        return [0.0]
+
+    rows, path = [{"prompt": "What is 2?", "answer": "2"}], tmp_path / "run"
+    with pytest.raises(UserError, match=r"ground_truth.* answer"):
+        coa_jax.train_rl(str(saved), path, tasks=rows, rewards=reward)
+    assert not [*path.rglob("config.json"), *path.rglob("metrics.jsonl")]

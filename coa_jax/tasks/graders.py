@@ -243,9 +243,15 @@ class Graders:
 
         Raises:
             UserError: a reward, package, sandbox or folder of tests that the tasks need is missing,
-                or a reward function returns neither a number nor None.
+                a task lacks a column that a reward function needs, or a reward function returns
+                neither a number nor None.
         """
         tasks = list(tasks)
+        for reward in self._rewards:
+            check_columns = getattr(reward.call and reward.call.function, "check", None)
+            if check_columns and reward.own:
+                for task in tasks:
+                    check_columns(task)
         if tasks and self._untried:
             run_blocking(self._try_own(tasks[0]))
             self._untried = []

@@ -116,12 +116,22 @@ def golds(value: Any) -> tuple[str, ...]:
     return gold
 
 
+def without_answers(task: Task) -> dict[str, Any]:
+    """Returns the metadata of a task without columns that contain an accepted answer."""
+    return {
+        key: value
+        for key, value in task.metadata.items()
+        if key not in ANSWERS or not any(gold in str(value) for gold in task.gold)
+    }
+
+
 def tasks_of_rows(rows: Iterable[Fields], mapping: Columns, *, graded: bool) -> list[Task]:
     """Converts rows from Python, such as a list of dicts or a ``datasets.Dataset``, to tasks.
 
     The question is the column ``question``, ``problem`` or ``prompt``, which may also be a list of
     chat messages that ends with the user's. The answer is the column ``answer``, or another of
-    `ANSWERS`. All other columns become metadata, which reward functions read.
+    `ANSWERS`. All other columns become metadata, which reward functions read. So does the column of
+    the answer if it has a name of its own, such as ``ground_truth``.
 
     Args:
         rows: one row per question, as a dict from columns to values.
@@ -155,7 +165,11 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
         raise ValueError(f"there is no column 'question' or 'prompt'; the columns are {columns}")
     fields: dict[str, Any] = {"id": str(row.pop("id", index)), "question": row.pop(name)}
     answer = next((key for key in ANSWERS if key in row), "answer")
-    fields |= {key: row.pop(key) for key in ("prompt", "protocol", answer) if key in row}
+    fields |= {key: row.pop(key) for key in ("prompt", "protocol", "answer") if key in row}
+    if answer in row and isinstance(row[answer], dict):  # tests would be stored a second time
+        fields[answer] = row.pop(answer)
+    elif answer in row:  # a reward may have a parameter of this name
+        fields[answer] = row[answer]
     if mapping.answer_after and answer in fields:
         fields[answer] = mapping.shortened(fields[answer])
     metadata = {**row.pop("metadata", {}), **row}
