@@ -22,7 +22,8 @@ _FILE = "module.safetensors"
 class Foreign:
     """A Flax NNX module of your own, with a tokenizer: it trains by SFT, and cannot decode.
 
-    `train_sft` trains its `flax.nnx.Param`, and `log_probs` scores rows of one sequence each.
+    `train_sft` trains its `flax.nnx.Param` on one device, and `log_probs` scores rows of one
+    sequence each.
 
     Attributes:
         module: maps tokens, int32 ``[rows, length]``, to logits ``[rows, length, vocab]``. The
