@@ -171,8 +171,9 @@ class ToolsConfig(Bounded):
         return probes | ({"store": store.probe} if store.path and not made else {})
 
 
-Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool | Callable[..., Any]]
-"""Settings of tools, or a list of tools, each given as a name, an object or a typed function."""
+_OneTool: TypeAlias = str | Tool | Callable[..., Any]
+Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[_OneTool] | _OneTool
+"""Settings of tools; or a tool or a list of tools, each a name, an object or a typed function."""
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
@@ -450,16 +451,22 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
     return ""
 
 
+def listed(tools: Tools) -> Tools:
+    """Returns a list with a single tool or function; other tools stay as they are."""
+    return [tools] if isinstance(tools, str) or callable(tools) else tools
+
+
 def named_tools(tools: Tools) -> dict[str, Any]:
     """Converts tools to a mapping of settings: a field of `ToolsConfig` -> its value.
 
     Args:
-        tools: settings of tools, or a list of tools. In a list, each tool is a name, an object or a
+        tools: settings of tools, or a tool, or a list of tools. Each tool is a name, an object or a
             typed function, and the objects and functions become entries of ``own``.
 
     Raises:
         UserError: a function is no tool, see `FunctionTool`.
     """
+    tools = listed(tools)
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):
