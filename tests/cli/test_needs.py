@@ -325,6 +325,28 @@ def told_before_jax(folder, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["modle=x"], ["modle", "'model'", "--config.tasks", "--workdir"]),
+        (["modle", "x", "model=y"], ["modle", "--config.tasks", "--workdir"]),
+        (
+            ["groups=abc", "lr=1", "foo=2", "bar=3", "group_size=x"],
+            ["groups=abc", "lr", "foo", "bar", "group_size=x"],
+        ),
+        (
+            ["tools.judge.model=x", "algorithm.foo=1", "groups=-1"],
+            ["tools.judge", "config.algorithm.foo", "config.groups"],
+        ),
+    ],
+)
+def test_all_mistakes_of_a_command_line_are_told_at_once(tmp_path, arguments, parts):
+    words = [f"--config.{text}" if text != "x" else text for text in arguments]
+    line = told_before_jax(tmp_path, "rl", *words)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
     ("command", "arguments", "parts"),
     [
         ("rl", ["groups=-1", "tools.names=wiki"], ["config.groups", "config.tools.names"]),
