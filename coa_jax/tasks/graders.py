@@ -89,13 +89,13 @@ class GradersConfig(Bounded):
     """Settings that say how the answers of the policy are graded.
 
     Attributes:
-        answer: reward of answers that no judge grades: ``exact_match``, ``f1``, a reward of the AFM
+        answer: reward that grades answers if no judge does: ``exact_match``, ``f1``, one of the AFM
             release (``mhqa_train``, ``mhqa_eval``, ``qa_em``, ``qa_subem``), or a custom reward
             ``package.module:name``.
-        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. The
-            weighted sum is the reward of a trajectory; each reward is also recorded under its name.
-            The name ``grader`` stands for the reward that the task names. If the mapping is empty,
-            only the reward that the task names counts.
+        rewards: rewards whose weighted sum counts: name -> ``path``, ``options`` and ``weight``,
+            see `RewardConfig`. Each reward is also recorded under its name. The name ``grader``
+            stands for the reward that the task names. If the mapping is empty, only the reward that
+            the task names counts.
         judge_all: whether the judge grades the text answers of all tasks. If False, the judge
             grades only the answers to tasks that name the reward ``judge``.
         judge: language model that grades text answers. If no judge is configured, the reward

@@ -80,9 +80,9 @@ class ToolsConfig(Bounded):
     """The tools of a run, and their limits.
 
     Attributes:
-        names: names of the tools. A name is a built-in tool (``wiki_search``, ``code``,
-            ``web_search``, ``crawl_page`` or ``visual_inspector``), a key of ``mcp`` or ``own``,
-            the name of a tool in an installed package, or ``package.module:name``.
+        names: tools of the policy: built-in names or package.module:name. The built-in tools are
+            ``wiki_search``, ``code``, ``web_search``, ``crawl_page`` and ``visual_inspector``. A
+            name may also be a key of ``mcp`` or ``own``, or that of a tool in an installed package.
         protocol: name of a new protocol with exactly these tools. Tasks can then name this protocol
             (``questions.jsonl:protocol=NAME``). "" creates no protocol.
         wiki_search: settings of ``wiki_search``, and of the local index of ``web_search``.

@@ -110,8 +110,8 @@ class Algorithm(Bounded):
     """The name of a preset, and settings that replace those of the preset.
 
     Attributes:
-        name: name of the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
-            reinforce++_baseline, ppo or opd. `resolve` takes from the preset every setting that is
+        name: grpo, dapo, dr_grpo, rloo, gspo, cispo, ppo or another preset: reinforce++,
+            reinforce++_baseline or opd. `resolve` takes from the preset every setting that is
             unset, which means -1 for a number and "" for a name.
         advantage: the advantage estimator. A group holds the samples of one task. ``group`` takes
             standard scores of the rewards within a group. ``mean`` subtracts the mean reward of the
