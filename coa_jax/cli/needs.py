@@ -72,7 +72,7 @@ def check_settings(command: str) -> None:
         if local and not os.path.exists(model):
             errors.append(
                 UserError(
-                    f"config.model: {model}: there is no such folder here{made_by(model)}; give a "
+                    f"config.model: {model}: there is no model{made_by(model)}; give a "
                     "directory, a GGUF file or a name on the Hub"
                 )
             )
