@@ -587,14 +587,14 @@ def _given(
 
 def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
     """Returns the tools and the functions with tags of their own, as one list."""
-    tools = None if tools is None else listed(tools)
+    several = () if tools is None else listed(tools)
     if tags is None:
-        return tools
+        return None if tools is None else several
     if not isinstance(tags, Mapping):
         raise UserError("tags must be a dict from tags to functions, such as {'search': search}")
-    if isinstance(tools, ToolsConfig | Mapping):
+    if isinstance(several, ToolsConfig | Mapping):
         raise UserError("tools is a group of settings; beside tags give a list of tools")
-    return [*(tools or ()), *(FunctionTool(function, tag) for tag, function in tags.items())]
+    return [*several, *(FunctionTool(function, tag) for tag, function in tags.items())]
 
 
 def _source(tasks: Any, values: dict[str, Any]) -> Reference:

@@ -451,8 +451,10 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
     return ""
 
 
-def listed(tools: Tools) -> Tools:
+def listed(tools: Tools) -> ToolsConfig | Mapping[str, Any] | Sequence[_OneTool]:
     """Returns a list with a single tool or function; other tools stay as they are."""
+    if isinstance(tools, ToolsConfig | Mapping):
+        return tools
     return [tools] if isinstance(tools, str) or callable(tools) else tools
 
 
@@ -466,13 +468,13 @@ def named_tools(tools: Tools) -> dict[str, Any]:
     Raises:
         UserError: a function is no tool, see `FunctionTool`.
     """
-    tools = listed(tools)
-    if isinstance(tools, ToolsConfig):
-        return dataclasses.asdict(tools)
-    if not isinstance(tools, Sequence):
-        return dict(tools)
+    several = listed(tools)
+    if isinstance(several, ToolsConfig):
+        return dataclasses.asdict(several)
+    if not isinstance(several, Sequence):
+        return dict(several)
     names, extensions = [], {}
-    for tool in tools:
+    for tool in several:
         if isinstance(tool, str):
             names.append(tool)
             continue
