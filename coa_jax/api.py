@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ from coa_jax.tools.make import (
     OWN_TOOLS,
     Tools,
     ToolsConfig,
+    listed,
     make_tools,
     named_tools,
     protocol_of,
@@ -79,11 +81,10 @@ __all__ = [
 Config: TypeAlias = ConfigDict | Mapping[str, Any]
 """Settings by name, for example from `load_config`."""
 
-Tasks: TypeAlias = (
-    str | Iterable[Task] | Iterable[Mapping[str, Any]] | Callable[..., Sequence[Task]]
-)
+Tasks: TypeAlias = str | Iterable[Task] | Iterable[Mapping[str, Any]] | Callable[..., Iterable[Any]]
 """The name of a source, tasks, rows with question and answer, or a function that returns tasks.
 
+A function without parameters may also return rows.
 Rows are dicts or a ``datasets.Dataset``, see `question_rows.tasks_of_rows`.
 """
 
@@ -159,16 +160,16 @@ def train_sft(
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
-            replaces the whole group. ``optimizer`` may be an optax object.
+            replaces the whole group; ``**{"optimizer.total_steps": 9}`` changes one setting of a
+            group. ``optimizer`` may be an optax object.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     path = run_folder(workdir)
     module = model if isinstance(model, Foreign) else None
-    values = {"model": "module"} if module else _values(model)
-    values = {**values, **_plain(changes)}
-    policy = _take_objects(values, {} if module else model, path)
+    values = _changed({"model": "module"} if module else model, changes)
+    policy = _take_model(values, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
     config = build_config(sft.SFTConfig, with_defaults("sft", values))
@@ -206,10 +207,10 @@ def train_rl(
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         tasks: training tasks; None to use the setting ``tasks``.
         rewards: reward functions; None to use the setting ``graders.rewards``.
-        tools: tools of the policy: a list of names, tools and typed functions; or values that
-            override single settings of the group ``tools``; None to use this group as it is. If the
-            list contains a function, the policy calls all tools in the format ``hermes``, unless
-            the settings name another format.
+        tools: tools of the policy: a list of names, tools and typed functions, or a single tool or
+            function; or values that override single settings of the group ``tools``; None to use
+            this group as it is. If there is a function, the policy calls all tools in the format
+            ``hermes``, unless the settings name another format.
         tags: maps tags to typed functions, in addition to ``tools``. The policy then writes a chain
             of agents, and calls a function by ``<tag>arguments</tag>``.
         environment: environment class (docs/environments.md); None to use the setting
@@ -217,15 +218,16 @@ def train_rl(
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that override those of ``model``. A new value for a group of settings
-            replaces the whole group. ``optimizer`` may be an optax object.
+            replaces the whole group; ``**{"optimizer.total_steps": 9}`` changes one setting of a
+            group. ``optimizer`` may be an optax object.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
     tools = _with_tags(tools, tags)
-    values = _given({**_values(model), **_plain(changes)}, tasks, rewards, tools, environment)
+    values = _given(_changed(model, changes), tasks, rewards, tools, environment)
     path = run_folder(workdir)
-    policy = _take_objects(values, model, path)
+    policy = _take_model(values, path)
     config = build_config(RLRun, with_defaults("rl", values))
     own_tools = config.tools if tools is None else tools
 
@@ -255,21 +257,16 @@ _INITIAL = "initial"
 """Folder, in a work directory, of an initial model that was given as an object."""
 
 
-def _take_objects(values: dict[str, Any], config: Any, path: Path) -> Model | None:
-    """Puts names in the place of a model and an optax object among the settings.
+def _take_model(values: dict[str, Any], path: Path) -> Model | None:
+    """Puts the name of a folder in the place of a model among the settings.
 
     Args:
         values: the settings, which the function changes.
-        config: the settings before the changes.
         path: the work directory.
 
     Returns:
         The model; None if the setting names a model.
     """
-    optimizer = values.get("optimizer", {})
-    if not isinstance(optimizer, Mapping):
-        group = _values(config).get("optimizer", {})
-        values["optimizer"] = {**group, "path": reference_to(optimizer), "options": {}}
     policy = values.get("model")
     if not isinstance(policy, Model):
         return None
@@ -479,8 +476,8 @@ def evaluate(
         UserError: an error that the caller can correct. Samples that have finished before the error
             are kept.
     """
-    changed = {**_values(model), **_plain(changes)}
-    values = _given(changed, tasks, rewards, _with_tags(tools, tags), environment)
+    tools = _with_tags(tools, tags)
+    values = _given(_changed(model, changes), tasks, rewards, tools, environment)
     policy = values.pop("model", None) if policy is None else policy
     values = with_defaults("evaluate", values).to_dict()
     path = run_folder(workdir)
@@ -545,6 +542,28 @@ def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _changed(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by name, after changes; an optax object becomes a group of settings.
+
+    A change with a dotted name, such as ``optimizer.total_steps``, keeps the rest of its group.
+    """
+    base, dotted = _values(config), {name: changes[name] for name in changes if "." in name}
+    values = {**base, **_plain({name: changes[name] for name in changes if "." not in name})}
+    optimizer = values.get("optimizer", {})
+    if not isinstance(optimizer, Mapping):
+        group = base.get("optimizer", {})
+        values["optimizer"] = {**group, "path": reference_to(optimizer), "options": {}}
+    for name, value in dotted.items():
+        *groups, last = name.split(".")
+        inner = values
+        for group in groups:
+            if not isinstance(inner.get(group, {}), Mapping):
+                raise UserError(f"{name}: {group} is {inner[group]!r}, which has no settings")
+            inner[group] = inner = {**inner.get(group, {})}
+        inner[last] = value
+    return values
+
+
 def _given(
     values: dict[str, Any],
     tasks: Tasks | None,
@@ -557,9 +576,9 @@ def _given(
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
-        listed = () if isinstance(tools, ToolsConfig | Mapping) else tools
-        tagged = any(isinstance(tool, FunctionTool) for tool in listed)
-        if tagged or any(not isinstance(tool, str | Tool) for tool in listed):
+        several: Any = () if isinstance(tools, ToolsConfig | Mapping) else tools
+        tagged = any(isinstance(tool, FunctionTool) for tool in several)
+        if tagged or any(not isinstance(tool, str | Tool) for tool in several):
             form = {"prompt_style": "full", "format": "" if tagged else "hermes"}
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
             values["tools"].setdefault("protocol", OWN_TOOLS)
@@ -575,20 +594,24 @@ def _given(
 
 def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
     """Returns the tools and the functions with tags of their own, as one list."""
+    several = () if tools is None else listed(tools)
     if tags is None:
-        return tools
+        return None if tools is None else several
     if not isinstance(tags, Mapping):
         raise UserError("tags must be a dict from tags to functions, such as {'search': search}")
-    if isinstance(tools, ToolsConfig | Mapping):
+    if isinstance(several, ToolsConfig | Mapping):
         raise UserError("tools is a group of settings; beside tags give a list of tools")
-    return [*(tools or ()), *(FunctionTool(function, tag) for tag, function in tags.items())]
+    return [*several, *(FunctionTool(function, tag) for tag, function in tags.items())]
 
 
 def _source(tasks: Any, values: dict[str, Any]) -> Reference:
     """Returns the setting ``tasks``; rows become tasks with a protocol for the tools."""
+    rows = tasks
     if callable(tasks):
+        rows = None if inspect.signature(tasks).parameters else tasks()
+    rows = list(rows) if isinstance(rows, Iterable) else []
+    if callable(tasks) and all(isinstance(row, Task) for row in rows):
         return Reference(tasks, "tasks")
-    rows = list(tasks)
     if not rows:
         raise UserError("tasks is empty; give at least one task")
     if not all(isinstance(row, Task) for row in rows):

@@ -510,3 +510,40 @@ def test_a_row_that_is_no_task_is_named(saved, tmp_path, rows, words):
     with pytest.raises(UserError, match=words):
         coa_jax.train_rl(str(saved), tmp_path / "run", tasks=rows)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_whose_column_is_missing_ends_a_run_before_it_begins(saved, tmp_path):
+    """The rows come from a function, and a function is the only tool."""
+
+    def reward(completions, ground_truth):
+        return [0.0]
+
+    path, given = tmp_path / "run", {"tools": double, "rewards": reward}
+    rows = [{"prompt": "What is 2?", "answer": "2", "shelf": "B4"}]
+    for tasks in (lambda: rows, lambda: iter(rows)):
+        with pytest.raises(UserError, match=r"ground_truth.* answer, shelf"):
+            coa_jax.train_rl(str(saved), path, tasks=tasks, **given)
+    assert not [*path.rglob("config.json"), *path.rglob("metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"optimizer": optax.sgd(0.1)}, {"optimizer": {"path": "a:b"}}]
+)
+def test_a_dotted_name_changes_one_setting_of_a_group(tmp_path, more):
+    with pytest.raises(UserError, match=r"^config\.optimizer\.total_steps is -1"):
+        coa_jax.train_sft("x", tmp_path, data=[], **more, **{"optimizer.total_steps": -1})
+    with pytest.raises(UserError, match=r"seed\.x: seed is 3"):
+        coa_jax.train_sft("x", tmp_path, data=[], seed=3, **{"seed.x": 1})
+
+
+def test_a_function_of_tasks_and_a_single_tool_are_taken_as_they_are():
+    def tasks():
+        return list(TASKS)
+
+    def of_nothing():
+        return None
+
+    for function in (tasks, of_nothing):
+        assert coa_jax.api._source(function, {}).target is function
+    assert coa_jax.named_tools(double).keys() == {"names", "own"}
+    assert coa_jax.named_tools("code") == {"names": ("code",)}

@@ -342,6 +342,16 @@ def test_help_shows_settings_on_one_page(name):
         assert re.fullmatch(r"  [\w.]+ +\S.* \S.*", line), line
 
 
+@pytest.mark.parametrize("name", ["rl", "sft"])
+def test_help_shows_whole_values_and_cuts_no_meaning_within_a_clause(name):
+    result = forked.run(["-m", "coa_jax", name, "--help"], env={**os.environ, "COLUMNS": "110"})
+    assert "..." not in result.stdout.split("settings, written", 1)[1]
+    assert "number of updates; 0 for 100 steps of RL" in result.stdout
+    if name == "rl":
+        assert re.search(r"^  tools\.names +wiki_search,code ", result.stdout, re.MULTILINE)
+        assert re.search(r"^  graders\.answer +exact_match ", result.stdout, re.MULTILINE)
+
+
 def test_help_explains_the_settings_with_a_word_and_suggests_another_for_a_typo():
     def printed(*words):
         return forked.run(["-m", "coa_jax", "rl", *words])

@@ -12,6 +12,7 @@ import functools
 
 from absl import flags
 
+from coa_jax.cli.needs import check_settings
 from coa_jax.run.command import run_main
 from coa_jax.train.command import define_flags, run_fit
 from coa_jax.train.config import DPOConfig
@@ -19,7 +20,9 @@ from coa_jax.train.config import DPOConfig
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax dpo``: trains by DPO; returns the exit code."""
-    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    if flags.FLAGS.check == "false":
+        check_settings("dpo")
+    # Imported here, so that mistakes in settings are told before JAX is loaded.
     from coa_jax.cli.check import check
     from coa_jax.train.preference import train
 

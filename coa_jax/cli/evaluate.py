@@ -17,6 +17,7 @@ import functools
 
 from absl import flags
 
+from coa_jax.cli.needs import check_settings
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.command import config_flag, need, run_main, workdir_flag
 from coa_jax.storage import with_urls
@@ -37,7 +38,9 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax evaluate``: evaluates a policy; returns the exit code."""
-    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    if flags.FLAGS.check == "false":
+        check_settings("evaluate")
+    # Imported here, so that mistakes in settings are told before JAX is loaded.
     from coa_jax.api import evaluate
     from coa_jax.cli.check import check
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from absl import flags
 
 from coa_jax import storage
+from coa_jax.config.extensions import check_module, is_path
 from coa_jax.config.preflight import Needs, settings_needs, used_settings
 from coa_jax.data.rows import files_need
-from coa_jax.errors import UserError
+from coa_jax.errors import UserError, UserErrors
+from coa_jax.files.untrusted import made_by
 from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.judge import MAX_ANSWER_CHARS
@@ -53,6 +56,60 @@ def settings_of(command: str, values: Mapping[str, Any]) -> Any:
     module, _, name = _SETTINGS[command].partition(":")
     settings = getattr(importlib.import_module(f"coa_jax.{module}"), name)
     return build_config(settings, with_task_protocol(values))
+
+
+def check_settings(command: str) -> None:
+    """Checks the settings on the command line before JAX is loaded, which takes seconds.
+
+    Raises:
+        UserErrors: the folder of the model, or the module of a reward, a tool, an optimiser or an
+            environment does not exist; or a setting is unknown, missing or wrong.
+    """
+    values, errors = flags.FLAGS.config.to_dict(), list[UserError]()
+    model = values.get("model")
+    if isinstance(model, str) and not values.get("endpoint") and not values.get("agent"):
+        local = model and not storage.is_url(model) and storage.hub_id(model) is None
+        if local and not os.path.exists(model):
+            errors.append(
+                UserError(
+                    f"config.model: {model}: there is no model{made_by(model)}; give a "
+                    "directory, a GGUF file or a name on the Hub"
+                )
+            )
+    for where, path in _code_of(values):
+        try:
+            check_module(path, f"config.{where}")
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise UserErrors(errors)
+    settings_of(command, values)  # loads JAX if the settings are right
+
+
+def _code_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields each used setting that names code by a path, and the path."""
+    named: dict[str, Any] = {}
+    if "data" not in values or values.get("evaluate_every"):  # SFT uses these in evaluations alone
+        named["graders.answer"] = _inside(values, "graders").get("answer")
+        for name, reward in _inside(values, "graders", "rewards").items():
+            named[f"graders.rewards.{name}.path"] = _inside({name: reward}, name).get("path")
+        tools = {} if values.get("agent") else _inside(values, "tools")
+        named |= {f"tools.names[{n}]": name for n, name in enumerate(tools.get("names") or ())}
+        for tag, tool in _inside(tools, "own").items():
+            named[f"tools.own.{tag}.path"] = _inside({tag: tool}, tag).get("path")
+    for group in ("optimizer", "environment"):
+        named[f"{group}.path"] = _inside(values, group).get("path")
+    for where, path in named.items():
+        if isinstance(path, str) and is_path(path):
+            yield where, path
+
+
+def _inside(values: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Returns a group inside groups of settings; {} if there is no such group."""
+    for name in names:
+        inner = values.get(name)
+        values = inner if isinstance(inner, Mapping) else {}
+    return values
 
 
 def needs_of(config: Any, wandb: bool = False, workdir: str = "") -> Needs:

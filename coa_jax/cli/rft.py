@@ -12,6 +12,7 @@ import functools
 
 from absl import flags
 
+from coa_jax.cli.needs import check_settings
 from coa_jax.run.command import run_main
 from coa_jax.train.command import define_flags, run_fit
 from coa_jax.train.config import RFTConfig
@@ -19,7 +20,9 @@ from coa_jax.train.config import RFTConfig
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax rft``: fine-tunes on right trajectories; returns the exit code."""
-    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    if flags.FLAGS.check == "false":
+        check_settings("rft")
+    # Imported here, so that mistakes in settings are told before JAX is loaded.
     from coa_jax.cli.check import check
     from coa_jax.train.rejection import train
 

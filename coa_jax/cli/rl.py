@@ -20,6 +20,7 @@ import functools
 
 from absl import flags
 
+from coa_jax.cli.needs import check_settings
 from coa_jax.config.renamed import renewed
 from coa_jax.files import durable
 from coa_jax.protocol import find_protocols
@@ -45,7 +46,9 @@ FIRST = (
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax rl``: trains by RL, or replays a run; returns the exit code."""
-    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    if flags.FLAGS.check == "false" and not flags.FLAGS.replay:
+        check_settings("rl")
+    # Imported here, so that mistakes in settings are told before JAX is loaded.
     from coa_jax.api import train_rl
     from coa_jax.cli.check import check
     from coa_jax.train.rl import repeat

@@ -14,6 +14,7 @@ import functools
 
 from absl import flags
 
+from coa_jax.cli.needs import check_settings
 from coa_jax.run.command import need, run_main
 from coa_jax.storage import with_urls
 from coa_jax.train.command import define_flags
@@ -31,7 +32,9 @@ FIRST = (
 
 def main(argv: list[str]) -> int:
     """Runs ``coa-jax sft``: fine-tunes a policy; returns the exit code."""
-    # Imported here, so that mistakes in flags are told before JAX is loaded.
+    if flags.FLAGS.check == "false":
+        check_settings("sft")
+    # Imported here, so that mistakes in settings are told before JAX is loaded.
     from coa_jax.api import train_sft
     from coa_jax.cli.check import check
 

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 import sys
@@ -256,6 +257,35 @@ def parameters_of(
         raise UserError(f"{where}: the parameters of {name} cannot be determined") from None
 
 
+def check_module(path: str, where: str) -> None:
+    """Checks that the module of a path ``package.module:name`` exists, without importing it.
+
+    Packages around the module are imported.
+
+    Raises:
+        UserError: there is no such module, or a package cannot be imported.
+    """
+    module = path.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            return  # importing the module reports it
+        found, module = False, str(error.name)
+    except Exception:  # foreign code may raise anything; importing the module reports it
+        return
+    if not found:
+        raise _no_module(module, path, where, ())
+
+
+def _no_module(absent: str, path: str, where: str, names: Iterable[str]) -> UserError:
+    return UserError(
+        f"{where}: {path}: there is no module {absent!r} among the installed packages, in "
+        "the folder of the config file or in the working directory"
+        f"{_suggestion(path.partition(':')[0], names)}"
+    )
+
+
 def _load(kind: ExtensionKind, path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
@@ -263,11 +293,7 @@ def _load(kind: ExtensionKind, path: str, where: str) -> Any:
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and f"{module}.".startswith(f"{absent}."):
-            raise UserError(
-                f"{where}: {path}: there is no module {absent!r} among the installed packages, in "
-                "the folder of the config file or in the working directory"
-                f"{_suggestion(module, kind.names())}"
-            ) from None
+            raise _no_module(absent, path, where, kind.names()) from None
         raise UserError(f"{where}: {path} cannot be imported: {_reason(error)}") from error
     file = getattr(value, "__file__", None) or module
     for part in name.split("."):

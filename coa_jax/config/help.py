@@ -5,6 +5,7 @@ The meanings stand in the ``Attributes:`` sections of the dataclasses.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -17,9 +18,9 @@ from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError
 
 _ENTRY = re.compile(r"(?P<names>[a-z_]\w*(, [a-z_]\w*)*):\s*(?P<text>.*)")
-_END = re.compile(r"[;.:](?=\s|$)|, (?:see|such as|which) ")
+_END = re.compile(r"[;.:](?=\s|$)| \(|, (?:as|at most|if|including|or|see|such as|which) ")
 """Matches where a meaning can be cut so that it fits into a line."""
-_KEY_WIDTH, _VALUE_WIDTH = 26, 12
+_KEY_WIDTH, _VALUE_WIDTH, _LONGEST = 26, 12, 32
 _FEW, _MOST = 10, 30
 """With fewer keys than the first number, `outermost` adds keys, up to the second number."""
 
@@ -106,11 +107,20 @@ def page(settings: Iterable[Setting], keys: Sequence[str], width: int) -> str:
     by_key = {setting.key: setting for setting in settings}
     lines = []
     for setting in map(by_key.__getitem__, keys):
-        value = setting.value
-        value = value if len(value) <= _VALUE_WIDTH else f"{value[: _VALUE_WIDTH - 3]}..."
+        value = _written(setting.value)
+        value = value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."
         start = f"  {setting.key:{_KEY_WIDTH}} {value:{_VALUE_WIDTH}} "
         lines.append(start + _cut(setting.meaning, width - len(start)))
     return "\n".join(lines)
+
+
+def _written(value: str) -> str:
+    """Returns a value as a flag takes it: text without quotes, and items with commas."""
+    if value.startswith(("'", '"', "(")):
+        plain = ast.literal_eval(value)
+        items = plain if isinstance(plain, tuple) else (plain,)
+        return ",".join(map(str, items)) or ('""' if plain == "" else value)
+    return value
 
 
 def _cut(text: str, width: int) -> str:
@@ -119,8 +129,8 @@ def _cut(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     ends = [match.start() for match in _END.finditer(text)]
-    fitting = [end for end in ends if end <= width]
-    return text[: fitting[-1]] if fitting else f"{text[: width - 4]} ..."
+    fitting = [end for end in ends if 10 < end <= width]
+    return text[: fitting[-1]] if fitting else f"{text[: width - 3].rpartition(' ')[0]} ..."
 
 
 def outermost(settings: Sequence[Setting]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import difflib
 import re
@@ -80,7 +81,9 @@ def _literal(text: str) -> Any:
         return text
 
 
-def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
+def readable_overrides(
+    argv: list[str], config: ml_collections.ConfigDict, errors: list[UserError] | None = None
+) -> list[str]:
     """Rewrites the overrides that ml_collections cannot read, so that it can read them.
 
     - ml_collections overrides only existing settings. An override of a missing setting becomes an
@@ -89,6 +92,12 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
     - The value of a tuple becomes a Python tuple: ``--config.names=a,b:c`` becomes
       ``--config.names=('a', 'b:c')``. Repeated overrides of a tuple are concatenated.
 
+    Args:
+        argv: the command line.
+        config: the config that will be overridden.
+        errors: list to which errors are added, of overrides that are then left out; None to raise
+            them.
+
     Raises:
         UserErrors: settings do not exist.
         UserError: a setting has no value.
@@ -96,28 +105,32 @@ def readable_overrides(argv: list[str], config: ml_collections.ConfigDict) -> li
     before = switches(argv)
     values: dict[str, Any] = {}
     rest: list[str] = []
-    unknown: list[UserError] = []
-    arguments = iter(before)
-    for argument in arguments:
+    unknown: list[UserError] = [] if errors is None else errors
+    arguments = collections.deque(before)
+    while arguments:
+        argument = arguments.popleft()
         override = _OVERRIDE.fullmatch(argument)
         group = _open_group(config, override[1]) if override else ""
         try:
             present = check_key(config, override[1]) if override and not group else ()
         except UserError as error:
             unknown.append(error)
+            if override and override[2] is None and arguments and arguments[0][:1] != "-":
+                arguments.popleft()  # the value
             continue
         if override is None or not isinstance(present, tuple):
             rest.append(argument)
             continue
         key, value = override.groups()
-        value = next(arguments, None) if value is None else value
+        if value is None and arguments:
+            value = arguments.popleft()
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
         if group:
             _join(values, config, group, key.removeprefix(f"{group}."), _literal(value))
         else:
             values[key] = values.get(key, ()) + _tuple_like(present, value, key)
-    if unknown:
+    if unknown and errors is None:
         raise UserErrors(unknown)
     joined = [f"--config.{name}={value!r}" for name, value in values.items()]
     # A group must come before its settings, and after the config file.

@@ -20,6 +20,7 @@ from coa_jax.data.split import (
     ENVIRONMENT,
     POLICY,
     Parts,
+    Untagged,
     Unusable,
     any_protocol,
     infer_protocol,
@@ -156,7 +157,13 @@ def _of_alpaca(
         context += [("user", user), ("assistant", assistant)]
     exact = None if value.get("policy") is None else _spans(value["policy"], output)
     turns = ((POLICY, output),)
-    return _assemble(value, tuple(context), prompt, turns, exact, name, protocol, more)
+    try:
+        return _assemble(value, tuple(context), prompt, turns, exact, name, protocol, more)
+    except Untagged:
+        if exact or value.get("parts") is not None:
+            raise
+        chat = [*context, ("user", prompt), ("assistant", output)]
+        return Made(_of_function_calls(value, [Turn(*turn) for turn in chat], name))
 
 
 def _of_atif(document: dict[str, Any], name: str, protocol: str) -> Made:
@@ -255,7 +262,12 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     reply = tuple(
         (POLICY if turn.role in _POLICY else ENVIRONMENT, _turn_text(rules, turn)) for turn in after
     )
-    return _assemble(value, context, prompt, reply, None, name, protocol)
+    try:
+        return _assemble(value, context, prompt, reply, None, name, protocol)
+    except Untagged:
+        if value.get("parts") is not None or {turn.role for turn in turns} & {"tool", "call"}:
+            raise
+        return Made(_of_function_calls(value, turns, name))
 
 
 def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
@@ -273,7 +285,10 @@ def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
 def _of_function_calls(
     value: Mapping[str, Any], turns: Sequence[Turn], name: str
 ) -> DistilledRecord:
-    """Converts a conversation with function calls; the first user message is its question."""
+    """Converts a conversation with or without function calls.
+
+    The first user message is the question.
+    """
     roles = [turn.role for turn in turns]
     if "user" not in roles:
         raise Unusable("there is no user message")

@@ -236,8 +236,9 @@ def _data_set(
     source = str(path)
     if source.startswith("hf:"):
         rows = open_hub(source, split, revision, setting)
-        # Images in other columns are not decoded.
-        chosen = rows if columns is None else rows.select_columns(list(columns(rows.column_names)))
+        names = [name for name, kind in rows.features.items() if "decode=True" not in repr(kind)]
+        # Columns of images, audio and video are left out, because decoding them takes long.
+        chosen = rows.select_columns(list(columns(names) if columns else names))
         # A pickled data set consists of the paths of its files, so that workers download nothing.
         read, stream = functools.partial(_plain_row, chosen), functools.partial(map, plain, chosen)
         return Rows(path, len(chosen), read, str(rows._fingerprint), stream=stream)

@@ -169,6 +169,10 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
     return tuple(parts)
 
 
+class Untagged(Unusable):
+    """Raised if neither the text nor its instructions have tags other than ``think``."""
+
+
 # --- inference of the protocol ------------------------------------------------------------------
 
 
@@ -201,6 +205,7 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
         sentence that names the protocol takes the place of the tags.
 
     Raises:
+        Untagged: there are no tags from which to infer a protocol.
         Unusable: no protocol has all tags of the text, or several that have them are equally small.
     """
     protocols = {name: get_protocol(name) for name in protocol_names()}
@@ -219,6 +224,6 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
     listed = ", ".join(sorted(used)) or "none"
     if not fitting:
         raise Unusable(f"no protocol has all of its tags ({listed})")
-    raise Unusable(
+    raise (Untagged if shown <= {"think"} else Unusable)(
         f"its tags ({listed}) are those of several protocols ({', '.join(smallest)}); set protocol"
     )

@@ -49,9 +49,8 @@ class EngineConfig(Bounded):
     own programs.
 
     Attributes:
-        slots: number of sequences that can be in progress at the same time. 0 takes the number of
-            samples of an RL step or of an evaluation, or fewer if memory is too small
-            (`memory.fitted`).
+        slots: number of sequences in progress; 0 for as many as memory holds, at most the
+            samples of an RL step or of an evaluation (`memory.fitted`).
         max_length: maximum number of tokens of a sequence (the positions of a slot).
         chunk: number of tokens that the device decodes for each sequence before control returns to
             the host.

@@ -40,11 +40,12 @@ class SamplesConfig(Bounded):
     """Settings of every evaluation: its tasks, and how they are sampled.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
+        tasks: file, data set (hf:NAME) or name of a task source, see `tasks.load_tasks`; "" if
+            ``mixture`` names the sources.
         task_options: options of the task source.
         mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
         split: split of the task source: ``train``, ``validation`` or ``test``.
-        num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
+        num_tasks: number of tasks from each source; 0 for all, in their order.
         samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
             if there are at least k samples per task.
         temperature: sampling temperature; 0 is greedy decoding.
@@ -95,6 +96,9 @@ class HeldOutConfig(SamplesConfig):
 
     If ``tasks`` and ``mixture`` are empty, reinforcement learning evaluates on the sources that the
     run trains on. The limits of a trajectory are those of the run (``rollout``).
+
+    Attributes:
+        tasks: task source; in RL, "" for the source of the training tasks.
     """
 
     def __post_init__(self) -> None:
@@ -114,9 +118,9 @@ class EvaluateConfig(SamplesConfig):
     Attributes:
         seed: seed of the random choice of tasks, and of the samples.
         top_p: probability mass of nucleus sampling; 1 samples from all tokens.
-        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
-        protocol: protocol of all tasks. Questions without a protocol get this protocol, and a task
-            with another protocol is an error. "" uses the protocol of each task.
+        top_k: number of most probable tokens that can be sampled; 0 for all tokens.
+        protocol: protocol of all tasks; "" for the protocol of each task. Questions without a
+            protocol get this protocol, and a task with another protocol is an error.
         engine: settings of the engine that decodes on this machine.
         rollout: budgets of a trajectory.
         agent: external agent program that solves the tasks instead of the default loop of tools.
@@ -207,7 +211,7 @@ class EvaluateRun(EvaluateConfig):
     """The settings of an evaluation, with the policy and its tools.
 
     Attributes:
-        model: Hugging Face directory of the policy; ignored if ``endpoint`` names a server.
+        model: directory or Hub name of the policy; ignored if ``endpoint`` names a server.
         stage: name of the evaluation, under which the work directory stores its results.
         tools: tools that the policy can call.
     """

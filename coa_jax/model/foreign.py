@@ -22,8 +22,8 @@ _FILE = "module.safetensors"
 class Foreign:
     """A Flax NNX module of your own with its tokenizer, which SFT trains. It cannot decode.
 
-    `train_sft` trains the module's `flax.nnx.Param`. `log_probs` computes its log-probabilities if
-    each row of the batch holds a single sequence.
+    `train_sft` trains the module's `flax.nnx.Param`, on one device. `log_probs` computes its
+    log-probabilities if each row of the batch holds a single sequence.
 
     Attributes:
         module: maps tokens, int32 ``[rows, length]``, to logits ``[rows, length, vocab]``. The

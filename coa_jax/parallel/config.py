@@ -18,10 +18,8 @@ class MeshConfig(Bounded):
 
     Attributes:
         data: number of replicas of the parameters.
-        fsdp: number of parts into which batch and parameters are split; -1 for the remaining
-            devices.
-        tensor: number of parts into which each layer (its heads, MLP width and vocabulary) is
-            split.
+        fsdp: number of parts of batch and parameters; -1 for all devices.
+        tensor: number of parts of each layer (of its heads, MLP width and vocabulary).
         decode_tensor: number of devices over which a decoding engine splits the model; 0 takes the
             value of ``tensor``. The devices of a process are divided among engines of this size.
         rollout_devices: number of devices of each process that are reserved for rollouts. The last

@@ -24,8 +24,8 @@ class RolloutConfig(Bounded):
     If a budget is exhausted, the trajectory ends with the stop reason in parentheses.
 
     Attributes:
-        max_tokens: maximum number of tokens of a whole trajectory, including prompt and
-            observations (``length``). An observation is truncated to the remaining number of
+        max_tokens: maximum number of tokens of a trajectory, including prompt and observations
+            (``length``). An observation is truncated to the remaining number of
             tokens. If no token remains for an observation, the tool is not called.
         max_turn_tokens: maximum number of tokens that the policy writes between two observations
             (``turn_length``); 0 for no limit.
@@ -50,9 +50,9 @@ class RolloutConfig(Bounded):
         cut_context: whether the oldest steps are removed from the context when no room is left for
             another turn, see `rollout.cut`. ``max_tokens`` then limits the context, not the
             trajectory. This setting is for evaluation; training refuses it.
-        format: how calls and answers are written: ``tags`` (a chain of agents), ``hermes``,
-            ``react``, or a custom format (docs/formats.md); "" for the format that the protocol of
-            each task names.
+        format: format of calls and answers; "" for that of the task's protocol. The others are
+            ``tags`` (a chain of agents), ``hermes``, ``react`` and custom formats
+            (docs/formats.md).
     """
 
     max_tokens: Size = 1024

@@ -52,8 +52,9 @@ from coa_jax.config.overrides import (
     switches,
     wrong_value,
 )
-from coa_jax.errors import Outage, UserError, causes_of
+from coa_jax.errors import Outage, UserError, UserErrors, causes_of
 from coa_jax.parallel.compiled import keep_programs
+from coa_jax.run.settings import errors_of
 from coa_jax.storage import closing_caches, with_urls
 from coa_jax.storage.flags import check_places
 
@@ -416,26 +417,52 @@ def _resolve(spec: str) -> str:
 
 def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[str]:
     """Parses flags with absl, after checks whose messages are clearer than those of absl."""
+    errors: list[UserError] = []
     if "config" in flags.FLAGS:
         if not _asks_for_help(argv):
             argv, config = _loaded(argv)
-            _config_argv[:] = argv = readable_overrides(argv, config)
+            _config_argv[:] = argv = readable_overrides(argv, config, errors)
             if defined_config.with_defaults is not None:
                 delattr(flags.FLAGS, "config")
                 config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
         elif defined_config.settings is not None:
             print(_help(argv))
             sys.exit(0)
-    rest = _parsed(flags.FLAGS, argv)
+    rest = _parsed_rest(argv, errors)
     if len(rest) > 1 and not positional:
-        raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
-    _check_given()
+        message = f"unexpected argument {rest[1]!r}; flags are written --name=value"
+        errors.append(UserError(message))
+    try:
+        _check_given()
+    except UserError as error:
+        errors.append(error)
+    if errors:
+        known = defined_config.settings if "config" in flags.FLAGS else None
+        raise UserErrors([*errors, *(errors_of(known, flags.FLAGS.config) if known else ())])
     names = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
     places = {f"--{name}": flags.FLAGS[name].value for name in names}
     if "config" in flags.FLAGS:
         places |= dict(_leaves(flags.FLAGS.config, "--config"))
     check_places(places, ask=opens_places)
     return rest
+
+
+def _parsed_rest(argv: list[str], errors: list[UserError]) -> list[str]:
+    """Parses flags with absl, without those whose values are wrong; returns the other words.
+
+    Raises:
+        UserErrors: the command line cannot be parsed.
+    """
+    while True:
+        try:
+            return _parsed(flags.FLAGS, argv)
+        except UserError as error:
+            errors.append(error)
+            right = [argument for argument in argv if not str(error).startswith(f"{argument}: ")]
+            if len(right) == len(argv):
+                raise UserErrors(errors) from error
+            # The config file is loaded, and its flags must not be defined a second time.
+            argv = [argument for argument in right if not _CONFIG_SWITCH.match(argument)]
 
 
 def _parsed(values: flags.FlagValues, argv: list[str]) -> list[str]:

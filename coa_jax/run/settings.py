@@ -57,12 +57,31 @@ def build_config(
     Raises:
         UserErrors: keys are unknown or missing, or values have a wrong type or are out of bounds.
     """
+    arguments, errors = _arguments(cls, values, where, default)
+    if not errors:
+        try:
+            return cls(**arguments)
+        except UserError as error:
+            raise UserErrors([error]).within(where) from None
+    raise UserErrors([*errors, *_out_of_bounds(cls, arguments, where)])
+
+
+def errors_of(cls: type[Any], values: Mapping[str, Any] | ConfigDict) -> list[UserError]:
+    """Returns the errors of settings, without those of settings that contradict each other."""
+    arguments, errors = _arguments(cls, values, "config", None)
+    return [*errors, *_out_of_bounds(cls, arguments, "config")]
+
+
+def _arguments(
+    cls: type[Any], values: Mapping[str, Any] | ConfigDict, where: str, default: Any
+) -> tuple[dict[str, Any], list[UserError]]:
+    """Returns the arguments of a dataclass, and the errors of those that are left out."""
     types = _types(cast(Any, cls))
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     if not isinstance(values, Mapping | ConfigDict):
         inner = ", ".join(fields)
         raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
-    arguments, errors = {}, []
+    arguments, errors = dict[str, Any](), list[UserError]()
     for name in values:
         if name not in fields:
             plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
@@ -80,17 +99,17 @@ def build_config(
                 raise UserError(f"{where}.{name} is missing; give it in the config file")
         except UserError as error:
             errors.append(error)
-    if not errors:
-        try:
-            return cls(**arguments)
-        except UserError as error:
-            raise UserErrors([error]).within(where) from None
-    for name, value in arguments.items():  # the other settings may be wrong, too
+    return arguments, errors
+
+
+def _out_of_bounds(cls: type[Any], arguments: Mapping[str, Any], where: str) -> list[UserError]:
+    errors = []
+    for name, value in arguments.items():
         try:
             check(value, declared(cast(Any, cls))[name], f"{where}.{name}")
         except UserError as error:
             errors.append(error)
-    raise UserErrors(errors)
+    return errors
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -15,13 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 from coa_jax.data.trajectory import Author, Trajectory
+from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 
 
 def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a reward function with the signature of TRL or verl as one of this package.
 
-    Other functions, and functions whose parameters are unknown, are returned unchanged.
+    Other functions, and functions whose parameters are unknown, are returned as they are. The
+    attribute ``check`` of a converted function is a function of a task, which raises a `UserError`
+    if the task lacks a column that the reward needs.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -31,6 +34,20 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     if not trl and "solution_str" not in parameters:
         return function
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    needed = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and parameter.default is parameter.empty
+    ]
+
+    def check(task: Task) -> None:
+        there = (_columns if trl else _fields)(task, "")
+        if absent := [name for name in needed if name not in there]:
+            raise UserError(
+                f"the reward {getattr(function, '__name__', function)} needs {', '.join(absent)}, "
+                f"which task {task.id} lacks; it has {', '.join(there)}"
+            )
 
     async def reward(task: Task, trajectory: Trajectory) -> Any:
         values = (_columns if trl else _fields)(task, written(trajectory))
@@ -42,6 +59,7 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
         single = trl and isinstance(result, list | tuple) and len(result) == 1
         return result[0] if single else result
 
+    reward.check = check  # type: ignore[attr-defined]
     return reward
 
 

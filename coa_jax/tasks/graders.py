@@ -92,9 +92,10 @@ class GradersConfig(Bounded):
         answer: reward of text answers that no judge grades: ``exact_match``, ``f1``, a reward of
             the Chain-of-Agents authors (``mhqa_train``, ``mhqa_eval``, ``qa_em``, ``qa_subem``), or
             a custom reward ``package.module:name``.
-        rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. If
-            not empty, the weighted sum replaces the reward that the task names; in the sum, the
-            name ``grader`` stands for this reward. Each reward is also recorded under its name.
+        rewards: rewards whose weighted sum counts: name -> ``path``, ``options`` and ``weight``,
+            see `RewardConfig`. Each reward is also recorded under its name. The name ``grader``
+            stands for the reward that the task names. If the mapping is empty, only the reward that
+            the task names counts.
         judge_all: whether the judge grades the text answers of all tasks. If False, the judge
             grades only the answers to tasks that name the reward ``judge``.
         judge: language model that grades text answers. If no judge is configured, the reward
@@ -242,9 +243,15 @@ class Graders:
 
         Raises:
             UserError: a reward, package, sandbox or folder of tests that the tasks need is missing,
-                or a reward function returns neither a number nor None.
+                a task lacks a column that a reward function needs, or a reward function returns
+                neither a number nor None.
         """
         tasks = list(tasks)
+        for reward in self._rewards:
+            check_columns = getattr(reward.call and reward.call.function, "check", None)
+            if check_columns and reward.own:
+                for task in tasks:
+                    check_columns(task)
         if tasks and self._untried:
             run_blocking(self._try_own(tasks[0]))
             self._untried = []

@@ -1,7 +1,8 @@
 """Converts rows to tasks: those of question files, and those of any data set with named columns.
 
 docs/data.md lists the fields of question files. A row may name its split. A row that names no split
-belongs to every split.
+belongs to every split. Columns that are no part of the task become metadata, which reward functions
+read. So does the column of the answer if it has a name of its own, such as ``ground_truth``.
 
 For a data set with other columns, a mapping gives the column of each part of a task. A dot selects
 a field of a nested column (``answers.text``). For a part without an entry, the columns with the
@@ -12,6 +13,7 @@ customary names are tried:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -21,6 +23,7 @@ from typing import Any
 from coa_jax.config.overrides import suggest
 from coa_jax.data.rows import Fields
 from coa_jax.errors import UserError
+from coa_jax.files import jsonl
 from coa_jax.protocol import Messages, get_protocol
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
@@ -60,6 +63,7 @@ def question_task(row: Fields, split: str, protocol: str, source: str) -> Task |
         raise ValueError(f"unknown split {of_split!r}; the splits are {', '.join(SPLITS)}")
     if not isinstance(metadata, dict):
         raise ValueError("the field 'metadata' must be an object")
+    metadata = {**_extra(row), **metadata}
     digest = hashlib.sha256(question.strip().encode(errors="replace")).hexdigest()[:16]
     name = row.get("protocol") or protocol
     if not isinstance(name, str):
@@ -77,6 +81,23 @@ def question_task(row: Fields, split: str, protocol: str, source: str) -> Task |
         metadata = {"grader": grader, **metadata}
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *messages[:2])
     return checked(task) if of_split in (None, split) else None
+
+
+def _extra(row: Fields) -> dict[str, Any]:
+    """Returns the columns of a row that become metadata; values that JSON lacks are left out."""
+    extra = {}
+    for name, value in row.items():
+        if value is None or name in (*_PARTS, "split", "metadata") or _is_tests(name, value):
+            continue
+        with contextlib.suppress(TypeError, ValueError):
+            jsonl.dumps(value)
+            extra[name] = value
+    return extra
+
+
+def _is_tests(column: str, value: Any) -> bool:
+    """Returns whether a column has the tests of a program, which are large and stored as gold."""
+    return column in ANSWERS and isinstance(value, dict)
 
 
 def _gold(row: Fields, protocol: str, metadata: dict[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -116,12 +137,21 @@ def golds(value: Any) -> tuple[str, ...]:
     return gold
 
 
+def without_answers(task: Task) -> dict[str, Any]:
+    """Returns the metadata of a task without columns that contain an accepted answer."""
+    return {
+        key: value
+        for key, value in task.metadata.items()
+        if key not in ANSWERS or not any(gold in str(value) for gold in task.gold)
+    }
+
+
 def tasks_of_rows(rows: Iterable[Fields], mapping: Columns, *, graded: bool) -> list[Task]:
     """Converts rows from Python, such as a list of dicts or a ``datasets.Dataset``, to tasks.
 
     The question is the column ``question``, ``problem`` or ``prompt``, which may also be a list of
     chat messages that ends with the user's. The answer is the column ``answer``, or another of
-    `ANSWERS`. All other columns become metadata, which reward functions read.
+    `ANSWERS`.
 
     Args:
         rows: one row per question, as a dict from columns to values.
@@ -155,7 +185,10 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
         raise ValueError(f"there is no column 'question' or 'prompt'; the columns are {columns}")
     fields: dict[str, Any] = {"id": str(row.pop("id", index)), "question": row.pop(name)}
     answer = next((key for key in ANSWERS if key in row), "answer")
-    fields |= {key: row.pop(key) for key in ("prompt", "protocol", answer) if key in row}
+    fields |= {key: row.pop(key) for key in ("prompt", "protocol", "answer") if key in row}
+    if answer in row:
+        tests = _is_tests(answer, row[answer])
+        fields[answer] = row.pop(answer) if tests else row[answer]
     if mapping.answer_after and answer in fields:
         fields[answer] = mapping.shortened(fields[answer])
     metadata = {**row.pop("metadata", {}), **row}
@@ -178,7 +211,7 @@ class Columns:
     Attributes:
         columns: part of a task -> name of its column. The parts are ``question``, ``answer`` (a
             string, a number, or a list of accepted answers), ``id``, ``protocol`` and ``prompt``
-            (chat messages). Every other key becomes a metadata field of the task.
+            (chat messages). Every other key renames a column that becomes metadata of the task.
         answer_after: separator in the answers, such as ``####``. The accepted answer is the text
             after the last separator. "" uses the whole text.
         grader: name of the reward that grades the answers, see docs/grading.md; "" for the default
@@ -233,18 +266,6 @@ class Columns:
                 )
         return {part: column for part, column in columns.items() if column}
 
-    def needed(self, there: list[str]) -> list[str]:
-        """Returns the columns that the tasks are made of, so that only these are read.
-
-        Args:
-            there: names of the columns of the data set.
-
-        Raises:
-            UserError: see `resolved`.
-        """
-        used = {column.partition(".")[0] for column in self.resolved(there).values()}
-        return [name for name in there if name in used or name == "split"]
-
     def reader(self, split: str) -> Callable[[Fields, int], Task | None]:
         """Returns a function that converts a row of a file and its number to a task.
 
@@ -259,12 +280,16 @@ class Columns:
             if split and row.get("split") in others:
                 return None
             names.update(names or self.resolved(row))
+            used = {column.partition(".")[0] for column in names.values()} - {names["answer"]}
             value = {part: _column_value(row, column) for part, column in names.items()}
             fields = {part: value.pop(part) for part in _PARTS if part in value}
             if self.answer_after:
                 fields["answer"] = self.shortened(fields["answer"])
             fields["id"] = str(number if fields.get("id") is None else fields["id"])
-            fields["metadata"] = value | ({"grader": self.grader} if self.grader else {})
+            own, grader = row.get("metadata"), {"grader": self.grader} if self.grader else {}
+            extra = _extra({key: item for key, item in row.items() if key not in used})
+            named = own if isinstance(own, dict) else {}
+            fields["metadata"] = {**extra, **named, **value, **grader}
             return question_task(fields, split, self.protocol, self.where)
 
         return make

@@ -94,14 +94,10 @@ def load_files(
 
     tasks: list[Task] = []
     for file in find_files(path):
-        by_mapping = mapped or is_data_set(file)
         make: Make = release if file.suffix in _RELEASE else question
-        if by_mapping:
+        if mapped or is_data_set(file):
             make = mapping.reader("" if is_data_set(file) else split)
-        rows = open_rows(
-            file, columns=mapping.needed if by_mapping else None,
-            split=split, revision=revision, data_dir=data_dir, setting="tasks",
-        )  # fmt: skip
+        rows = open_rows(file, split=split, revision=revision, data_dir=data_dir, setting="tasks")
         add_tasks(tasks, rows, make, rename=make is not question)
     if not tasks:
         raise UserError(

@@ -80,9 +80,9 @@ class ToolsConfig(Bounded):
     """The tools of a run, and their limits.
 
     Attributes:
-        names: names of the tools. A name is a built-in tool (``wiki_search``, ``code``,
-            ``web_search``, ``crawl_page`` or ``visual_inspector``), a key of ``mcp`` or ``own``,
-            the name of a tool in an installed package, or ``package.module:name``.
+        names: tools of the policy: built-in names or package.module:name. The built-in tools are
+            ``wiki_search``, ``code``, ``web_search``, ``crawl_page`` and ``visual_inspector``. A
+            name may also be a key of ``mcp`` or ``own``, or that of a tool in an installed package.
         protocol: name of a new protocol with exactly these tools. Tasks can then name this protocol
             (``questions.jsonl:protocol=NAME``). "" creates no protocol.
         wiki_search: settings of ``wiki_search``, and of the local index of ``web_search``.
@@ -171,8 +171,9 @@ class ToolsConfig(Bounded):
         return probes | ({"store": store.probe} if store.path and not made else {})
 
 
-Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool | Callable[..., Any]]
-"""Settings of tools, or a list of tools, each given as a name, an object or a function."""
+_OneTool: TypeAlias = str | Tool | Callable[..., Any]
+Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[_OneTool] | _OneTool
+"""Settings of tools; or a tool or a list of tools, each a name, an object or a typed function."""
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
@@ -451,22 +452,30 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
     return ""
 
 
+def listed(tools: Tools) -> ToolsConfig | Mapping[str, Any] | Sequence[_OneTool]:
+    """Returns a list with a single tool or function; other tools stay as they are."""
+    if isinstance(tools, ToolsConfig | Mapping):
+        return tools
+    return [tools] if isinstance(tools, str) or callable(tools) else tools
+
+
 def named_tools(tools: Tools) -> dict[str, Any]:
     """Converts tools to a mapping of settings: a field of `ToolsConfig` -> its value.
 
     Args:
-        tools: settings of tools, or a list of tools. In a list, each tool is a name, an object or a
-            function, and the objects and functions become entries of ``own``.
+        tools: settings of tools, or a tool, or a list of tools. Each tool is a name, an object or a
+            typed function, and the objects and functions become entries of ``own``.
 
     Raises:
         UserError: a function is no tool, see `FunctionTool`.
     """
-    if isinstance(tools, ToolsConfig):
-        return dataclasses.asdict(tools)
-    if not isinstance(tools, Sequence):
-        return dict(tools)
+    several = listed(tools)
+    if isinstance(several, ToolsConfig):
+        return dataclasses.asdict(several)
+    if not isinstance(several, Sequence):
+        return dict(several)
     names, extensions = [], {}
-    for tool in tools:
+    for tool in several:
         if isinstance(tool, str):
             names.append(tool)
             continue

@@ -110,9 +110,9 @@ class Algorithm(Bounded):
     """The name of a preset, and settings that replace those of the preset.
 
     Attributes:
-        name: name of the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
-            reinforce++_baseline, ppo or opd (on-policy distillation). A setting that is unset (-1
-            for a number, "" for a name) has the value of the preset.
+        name: grpo, dapo, dr_grpo, rloo, gspo, cispo, ppo or another preset: reinforce++,
+            reinforce++_baseline or opd. `resolve` takes from the preset every setting that is
+            unset, which means -1 for a number and "" for a name.
         advantage: the advantage estimator. A group holds the samples of one task. ``group``
             standardises the rewards within a group. ``mean`` subtracts the mean reward of the group
             from each reward; ``leave_one_out`` subtracts the mean reward of the other samples.

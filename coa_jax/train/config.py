@@ -61,7 +61,7 @@ class TrainingConfig(Bounded):
         row_length: number of tokens per row; 0 for the length of the longest sequence.
         dtype: dtype of the matmul operands; auto chooses by the processor. Trained parameters and
             their gradients stay float32.
-        remat: activations that the backward pass recomputes; auto chooses by the free memory, see
+        remat: recomputed activations (none, dots, full); auto: by the free memory, see
             `model.remat.POLICIES`.
         optimizer: settings of AdamW and of its learning rate; ``total_steps`` is the number of
             updates of the run.
@@ -144,11 +144,12 @@ class FitConfig(TrainingConfig):
         data_workers: number of processes per host that read, tokenise and pack the next updates; 0
             for a thread of the training process. A thread suffices as long as the metric
             ``time/data``, the time spent waiting for data, is small.
-        validate_every: number of updates between two measurements of the validation loss, if the
-            run has validation data.
-        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint. Prefer a validation loss to the training
-            loss (``loss``), which belongs to the parameters before the last update.
+        validate_every: number of updates between measurements of the validation loss, if the run
+            has validation data.
+        keep_best: metric whose best checkpoint is kept; "" for none. This checkpoint is kept in
+            addition to the newest checkpoints. A validation loss describes the parameters in
+            the checkpoint. The training loss (``loss``) describes the parameters before the last
+            update, and not those in the checkpoint.
     """
 
     batch_size: Size = 32
@@ -164,27 +165,26 @@ class SFTConfig(FitConfig):
     Each example is one record. The Chain-of-Agents paper uses 256 examples per update (§3.1).
 
     Attributes:
-        data: records to train on: a path, several paths separated by commas, a pattern, a folder,
-            or a data set (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); see docs/data.md.
-        weights: relative frequencies with which records are drawn from the paths in ``data``, one
-            number per path; () draws all records equally often.
-        validation: records on which the validation loss is measured; "" for no validation.
-        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
-            of such a record from its tags.
+        data: records to train on: a file, a pattern, a folder or a data set
+            (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``), or several of these separated by
+            commas; see docs/data.md.
+        weights: relative frequencies of the paths in ``data``; () for all records alike. There is
+            one number per path.
+        validation: records on which the validation loss is measured; "" for none.
+        protocol: protocol of records that name none; "" infers it from their tags.
         prompt_style: prompt style in which the policy sees the questions, see `tasks.prompts`.
         level: level of the protocol rules, ``lenient`` or ``paper``; the instructions in the prompt
             explain the rules of this level. "" takes the level of each record.
-        format: conversation format in which the policy is trained on the records, see
-            `RolloutConfig.format`. Records in the format ``tags`` are rewritten in this format,
-            with their thoughts, calls and answers. "" keeps the format of each record.
-        rename_share: share of the records in which names and numbers are replaced by random ones.
-            A policy that starts from random weights then learns to copy names, and does not
-            memorise them; leave it 0 for other models. See `train.renaming`.
-        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint. Metrics of the evaluations on ``held_out``
+        format: format of calls and answers; "" keeps the format of each record. Otherwise, records
+            in the format ``tags`` are rewritten in this format, with their thoughts, calls and
+            answers, see `RolloutConfig.format`.
+        rename_share: share of the records in which names and numbers are replaced by random ones,
+            see `train.renaming`. Leave it 0 unless the policy is trained from random weights.
+        keep_best: metric whose best checkpoint is kept; "" for none. This checkpoint is kept in
+            addition to the newest checkpoints. Metrics of the evaluations on ``held_out``
             have names that begin with ``eval/``.
-        evaluate_every: number of updates between two evaluations on ``held_out``, which use live
-            tools; 0 for no evaluations.
+        evaluate_every: number of updates between evaluations on ``held_out``; 0 for none. The
+            evaluations use live tools.
         held_out: tasks and sampling settings of the evaluations.
         engine: settings of the decoding engine in evaluations, such as the number of slots.
         rollout: limits of a trajectory in evaluations. The fields ``prompt_style``, ``level`` and
@@ -293,8 +293,8 @@ class DPOConfig(FitConfig):
             `dpo_objective`. With a smaller value, the policy moves farther from the reference.
         min_gap: minimum difference between the rewards of the two trajectories of a pair.
         per_task: maximum number of pairs of one task.
-        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint.
+        keep_best: metric whose best checkpoint is kept; "" for none. This checkpoint is kept in
+            addition to the newest checkpoints.
     """
 
     traces: Place

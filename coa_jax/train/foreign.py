@@ -142,3 +142,9 @@ def _refuse(config: SFTConfig) -> None:
                 f"{name} is {value!r}: it needs a model of coa_jax; all parameters of a module of "
                 "your own are trained, without rollouts. Leave the setting out"
             )
+    for axis in ("data", "fsdp", "tensor"):
+        if (size := getattr(config.mesh, axis)) > 1:
+            raise UserError(
+                f"mesh.{axis} is {size}: a module of your own has no logical axes, so it trains on "
+                "one device. Leave the setting out, or train a model of coa_jax"
+            )

@@ -57,8 +57,7 @@ class OptimizerConfig(Bounded):
     Attributes:
         learning_rate: peak of the learning rate; -1 chooses by stage and adapters, see
             `defaults.completed`.
-        total_steps: number of updates; 0 for those of 100 steps (RL), or of three passes over the
-            examples (other runs).
+        total_steps: number of updates; 0 for 100 steps of RL, or 3 passes in other runs.
         warmup_steps: number of updates until the learning rate reaches its peak.
         final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
             learning rate constant after the warm-up.

@@ -78,7 +78,7 @@ class RLConfig(TrainingConfig):
         distilled: treatment of tasks whose question or fact is also in a training record of the
             policy; by default such tasks are left out.
         pool: selection of the tasks that are sampled; by default no task is skipped.
-        groups: number of groups that a step trains on; a group is the set of samples of one task.
+        groups: number of groups (tasks with their samples) that a step trains on.
         group_size: number of samples per group.
         max_sampled: maximum number of groups that a step examines, as a multiple of ``groups``. A
             group has a signal if its rewards differ. A step that has examined the maximum number of
@@ -109,7 +109,7 @@ class RLConfig(TrainingConfig):
             update of an epoch may have fewer groups.
         epochs: number of passes over the groups of a step, as in PPO. Passes after the first one
             shuffle the groups.
-        format_reward: whether a reward needs a trajectory that obeys the protocol, as in eq 11 of
+        format_reward: whether only trajectories that obey the protocol are rewarded, as in eq 11 of
             the Chain-of-Agents paper. If False, the answer alone decides, as in eq 10.
         stops: changes to the rewards of trajectories without an answer, see `StopRewards`.
         temperature: sampling temperature. Training divides the logits by the same temperature.
@@ -125,12 +125,11 @@ class RLConfig(TrainingConfig):
         graders: settings of the graders of answers, see docs/grading.md.
         environment: environment in which the policy acts, in addition to the tools; see
             docs/environments.md.
-        keep_best: metric that selects the best checkpoint, such as ``reward/mean``. This checkpoint
-            is kept in addition to the newest checkpoints; "" keeps no best checkpoint. Metrics of a
+        keep_best: metric whose best checkpoint is kept; "" for none. ``reward/mean`` is such a
+            metric. The checkpoint is kept in addition to the newest checkpoints. Metrics of a
             step's rollouts describe the policy before the step's updates; the step's checkpoint and
             evaluation use the parameters after the updates.
-        evaluate_every: number of steps between two evaluations on ``held_out``; 0 for no
-            evaluations.
+        evaluate_every: number of steps between evaluations on ``held_out``; 0 for none.
         held_out: settings of the evaluations. If ``held_out`` names no task source, the policy is
             evaluated on the validation split of the training sources.
         traces: which trajectories are written to disk, and in which file format.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from coa_jax.tasks import Graders, GradersConfig
 from coa_jax.train.rl_config import RLRun
 from tests.test_launch import run
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch"
 PAPER = {
     "rl web.py": (("gguf", "web"), ("SERPER_API_KEY",)),
     "rl mhqa.py": (("gguf",), ()),
@@ -305,3 +307,66 @@ def test_dry_runs_of_paper_configs_show_packages_flags_and_keys(stage, file):
         assert "COA_JAX_DISTRIBUTED=1 COA_JAX_STOP_CODE=3" in shown, script
         if script != "slurm.sh":  # sbatch hands on the environment
             assert all(key in shown for key in keys), script
+
+
+def told_before_jax(folder, *arguments: str) -> str:
+    """Returns the line with which a command ends, after it has not loaded JAX."""
+    program = (
+        "import runpy, sys\n"
+        "try: runpy.run_module('coa_jax', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as done: sys.exit(9 if 'jax' in sys.modules else done.code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["modle=x"], ["modle", "'model'", "--config.tasks", "--workdir"]),
+        (["modle", "x", "model=y"], ["modle", "--config.tasks", "--workdir"]),
+        (
+            ["groups=abc", "lr=1", "foo=2", "bar=3", "group_size=x"],
+            ["groups=abc", "lr", "foo", "bar", "group_size=x"],
+        ),
+        (
+            ["tools.judge.model=x", "algorithm.foo=1", "groups=-1"],
+            ["tools.judge", "config.algorithm.foo", "config.groups"],
+        ),
+    ],
+)
+def test_all_mistakes_of_a_command_line_are_told_at_once(tmp_path, arguments, parts):
+    words = [f"--config.{text}" if text != "x" else text for text in arguments]
+    line = told_before_jax(tmp_path, "rl", *words)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "parts"),
+    [
+        ("rl", ["groups=-1", "tools.names=wiki"], ["config.groups", "config.tools.names"]),
+        ("rl", ["algorithm.name=dapoo"], ["config.algorithm.name", "dapo"]),
+        (
+            "rl",
+            ["model=./nowhere", "optimizer.path=nomodule:lion", "graders.rewards.a.path=none.b:c",
+             "tools.names=json.none:tool"],
+            ["config.model: ./nowhere", "config.optimizer.path", "'nomodule'", "'none'",
+             "config.graders.rewards.a.path", "config.tools.names[0]", "'json.none'"],
+        ),
+        ("evaluate", ["samples=0"], ["config.samples"]),
+        ("sft", ["batch_size=0"], ["config.batch_size"]),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_told_before_jax_is_loaded(tmp_path, command, arguments, parts):
+    given = {"model": "Qwen/none", "data" if command == "sft" else "tasks": "x.jsonl"}
+    given |= dict(text.split("=", 1) for text in arguments)
+    words = [f"--config.{name}={value}" for name, value in given.items()]
+    line = told_before_jax(tmp_path, command, "--workdir=run", *words)
+    for part in parts:
+        assert part in line
+    assert not any(tmp_path.iterdir())

@@ -428,3 +428,26 @@ def test_a_line_and_a_row_without_end_are_refused_before_they_are_decoded(tmp_pa
             file.write(head.encode() + b'"' * (head == "[") + b"x" * (18 << 20))
         with pytest.raises(UserError, match=f"{where} of more than 16 MiB"):
             read_records(path)
+
+
+# --- plain conversations --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nEasy.\n</think>\n\n"])
+def test_a_conversation_without_tags_and_tools_is_learned_as_it_is(thought):
+    turns = [("user", "Hello"), ("assistant", f"{thought}Hi"), ("user", "2 + 2?")]
+    turns += [("assistant", f"{thought}4")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    alpaca_row = {"history": [["Hello", turns[1][1]]], "instruction": "2 + 2?"}
+    for row in (chat, {**alpaca_row, "output": turns[3][1]}):
+        made = made_of(row, "x")
+        assert made.record.parts == (
+            ("policy", turns[1][1]), ("environment", "2 + 2?"), ("policy", turns[3][1])
+        )  # fmt: skip
+        assert (made.record.question, made.tags) == ("Hello", ())
+
+
+def test_a_reply_without_the_tags_that_its_instructions_ask_for_is_left_out():
+    row = {"instruction": "Write <answer>.\n\nQuestion: 2 + 2?", "output": "4"}
+    with pytest.raises(Unusable, match="several protocols"):
+        made_of(row, "x")

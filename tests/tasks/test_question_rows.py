@@ -6,7 +6,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
-from coa_jax.tasks.question_rows import Columns, tasks_of_rows
+from coa_jax.tasks.question_rows import Columns, question_task, tasks_of_rows
 from tests.rows import write
 
 ROWS = [
@@ -23,8 +23,10 @@ def test_a_mapping_reads_a_file(tmp_path, suffix):
     path = write(tmp_path / f"rows{suffix}", ROWS)
     tasks = load_tasks(path, "train", options=options)
     assert [(t.id, t.question, t.gold, t.metadata) for t in tasks] == [
-        (f"n{i}", f"{i}+1?", (str(i + 1),), {"hops": i, "grader": "math"}) for i in range(4)
-    ]
+        (f"n{i}", f"{i}+1?", (str(i + 1),),
+         {"solution": f"So it is. #### {i + 1}", "track": "web", "hops": i, "grader": "math"})
+        for i in range(4)
+    ]  # fmt: skip
     assert tasks[0].protocol == "generalist"
     nested = {"columns": {**MAPPING, "answer": "answers.text", "protocol": "track"}}
     task = load_tasks(path + ":protocol=code", "train", options=nested)[1]
@@ -83,3 +85,27 @@ def test_rows_of_python_may_have_other_columns_and_a_separator():
     assert task.gold == ("3",)
     with pytest.raises(UserError, match=r"tasks\[0\]: there is no answer: .*ground_truth.*columns"):
         tasks_of_rows([{"prompt": "Who?", "shelf": "B4"}], plain, graded=True)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize("options", [{}, {"grader": "exact_match"}])
+def test_other_columns_of_a_file_become_metadata_as_those_of_rows_of_python(
+    tmp_path, suffix, options
+):
+    rows = [{"question": "Who?", "ground_truth": "B4", "word": "a", "split": "train"}]
+    if suffix == ".csv":
+        path = tmp_path / "rows.csv"
+        path.write_text("\n".join(",".join(line) for line in (rows[0], rows[0].values())) + "\n")
+    else:
+        path = write(tmp_path / f"rows{suffix}", rows)
+    (task,) = load_tasks(str(path), "train", options=options)
+    assert task.gold == ("B4",)
+    assert task.metadata == {"ground_truth": "B4", "word": "a", **options}
+    mapping = Columns({}, "", options.get("grader", ""), "generalist", "tasks")
+    (same,) = tasks_of_rows(rows, mapping, graded=True)
+    assert {**same.metadata} == {**task.metadata, "split": "train"}
+
+
+def test_a_field_of_the_metadata_precedes_a_column_and_a_value_without_json_is_left_out():
+    row = {"question": "Who?", "answer": "B4", "hops": 1, "metadata": {"hops": 2}, "image": b"\xff"}
+    assert question_task(row, "train", "generalist", "rows").metadata == {"hops": 2}

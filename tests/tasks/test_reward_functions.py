@@ -10,6 +10,7 @@ from coa_jax.config.extensions import Reference
 from coa_jax.data.trajectory import Author, SegmentSpan
 from coa_jax.errors import UserError
 from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tasks.question_rows import Columns, tasks_of_rows, without_answers
 from tests.tasks.finished import finished
 
 TASK = Task("t", "What is 12 * 34?", "web", ("408",), "sums", {"level": 3})
@@ -30,6 +31,10 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None):
 
 def says_yes(completions):
     return ["yes"]
+
+
+def of_ground_truth(completions, ground_truth, **kwargs):
+    return [float(g in text) for g, text in zip(ground_truth, completions, strict=True)]
 
 
 def graders(function) -> Graders:
@@ -77,3 +82,24 @@ def test_observations_are_no_part_of_a_completion():
     spans = (*silent.segments, SegmentSpan("observation", Author.ENVIRONMENT, text, last, last))
     seen = dataclasses.replace(silent, segments=spans, text=silent.text + text)
     assert graders(of_columns)(TASK, seen).value == 0.0
+
+
+@pytest.mark.parametrize("column", ["ground_truth", "solution"])
+def test_the_column_of_the_answer_reaches_a_reward_under_its_own_name(column):
+    def reward(completions, **columns):
+        return of_ground_truth(completions, columns[column])
+
+    (task,) = tasks_of_rows(
+        [{"prompt": "What is 12 * 34?", column: "408", "hint": "40"}],
+        Columns({}, "", "", "web", "tasks"),
+        graded=False,
+    )
+    checked = graders(reward)
+    checked.check([task])
+    assert [checked(task, finished(text)).value for text in ("408", "12")] == [1.0, 0.0]
+    assert without_answers(task) == {"hint": "40"}  # as an agent program sees the task
+
+
+def test_a_column_that_a_reward_needs_and_a_task_lacks_is_named():
+    with pytest.raises(UserError, match=r"of_ground_truth .*ground_truth.* t .*answer, level"):
+        graders(of_ground_truth).check([TASK])

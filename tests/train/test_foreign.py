@@ -109,6 +109,8 @@ def test_what_a_module_cannot_do_is_refused_in_one_line(tokenizer, tmp_path):
     policy = policy_of(tokenizer)
     with pytest.raises(UserError, match=r"lora\.rank is 4: it needs a model of coa_jax"):
         coa_jax.train_sft(policy, tmp_path / "a", data=RECORDS, lora={"rank": 4})
+    with pytest.raises(UserError, match=r"mesh\.fsdp is 2: .* one device"):
+        coa_jax.train_sft(policy, tmp_path / "b", data=RECORDS, mesh={"fsdp": 2})
     with pytest.raises(UserError, match=r"module is function; give a flax\.nnx\.Module"):
         coa_jax.Foreign(lambda tokens: tokens, tokenizer)
     with pytest.raises(UserError, match=r"module\.safetensors is missing"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -39,6 +41,7 @@ MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
 PARAMS = random_params(MODEL, 1)
 COMPUTE = local_compute()
 SFT = SFTLoss()
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
 
 def examples(sizes=(12, 7, 19, 3, 16), seed=0, advantages=None):
@@ -342,6 +345,21 @@ def test_an_object_is_used_with_the_bound_on_the_gradient_and_its_own_schedule()
         clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
         assert_same_tree(update_of(make_optimizer(config)), update_of(clipped))
         assert schedule_of(config) is None
+
+
+def test_the_documented_function_has_a_schedule_of_its_own(tmp_path, monkeypatch):
+    (program,) = re.findall(r"```python\n(# my_optimizers\.py\n.*?)```", DOCUMENT.read_text(), re.S)
+    (tmp_path / "my_optimizers.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"peak": 0.5, "rise": 1, "stay": 1, "fall": 2}
+    config = OptimizerConfig(9.0, 4, path="my_optimizers:lion", options=options)
+    optimizer, params, rates = make_optimizer(config), {"kernel": jnp.zeros(2)}, []
+    state = optimizer.init(params)
+    for _ in range(5):
+        updates, state = optimizer.update({"kernel": jnp.ones(2)}, state, params)
+        rates.append(-float(updates["kernel"][0]))
+    assert rates == [0.0, 0.5, 0.5, 0.25, 0.0]
+    assert schedule_of(config) is None
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from coa_jax.serve.agents.session import AgentSession
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.serve.http.server import Server, address_of, listen
+from coa_jax.tasks.question_rows import without_answers
 
 _NOTHING = ProgramOutcome()
 _HOPELESS = 8
@@ -185,7 +186,7 @@ class AgentSampler:
         session.version = self._version
         key = secrets.token_urlsafe(24)
         self._by_key[key] = session
-        shown = {"id": task.id, "question": task.question, "metadata": dict(task.metadata)}
+        shown = {"id": task.id, "question": task.question, "metadata": without_answers(task)}
         access = Access(self._url, key)
         try:
             async with asyncio.timeout(self._config.seconds):
