@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -581,7 +582,7 @@ def _given(
         if tagged or any(not isinstance(tool, str | Tool) for tool in several):
             form = {"prompt_style": "full", "format": "" if tagged else "hermes"}
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
-            values["tools"].setdefault("protocol", OWN_TOOLS)
+            values["tools"]["protocol"] = values["tools"].get("protocol") or OWN_TOOLS
     if environment is not None:
         path = Reference(environment, "environment")
         values["environment"] = {**_values(values.get("environment", {})), "path": path}
@@ -623,7 +624,9 @@ def _source(tasks: Any, values: dict[str, Any]) -> Reference:
         rewards = values.get("graders", {}).get("rewards", {})
         mapping = _columns(values.pop("task_options", {}), protocol)
         rows = tasks_of_rows(rows, mapping, graded=not rewards or "grader" in rewards)
-    return Reference(lambda: rows, "tasks")
+    # The name depends on the tasks, so that a work directory refuses other tasks.
+    content = "".join(jsonl.dumps(dataclasses.asdict(row)) for row in rows)
+    return Reference(lambda: rows, f"tasks_{hashlib.sha256(content.encode()).hexdigest()[:8]}")
 
 
 def _columns(options: Any, protocol: str) -> Columns:

@@ -268,6 +268,34 @@ def test_a_policy_is_reinforced_with_rewards_tasks_and_tools_of_python(tmp_path,
     assert searched and all(c.observation.startswith("12 degrees for ") for c in searched)
 
 
+def test_a_finished_run_takes_the_same_tasks_again_and_refuses_others(tmp_path, saved):
+    """As in a notebook, whose cell is run twice."""
+
+    def double(number: int) -> int:
+        """Doubles a number."""
+        return 2 * number
+
+    def train(question, answer):
+        settings = {"model": str(saved), "groups": 1, "group_size": 2, "row_length": 256}
+        config = coa_jax.load_config("configs/rl/tiny.py", settings)
+        tasks = [{"prompt": question, "answer": answer}]
+        budget = {"max_tokens": 256, "max_turn_tokens": 32}
+        return coa_jax.train_rl(
+            config,
+            tmp_path,
+            tasks=tasks,
+            tools=[double],
+            rollout=budget,
+            num_tasks=1,
+            **{"optimizer.total_steps": 1, "engine.max_length": 256},
+        )
+
+    first = train("What is 2 times 3?", "6")
+    assert train("What is 2 times 3?", "6").metrics == first.metrics
+    with pytest.raises(UserError, match="tasks"):
+        train("What is 2 times 4?", "8")
+
+
 def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
     config = coa_jax.load_config("configs/rl/tiny.py", {"model": str(saved)})
     with pytest.raises(UserError, match=r"config\.group_siz is not a setting"):

@@ -400,7 +400,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "scaling", "best of 3, picked by a judge", scaled("scaling", "best-of-3"),
         "GAIA 57.3 (Tab 13)",
-        f"{MAIN} --config.measures.scaling.evaluate.best_of.n=3 with best_of.chat.url of a judge",
+        f"{MAIN} with best_of in config.measures.scaling.evaluate (docs/reproduction.md)",
     ),
     Claim(
         "unseen tools", "calls that the tools understood", well_formed("unseen", *_UNSEEN),
