@@ -44,7 +44,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
-from coa_jax.parallel.slices import TPUS, Slice, devices_of, parse_slice
+from coa_jax.parallel.slices import TPUS, Slice, default_fraction, devices_of, parse_slice
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.tasks import Graders
 from coa_jax.tasks.checks import check_tools
@@ -331,8 +331,14 @@ def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
 
 def _rollouts(setup: arrays.Setup) -> str:
     """Describes the waves of a step, with half of the memory that no persistent array needs."""
-    most = (1 - _RESERVE) * setup.where.chip.hbm_bytes
+    most = (1 - _RESERVE) * _usable(setup)
     return arrays.rollout_waves(setup, int(most - _persistent(setup)) // 2)
+
+
+def _usable(setup: arrays.Setup) -> int:
+    """Returns the bytes of a device that JAX lets the run use."""
+    share = default_fraction(setup.where) if flags.FLAGS.topology else 1.0  # else already counted
+    return int(share * setup.where.chip.hbm_bytes)
 
 
 def _persistent(setup: arrays.Setup) -> int:
@@ -346,12 +352,13 @@ def _memory(setup: arrays.Setup) -> str:
 
     Running programs need additional memory, which only the compiler knows.
     """
-    persistent, most = _persistent(setup), setup.where.chip.hbm_bytes
-    text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device"
+    persistent, most = _persistent(setup), _usable(setup)
+    text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device that JAX may use"
     if persistent > (1 - _RESERVE) * most:
+        adapters = "" if setup.model.lora.rank else "train adapters (lora.rank=32), "
         raise UserError(
-            f"{text}, of which {_RESERVE:.0%} must stay free: take more chips, raise mesh.fsdp or "
-            "mesh.tensor, or lower engine.slots"
+            f"{text}, of which {_RESERVE:.0%} must stay free: {adapters}take more chips, raise "
+            "mesh.fsdp or mesh.tensor, or lower engine.slots"
         )
     return f"{text}; --check=compile shows what programs need in addition"
 
