@@ -58,7 +58,7 @@ from coa_jax.tools.make import (
 )
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import foreign, rl, sft
-from coa_jax.train.command import run_at
+from coa_jax.train.command import run_at, settled
 from coa_jax.train.defaults import with_defaults
 from coa_jax.train.optimizer import reference_to
 from coa_jax.train.renaming import renaming
@@ -166,14 +166,15 @@ def train_sft(
     """
     path = run_folder(workdir)
     module = model if isinstance(model, Foreign) else None
-    values = {"model": "module"} if module else _values(model)
+    values = {"model": "module", "lora": {"rank": 0}} if module else _values(model)
     values = {**values, **_plain(changes)}
     policy = _take_objects(values, {} if module else model, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
-    config = build_config(sft.SFTConfig, with_defaults("sft", values))
+    open_config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
+        config = settled(open_config, path, policy and policy.config)
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
@@ -226,10 +227,11 @@ def train_rl(
     values = _given({**_values(model), **_plain(changes)}, tasks, rewards, tools, environment)
     path = run_folder(workdir)
     policy = _take_objects(values, model, path)
-    config = build_config(RLRun, with_defaults("rl", values))
-    own_tools = config.tools if tools is None else tools
+    open_config = build_config(RLRun, with_defaults("rl", values))
+    own_tools = open_config.tools if tools is None else tools
 
     def train() -> None:
+        config = settled(open_config, path, policy and policy.config)
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             # An agent program has its own tools.
@@ -240,7 +242,7 @@ def train_rl(
             require(preflight(probes, config.probe_s))
             rl.train(config, run, output, live)
 
-    rollout = dataclasses.replace(config.rollout, prompt_style="model")
+    rollout = dataclasses.replace(open_config.rollout, prompt_style="model")
     return dataclasses.replace(_trained(train, path, "rl"), tools=own_tools, rollout=rollout)
 
 

@@ -31,7 +31,9 @@ _SHARE = {"cpu": 0.7}
 """Share of the free memory that the arrays counted here may take, if it is not 0.85."""
 _TOKENS = {"cpu": 4096}
 """Number of tokens of a micro-batch on one device, if it is not 16,384. More are hardly faster."""
-_TRAINING = {"mesh": {"fsdp": -1}}
+_RANK = 32
+"""Rank of the adapters that are chosen if memory is too small to train the whole model."""
+_TRAINING = {"mesh": {"fsdp": -1}, "lora": {"rank": -1}}
 _ENGINE = {"engine": {"slots": 0, "max_length": 2**20, "dtype": "auto"}}
 """Settings of a config that leaves the sizes to the machine."""
 _KINDS = {"sft": SFTConfig, "rl": RLConfig, "evaluate": EvaluateRun}
@@ -60,7 +62,8 @@ class Machine(NamedTuple):
         local = jax.local_devices()
         free = free_memory(local[0]) or 16 * 10**9
         platform = jax.default_backend()
-        return cls(platform, jax.device_count(), free // (len(local) if platform == "cpu" else 1))
+        free //= len(local) if platform == "cpu" else 1
+        return cls(platform, jax.device_count(), free)
 
 
 def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
@@ -78,6 +81,40 @@ def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigD
     else:
         base = merged({"data" if stage == "sft" else "tasks": "", **base}, _TRAINING)
     return ConfigDict(merged(merged(base, _ENGINE), values))
+
+
+def with_adapters(config: C, model: ModelConfig | None = None, machine: Machine | None = None) -> C:
+    """Chooses ``lora.rank`` if a config leaves it open (-1), and prints a choice of adapters.
+
+    The rank is 32 if memory is too small for the training state of the whole model, otherwise 0.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model; None to read it from the model's files.
+        machine: devices of the run; None for those of this process.
+    """
+    from coa_jax.model.api import describe_model, download_once  # here, because they load JAX
+    from coa_jax.model.params import without_adapters
+
+    if config.lora.rank >= 0:
+        return config
+    if model is None:
+        download_once(config.model)
+        model = describe_model(config.model).config
+    machine = machine or Machine.here()
+    whole = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=0))
+    state = _state_bytes(whole, without_adapters(model)) // _parts(config, machine.devices)
+    usable = _usable(machine)
+    if state <= usable:
+        return whole
+    if processes.index() == 0:
+        print(
+            f"chosen: lora.rank {_RANK}, because the training state of the whole model needs "
+            f"{state / 1e9:.1f} GB per device, and {usable / 1e9:.1f} GB are available "
+            "(--config.lora.rank=0 trains the whole model)",
+            flush=True,
+        )
+    return dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=_RANK))
 
 
 def completed(
@@ -105,7 +142,7 @@ def completed(
 
     Args:
         config: settings of the run.
-        model: architecture of the model, with the adapters to train.
+        model: architecture of the model, with the adapters to train (see `with_adapters`).
         longest: number of tokens of the longest sequence.
         examples: number of training examples; 0 in RL.
         machine: devices of the run; None for those of this process.
@@ -171,26 +208,19 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
     from coa_jax.parallel.slices import default_fraction  # here, because it loads JAX
 
     longest = config.longest if isinstance(config, RLConfig) else 2048
-    model = dataclasses.replace(model, lora=config.lora)
     platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
     free = int(default_fraction(where) * where.chip.hbm_bytes)
-    return completed(config, model, longest, 1, Machine(platform, devices, free))
+    machine = Machine(platform, devices, free)
+    config = with_adapters(config, model, machine)
+    model = dataclasses.replace(model, lora=config.lora)
+    return completed(config, model, longest, 1, machine)
 
 
 def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:
     """Chooses engine, rows and rematerialisation by the memory that they need on a device."""
-    from coa_jax.model.params import num_params, without_adapters
-
     platform, cpu = machine.platform, machine.platform == "cpu"
     parts = _parts(config, machine.devices)
-    bare = num_params(without_adapters(model))
-    trained = num_params(model) - bare if model.lora.rank else bare
-    # All parameters; gradients and two moments of those that are trained.
-    state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
-    if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
-        reference = config.chosen.needs_reference and not model.lora.rank
-        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
-    left = int(_SHARE.get(platform, 0.85) * machine.free) - state // parts
+    left = _usable(machine) - _state_bytes(config, model) // parts
     changes: dict[str, Any] = {}
     if hasattr(config, "engine"):
         changes, reserved = _engine(config, model, longest, machine, left)
@@ -206,6 +236,25 @@ def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -
         rows = max(1, min(most, left // row, -(-samples // parts)))
         changes["rows"] = parts << (rows.bit_length() - 1)
     return dataclasses.replace(config, **changes)
+
+
+def _state_bytes(config: TrainingConfig, model: ModelConfig) -> int:
+    """Returns the bytes of the training state of a run, with the gradients of an update."""
+    from coa_jax.model.params import num_params, without_adapters
+
+    bare = num_params(without_adapters(model))
+    trained = num_params(model) - bare if model.lora.rank else bare
+    # All parameters; gradients and two moments of those that are trained.
+    state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
+        reference = config.chosen.needs_reference and not model.lora.rank
+        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
+    return state
+
+
+def _usable(machine: Machine) -> int:
+    """Returns the bytes of a device that the arrays counted here may take."""
+    return int(_SHARE.get(machine.platform, 0.85) * machine.free)
 
 
 def _engine(
@@ -239,7 +288,7 @@ def _engine(
     chips = max(chips or mesh.tensor, 1)
     rl, reserved, samples = isinstance(config, RLConfig), 0, 64
     if mesh.rollout_devices:  # they hold two copies while new parameters arrive
-        memory = int(_SHARE.get(platform, 0.85) * machine.free) - copy // chips
+        memory = _usable(machine) - copy // chips
     elif rl and not config.max_staleness:  # the engine frees its memory before an update
         memory = left
     else:
