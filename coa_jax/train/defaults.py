@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -46,11 +47,13 @@ class Machine(NamedTuple):
         platform: ``cpu``, ``tpu`` or ``gpu``.
         devices: number of devices of all processes.
         free: free memory of a device in bytes; the devices of a CPU share the memory of their host.
+        local: number of devices of a process; 0 for all devices.
     """
 
     platform: str
     devices: int
     free: int
+    local: int = 0
 
     @classmethod
     def here(cls) -> Machine:
@@ -63,7 +66,7 @@ class Machine(NamedTuple):
         free = free_memory(local[0]) or 16 * 10**9
         platform = jax.default_backend()
         free //= len(local) if platform == "cpu" else 1
-        return cls(platform, jax.device_count(), free)
+        return cls(platform, jax.device_count(), free, len(local))
 
 
 def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
@@ -210,7 +213,7 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
     longest = config.longest if isinstance(config, RLConfig) else 2048
     platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
     free = int(default_fraction(where) * where.chip.hbm_bytes)
-    machine = Machine(platform, devices, free)
+    machine = Machine(platform, devices, free, min(devices, where.chip.host))
     config = with_adapters(config, model, machine)
     model = dataclasses.replace(model, lora=config.lora)
     return completed(config, model, longest, 1, machine)
@@ -281,8 +284,9 @@ def _engine(
     copy = num_params(without_adapters(model)) * (2 if engine.dtype == "bfloat16" else 4)
     chips = mesh.decode_tensor
     if not config.rows and not chips and mesh.tensor == 1:
-        chips = 1  # as few chips as hold the model beside the rest
-        while chips < machine.devices and 2 * copy // chips > left:
+        chips = 1  # as few chips of a process as hold the model beside the rest
+        most = math.gcd(machine.local or machine.devices, mesh.rollout_devices)
+        while most % (2 * chips) == 0 and 2 * copy // chips > left:
             chips *= 2
         mesh = dataclasses.replace(mesh, decode_tensor=chips if chips > 1 else 0)
     chips = max(chips or mesh.tensor, 1)

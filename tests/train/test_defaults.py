@@ -70,16 +70,17 @@ ON_SLICES = {  # name: (parameters in billions, rank on one H100, v5e-8 and 64 c
 
 
 @pytest.mark.parametrize(
-    ("place", "topology", "devices", "gigabytes"),
+    ("place", "topology", "devices", "of_process", "gigabytes"),
     # JAX takes 75 % of a GPU.
-    [(0, "gpu:1xh100", 1, 60), (1, "v5e:2x4", 8, 17.1), (2, "v5p:4x4x4", 64, 102)],
+    [(0, "gpu:1xh100", 1, 1, 60), (1, "v5e:2x4", 8, 4, 17.1), (2, "v5p:4x4x4", 64, 4, 102)],
 )
 @pytest.mark.parametrize("name", ON_SLICES)
-def test_a_run_without_settings_fits(name, place, topology, devices, gigabytes):
+def test_a_run_without_settings_fits(name, place, topology, devices, of_process, gigabytes):
     billions, *ranks = ON_SLICES[name]
     chosen = completed_for(rl(None), model(name), parse_slice(topology), devices)
     assert chosen.lora.rank == ranks[place]
     chips = max(1, chosen.mesh.decode_tensor)
+    assert of_process % chips == 0
     # Parameters, two moments and a reference while engines decode, and the frozen base of adapters.
     kept = billions * (2 if chosen.lora.rank else 16) / devices
     of_engine = engine_memory(model(name), chosen.engine, chips)
@@ -87,6 +88,13 @@ def test_a_run_without_settings_fits(name, place, topology, devices, gigabytes):
     assert kept * (1 if chosen.lora.rank else 20 / 16) < 0.9 * gigabytes  # and the gradients
     assert chosen.engine.slots >= 2
     assert chosen.rows % devices == 0
+
+
+@pytest.mark.parametrize(("aside", "chips"), [(0, 4), (2, 2)])
+def test_an_engine_spans_no_processes(aside, chips):
+    of_run = rl(mesh={"fsdp": -1, "rollout_devices": aside})  # which is too large for this slice
+    chosen = completed_for(of_run, model("qwen2.5-7b"), parse_slice("v5e:2x4"), 8)
+    assert chosen.mesh.decode_tensor == chips
 
 
 def test_a_choice_of_adapters_is_printed_with_the_setting_that_changes_it(capsys):
