@@ -21,6 +21,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 from coa_jax.parallel.slices import TPUS, Slice, default_fraction, devices_of, parse_slice
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
+from coa_jax.run.settings import plain
 from coa_jax.tasks import Graders
 from coa_jax.tasks.checks import check_tools
 from coa_jax.tools.make import make_tools
@@ -386,17 +388,20 @@ def _compiled(setup: arrays.Setup) -> str:
         return "not compiled: coa-jax aot compiles the programs of sft and rl only"
     if not chips.kind:
         return f"not compiled: coa-jax aot does not know the device {chips.name!r}"
-    overrides, words = [], iter(sys.argv[1:])
-    for word in words:
-        name = word.lstrip("-")
-        if name.startswith(("config", "noconfig.")):
-            complete = "=" in word or name.startswith("noconfig.")
-            overrides += [word] if complete else [word, next(words, "")]
+    values = plain(setup.config)  # with what the run has chosen
+    program = "import json\nfrom ml_collections import ConfigDict\n\n\ndef get_config():\n"
+    program += f"    return ConfigDict(json.loads({json.dumps(values)!r}))\n"
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
     }
-    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={chips.name}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    # Modules beside the user's config file must be found there, too.
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.py"
+        file.write_text(program, encoding="utf-8")
+        command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={chips.name}"]
+        command.append(f"--config={file}")
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode:
         raise UserError(last.removeprefix("error: "))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 
 import jax
 import psutil
@@ -18,7 +19,8 @@ from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.train import arrays
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.defaults import completed_for, with_defaults
+from coa_jax.train.rl_config import RLConfig, RLRun
 from tests import forked, tiny_policy
 from tests.parallel.launched import launch
 
@@ -217,6 +219,25 @@ def test_memory_is_compared_with_the_share_that_jax_takes(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     with pytest.raises(UserError, match=r"61\.7 of 60\.0 GB.*lora\.rank"):
         check._memory(setup)
+
+
+def test_the_programs_that_are_compiled_are_those_of_the_run(monkeypatch):
+    """Also without a config file."""
+    read = []
+
+    def run(command, **_):
+        [spec] = [word for word in command if word.startswith("--config=")]
+        read.append(load_config(spec.partition("=")[2]).to_dict())
+        return subprocess.CompletedProcess(
+            command, 0, '{"peak_bytes_per_chip": 9, "free_share": 1}', ""
+        )
+
+    monkeypatch.setattr(subprocess, "run", run)
+    config = build_config(RLRun, {**with_defaults("rl", {"model": "m", "tasks": "t"}), "rows": 3})
+    where, (_, shapes) = parse_slice("gpu:1xh100"), architecture_of("qwen2.5-0.5b")
+    config = completed_for(config, shapes, where, 1)
+    check._compiled(arrays.set_up(config, shapes, where, jax.devices()[:1]))
+    assert [build_config(RLRun, values) for values in read] == [config]
 
 
 @pytest.mark.slow
