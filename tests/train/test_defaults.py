@@ -90,6 +90,12 @@ def test_a_run_without_settings_fits(name, place, topology, devices, of_process,
     assert chosen.rows % devices == 0
 
 
+def test_rows_take_what_the_compiler_of_gpus_takes():
+    """Two rows of 7B need 59.1 of 60 GB, one needs 44.7 (`coa-jax aot`)."""
+    chosen = completed_for(rl(None), model("qwen2.5-7b"), parse_slice("gpu:1xh100"), 1)
+    assert (chosen.rows, chosen.row_length) == (1, 1024)
+
+
 @pytest.mark.parametrize(("aside", "chips"), [(0, 4), (2, 2)])
 def test_an_engine_spans_no_processes(aside, chips):
     of_run = rl(mesh={"fsdp": -1, "rollout_devices": aside})  # which is too large for this slice
