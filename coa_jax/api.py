@@ -61,7 +61,7 @@ from coa_jax.tools.make import (
 )
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import foreign, rl, sft
-from coa_jax.train.command import run_at
+from coa_jax.train.command import run_at, settled
 from coa_jax.train.defaults import with_defaults
 from coa_jax.train.optimizer import reference_to
 from coa_jax.train.renaming import renaming
@@ -169,13 +169,14 @@ def train_sft(
     """
     path = run_folder(workdir)
     module = model if isinstance(model, Foreign) else None
-    values = _changed({"model": "module"} if module else model, changes)
+    values = _changed({"model": "module", "lora": {"rank": 0}} if module else model, changes)
     policy = _take_model(values, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
-    config = build_config(sft.SFTConfig, with_defaults("sft", values))
+    open_config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
+        config = settled(open_config, path, policy and policy.config)
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
@@ -229,15 +230,16 @@ def train_rl(
     values = _given(_changed(model, changes), tasks, rewards, tools, environment)
     path = run_folder(workdir)
     policy = _take_model(values, path)
-    config = build_config(RLRun, with_defaults("rl", values))
-    own_tools = config.tools if tools is None else tools
+    open_config = build_config(RLRun, with_defaults("rl", values))
+    own_tools = open_config.tools if tools is None else tools
 
     def train() -> None:
+        config = settled(open_config, path, policy and policy.config)
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             rl.train(config, run, output, _ready_tools(config))
 
-    rollout = dataclasses.replace(config.rollout, prompt_style="model")
+    rollout = dataclasses.replace(open_config.rollout, prompt_style="model")
     return dataclasses.replace(_trained(train, path, "rl"), tools=own_tools, rollout=rollout)
 
 

@@ -21,6 +21,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,8 +52,9 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
-from coa_jax.parallel.slices import TPUS, Slice, devices_of, parse_slice
+from coa_jax.parallel.slices import TPUS, Slice, default_fraction, devices_of, parse_slice
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
+from coa_jax.run.settings import plain
 from coa_jax.tasks import Graders
 from coa_jax.tasks.checks import check_tools
 from coa_jax.tools.make import make_tools
@@ -336,8 +338,14 @@ def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
 
 def _rollouts(setup: arrays.Setup) -> str:
     """Describes the waves of a step, with half of the memory that no persistent array needs."""
-    most = (1 - _RESERVE) * setup.where.chip.hbm_bytes
+    most = (1 - _RESERVE) * _usable(setup)
     return arrays.rollout_waves(setup, int(most - _persistent(setup)) // 2)
+
+
+def _usable(setup: arrays.Setup) -> int:
+    """Returns the bytes of a device that JAX lets the run use."""
+    share = default_fraction(setup.where) if flags.FLAGS.topology else 1.0  # else already counted
+    return int(share * setup.where.chip.hbm_bytes)
 
 
 def _persistent(setup: arrays.Setup) -> int:
@@ -351,12 +359,13 @@ def _memory(setup: arrays.Setup) -> str:
 
     Running programs need additional memory, which only the compiler knows.
     """
-    persistent, most = _persistent(setup), setup.where.chip.hbm_bytes
-    text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device"
+    persistent, most = _persistent(setup), _usable(setup)
+    text = f"at least {persistent / 1e9:.1f} of {most / 1e9:.1f} GB per device that JAX may use"
     if persistent > (1 - _RESERVE) * most:
+        adapters = "" if setup.model.lora.rank else "train adapters (lora.rank=32), "
         raise UserError(
-            f"{text}, of which {_RESERVE:.0%} must stay free: take more chips, raise mesh.fsdp or "
-            "mesh.tensor, or lower engine.slots"
+            f"{text}, of which {_RESERVE:.0%} must stay free: {adapters}take more chips, raise "
+            "mesh.fsdp or mesh.tensor, or lower engine.slots"
         )
     return f"{text}; --check=compile shows what programs need in addition"
 
@@ -384,17 +393,20 @@ def _compiled(setup: arrays.Setup) -> str:
         return "not compiled: coa-jax aot compiles the programs of sft and rl only"
     if not chips.kind:
         return f"not compiled: coa-jax aot does not know the device {chips.name!r}"
-    overrides, words = [], iter(sys.argv[1:])
-    for word in words:
-        name = word.lstrip("-")
-        if name.startswith(("config", "noconfig.")):
-            complete = "=" in word or name.startswith("noconfig.")
-            overrides += [word] if complete else [word, next(words, "")]
+    values = plain(setup.config)  # with what the run has chosen
+    program = "import json\nfrom ml_collections import ConfigDict\n\n\ndef get_config():\n"
+    program += f"    return ConfigDict(json.loads({json.dumps(values)!r}))\n"
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
     }
-    command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={chips.name}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    # Modules beside the user's config file must be found there, too.
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.py"
+        file.write_text(program, encoding="utf-8")
+        command = [sys.executable, "-m", "coa_jax.perf.aot", f"--topology={chips.name}"]
+        command.append(f"--config={file}")
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode:
         raise UserError(last.removeprefix("error: "))

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from absl import logging
 
 from coa_jax.config.fields import (
+    MAX_INT,
     Between,
     Bounded,
     Items,
@@ -139,12 +140,13 @@ class LoraConfig(Bounded):
     """Settings of low-rank adapters (LoRA), which are trained in place of the whole model.
 
     Attributes:
-        rank: rank of every adapter; 0 trains the whole model instead of adapters.
+        rank: rank of every adapter; 0 trains the whole model instead of adapters. With -1, a run
+            chooses 32 if memory is too small for the training state of the whole model, else 0.
         alpha: scale of the adapters; the output of an adapter is multiplied by ``alpha / rank``.
         projections: names of the projections that get adapters, from `PROJECTIONS`.
     """
 
-    rank: Natural = 0
+    rank: Annotated[int, Between(0, MAX_INT, also=(-1,))] = 0
     alpha: Positive = 32.0
     projections: Annotated[
         tuple[Annotated[str, OneOf(*PROJECTIONS)], ...], Items(1, len(PROJECTIONS))

@@ -65,22 +65,38 @@ def plain_frames(chat: ChatTokens) -> Frames:
     )
 
 
+_CALL: dict[str, Any] = {"type": "function", "function": {"name": "a_probe", "arguments": {}}}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "a_probe", "description": "", "parameters": {"type": "object"}},
+    }
+]
+"""A tool and a call of this tool, with which templates are tried."""
+
+
 def _marked(number: int) -> str:
     return f"{_OPEN}{number}{_CLOSE}"
 
 
 @functools.lru_cache(maxsize=64)
 def _knows_tools(template: str | None, tokenizer: Any) -> bool:
-    """Returns whether a chat template describes tools to the model."""
+    """Returns whether a chat template describes tools, and writes calls in ``<tool_call>`` tags.
+
+    The templates of Llama 3.1 and 3.2, for example, write calls as JSON without these tags, which
+    the format `protocol.hermes` cannot read.
+    """
     if not template or template == TEMPLATE:
         return False
-    function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object"}}
-    messages = [{"role": "user", "content": "?"}]
+    turns = [{"role": "user", "content": "?"}]
+    call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     try:
-        text = _render(tokenizer, template, messages, [{"type": "function", "function": function}])
+        asked = _render(tokenizer, template, turns, _TOOLS)
+        called = _render(tokenizer, template, [*turns, call], _TOOLS)
     except ChatTemplateError:
         return False
-    return "probe_of_tools" in text
+    tag = "<tool_call>"
+    return _CALL["function"]["name"] in asked and called.count(tag) > asked.count(tag)
 
 
 def _render(tokenizer: Any, template: str, messages: Any, tools: Any) -> str:
@@ -206,24 +222,25 @@ def result_frames(tokenizer: Any) -> Frames:
 
 @functools.lru_cache(maxsize=64)
 def _result_frames(template: str, tokenizer: Any) -> Frames:
-    function = {"name": "probe", "description": "", "parameters": {"type": "object"}}
-    call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
     end = chat_tokens(tokenizer).end
 
-    def around(results: int) -> list[str]:
+    def around(results: int, calls: int) -> list[str]:
         """Renders a conversation with some results; returns the texts around the results."""
         turns: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": _marked(0), "tool_calls": [call] * results},
+            {"role": "assistant", "content": _marked(0), "tool_calls": [_CALL] * calls},
             *({"role": "tool", "content": _marked(i)} for i in range(1, results + 1)),
         ]
-        tools = [{"type": "function", "function": function}]
-        text = _render(tokenizer, template, turns, tools)
+        text = _render(tokenizer, template, turns, _TOOLS)
         behind = text.partition(_marked(0))[2].partition(end)[2]
         return _MARK.split(behind)[::2]
 
     try:
-        (head, tail), (first, between, last) = around(1), around(2)
+        head, tail = around(1, 1)
+        try:
+            first, between, last = around(2, 2)
+        except ChatTemplateError:  # the template refuses several calls in one turn
+            first, between, last = around(2, 1)
     except (ChatTemplateError, ValueError) as error:
         raise UserError(f"the chat template does not show results of tools: {error}") from error
     if (head, tail) != (first, last) or not head:

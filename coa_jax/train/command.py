@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from absl import flags
 
 from coa_jax.config.installed import warn_untested
+from coa_jax.files import durable
 from coa_jax.run.command import config_flag, workdir_flag
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import run_folder, with_urls
 from coa_jax.tools.net.budget import spending
+from coa_jax.train.config import TrainingConfig
+from coa_jax.train.defaults import with_adapters
 from coa_jax.train.optimizer import make_optimizer
+
+if TYPE_CHECKING:
+    from coa_jax.model.config import ModelConfig
 
 # --help lists the flags that this module defines under the command that calls `define_flags`.
 flags.disclaim_key_flags()
 
-C = TypeVar("C")
+C = TypeVar("C", bound=TrainingConfig)
 
 MAY_CHANGE = (
     "optimizer.total_steps",  # but not below the number of finished steps
@@ -79,6 +86,18 @@ def check_flags() -> None:
     )
 
 
+def settled(config: C, workdir: Path, model: ModelConfig | None = None) -> C:
+    """Chooses ``lora.rank`` if a config leaves it open (-1): as the run in the directory has it.
+
+    If the directory has no run yet, the memory decides, see `with_adapters`.
+    """
+    path = workdir / "config.json"
+    if config.lora.rank >= 0 or not path.exists():
+        return with_adapters(config, model)
+    rank = durable.read_json_object(path).get("lora", {}).get("rank", 0)
+    return dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=rank))
+
+
 @contextlib.contextmanager
 def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
     """Opens the directory of a training run, and checks that its settings are those of the config.
@@ -123,7 +142,8 @@ def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
             for the model.
     """
     values = flags.FLAGS
-    config = build_config(kind, values.config)
-    with run_at(run_folder(values.workdir), config, values.wandb_project) as (run, output):
+    path = run_folder(values.workdir)
+    config = settled(build_config(kind, values.config), path)
+    with run_at(path, config, values.wandb_project) as (run, output):
         train(config, run, output)
     print(f"model -> {with_urls(output)}")

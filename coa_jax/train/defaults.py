@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -31,7 +32,9 @@ _SHARE = {"cpu": 0.7}
 """Share of the free memory that the arrays counted here may take, if it is not 0.85."""
 _TOKENS = {"cpu": 4096}
 """Number of tokens of a micro-batch on one device, if it is not 16,384. More are hardly faster."""
-_TRAINING = {"mesh": {"fsdp": -1}}
+_RANK = 32
+"""Rank of the adapters that are chosen if memory is too small to train the whole model."""
+_TRAINING = {"mesh": {"fsdp": -1}, "lora": {"rank": -1}}
 _ENGINE = {"engine": {"slots": 0, "max_length": 2**20, "dtype": "auto"}}
 """Settings of a config that leaves the sizes to the machine."""
 _KINDS = {"sft": SFTConfig, "rl": RLConfig, "evaluate": EvaluateRun}
@@ -44,11 +47,13 @@ class Machine(NamedTuple):
         platform: ``cpu``, ``tpu`` or ``gpu``.
         devices: number of devices of all processes.
         free: free memory of a device in bytes; the devices of a CPU share the memory of their host.
+        local: number of devices of a process; 0 for all devices.
     """
 
     platform: str
     devices: int
     free: int
+    local: int = 0
 
     @classmethod
     def here(cls) -> Machine:
@@ -60,7 +65,8 @@ class Machine(NamedTuple):
         local = jax.local_devices()
         free = free_memory(local[0]) or 16 * 10**9
         platform = jax.default_backend()
-        return cls(platform, jax.device_count(), free // (len(local) if platform == "cpu" else 1))
+        free //= len(local) if platform == "cpu" else 1
+        return cls(platform, jax.device_count(), free, len(local))
 
 
 def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigDict:
@@ -78,6 +84,40 @@ def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigD
     else:
         base = merged({"data" if stage == "sft" else "tasks": "", **base}, _TRAINING)
     return ConfigDict(merged(merged(base, _ENGINE), values))
+
+
+def with_adapters(config: C, model: ModelConfig | None = None, machine: Machine | None = None) -> C:
+    """Chooses ``lora.rank`` if a config leaves it open (-1), and prints a choice of adapters.
+
+    The rank is 32 if memory is too small for the training state of the whole model, otherwise 0.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model; None to read it from the model's files.
+        machine: devices of the run; None for those of this process.
+    """
+    from coa_jax.model.api import describe_model, download_once  # here, because they load JAX
+    from coa_jax.model.params import without_adapters
+
+    if config.lora.rank >= 0:
+        return config
+    if model is None:
+        download_once(config.model)
+        model = describe_model(config.model).config
+    machine = machine or Machine.here()
+    whole = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=0))
+    state = _state_bytes(whole, without_adapters(model)) // _parts(config, machine.devices)
+    usable = _usable(machine)
+    if state <= usable:
+        return whole
+    if processes.index() == 0:
+        print(
+            f"chosen: lora.rank {_RANK}, because the training state of the whole model needs "
+            f"{state / 1e9:.1f} GB per device, and {usable / 1e9:.1f} GB are available "
+            "(--config.lora.rank=0 trains the whole model)",
+            flush=True,
+        )
+    return dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=_RANK))
 
 
 def completed(
@@ -106,7 +146,7 @@ def completed(
 
     Args:
         config: settings of the run.
-        model: architecture of the model, with the adapters to train.
+        model: architecture of the model, with the adapters to train (see `with_adapters`).
         longest: number of tokens of the longest sequence.
         examples: number of training examples; 0 in RL.
         machine: devices of the run; None for those of this process.
@@ -172,26 +212,19 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
     from coa_jax.parallel.slices import default_fraction  # here, because it loads JAX
 
     longest = config.longest if isinstance(config, RLConfig) else 2048
-    model = dataclasses.replace(model, lora=config.lora)
     platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
     free = int(default_fraction(where) * where.chip.hbm_bytes)
-    return completed(config, model, longest, 1, Machine(platform, devices, free))
+    machine = Machine(platform, devices, free, min(devices, where.chip.host))
+    config = with_adapters(config, model, machine)
+    model = dataclasses.replace(model, lora=config.lora)
+    return completed(config, model, longest, 1, machine)
 
 
 def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:
     """Chooses engine, rows and rematerialisation by the memory that they need on a device."""
-    from coa_jax.model.params import num_params, without_adapters
-
     platform, cpu = machine.platform, machine.platform == "cpu"
     parts = _parts(config, machine.devices)
-    bare = num_params(without_adapters(model))
-    trained = num_params(model) - bare if model.lora.rank else bare
-    # All parameters; gradients and two moments of those that are trained.
-    state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
-    if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
-        reference = config.chosen.needs_reference and not model.lora.rank
-        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
-    left = int(_SHARE.get(platform, 0.85) * machine.free) - state // parts
+    left = _usable(machine) - _state_bytes(config, model) // parts
     changes: dict[str, Any] = {}
     if hasattr(config, "engine"):
         changes, reserved = _engine(config, model, longest, machine, left)
@@ -207,6 +240,25 @@ def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -
         rows = max(1, min(most, left // row, -(-samples // parts)))
         changes["rows"] = parts << (rows.bit_length() - 1)
     return dataclasses.replace(config, **changes)
+
+
+def _state_bytes(config: TrainingConfig, model: ModelConfig) -> int:
+    """Returns the bytes of the training state of a run, with the gradients of an update."""
+    from coa_jax.model.params import num_params, without_adapters
+
+    bare = num_params(without_adapters(model))
+    trained = num_params(model) - bare if model.lora.rank else bare
+    # All parameters; gradients and two moments of those that are trained.
+    state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
+        reference = config.chosen.needs_reference and not model.lora.rank
+        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
+    return state
+
+
+def _usable(machine: Machine) -> int:
+    """Returns the bytes of a device that the arrays counted here may take."""
+    return int(_SHARE.get(machine.platform, 0.85) * machine.free)
 
 
 def _engine(
@@ -233,14 +285,15 @@ def _engine(
     copy = num_params(without_adapters(model)) * (2 if engine.dtype == "bfloat16" else 4)
     chips = mesh.decode_tensor
     if not config.rows and not chips and mesh.tensor == 1:
-        chips = 1  # as few chips as hold the model beside the rest
-        while chips < machine.devices and 2 * copy // chips > left:
+        chips = 1  # as few chips of a process as hold the model beside the rest
+        most = math.gcd(machine.local or machine.devices, mesh.rollout_devices)
+        while most % (2 * chips) == 0 and 2 * copy // chips > left:
             chips *= 2
         mesh = dataclasses.replace(mesh, decode_tensor=chips if chips > 1 else 0)
     chips = max(chips or mesh.tensor, 1)
     rl, reserved, samples = isinstance(config, RLConfig), 0, 64
     if mesh.rollout_devices:  # they hold two copies while new parameters arrive
-        memory = int(_SHARE.get(platform, 0.85) * machine.free) - copy // chips
+        memory = _usable(machine) - copy // chips
     elif rl and not config.max_staleness:  # the engine frees its memory before an update
         memory = left
     else:
@@ -269,14 +322,17 @@ def _row_bytes(model: ModelConfig, config: TrainingConfig, policy: str, cpu: boo
     """Estimates the bytes that a row adds to an update under a rematerialisation policy.
 
     Each layer keeps what the policy names for the backward pass, and one layer at a time has all of
-    its activations and their gradients. XLA on CPUs also keeps the weights of attention.
+    its activations and their gradients. XLA on CPUs also keeps the weights of attention. XLA on
+    accelerators keeps most results in float32, and those of adapters too: for 7B with adapters, its
+    compiler for an H100 takes 28 GB for one row of 1,024 tokens and 43 GB for two, this formula 23
+    GB and 47 GB.
     """
     hidden, wide = model.hidden_size, model.intermediate_size
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    matmuls = heads + 3 * hidden + 2 * wide
+    matmuls = (heads + 3 * hidden + 2 * wide) * (2 if model.lora.rank else 1)
     whole = matmuls + heads + 2 * hidden + 3 * wide
     whole += model.num_heads * config.row_length if cpu else 0
     kept = {"none": whole, "dots": matmuls}.get(policy, hidden)
-    item = 4 if config.dtype == "float32" else 2
+    item = 2 if cpu and config.dtype != "float32" else 4
     logits = 16 * min(config.row_length, 512) * model.vocab_size
     return config.row_length * item * (model.num_layers * kept + 3 * whole) + logits

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 
+import jax
 import psutil
 import pytest
 from absl import flags
 
 from coa_jax.cli import check
 from coa_jax.data.trajectory import write_records
+from coa_jax.errors import UserError
+from coa_jax.model.shapes import architecture_of
+from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
+from coa_jax.run.settings import build_config
+from coa_jax.train import arrays
+from coa_jax.train.defaults import completed_for, with_defaults
+from coa_jax.train.rl_config import RLConfig, RLRun
 from tests import forked, tiny_policy
 from tests.parallel.launched import launch
 
@@ -192,6 +201,43 @@ def test_gpus_are_simulated_before_the_index_of_a_search_uses_jax(folder, tmp_pa
     done = forked.run(["-m", "coa_jax.cli.rl", *places, *flags, *tools])
     assert "chosen: dtype bfloat16" in done.stdout, done.stdout + done.stderr
     assert "ok   mesh: 8 devices of gpu:8xh100: data 1 x fsdp 8 x tensor 1" in done.stdout
+
+
+def test_memory_is_compared_with_the_share_that_jax_takes(monkeypatch):
+    values = flags.FlagValues()
+    flags.DEFINE_string("topology", "gpu:1xh100", "", flag_values=values)
+    values.mark_as_parsed()
+    monkeypatch.setattr(flags, "FLAGS", values)
+    where, (_, shapes) = parse_slice("gpu:1xh100"), architecture_of("qwen2.5-3b")
+    engine = {"slots": 2, "max_length": 1024, "dtype": "bfloat16"}
+    sizes = {"engine": engine, "row_length": 1024, "rows": 1}
+    # No adapters: parameters, gradients, two moments and a reference of 3.09 billion in float32.
+    config = build_config(RLConfig, {"model": "m", "tasks": "t", **sizes})
+    setup = arrays.set_up(config, shapes, where, jax.devices()[:1])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    assert check._memory(setup).startswith("at least 61.7 of 76.0 GB")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    with pytest.raises(UserError, match=r"61\.7 of 60\.0 GB.*lora\.rank"):
+        check._memory(setup)
+
+
+def test_the_programs_that_are_compiled_are_those_of_the_run(monkeypatch):
+    """Also without a config file."""
+    read = []
+
+    def run(command, **_):
+        [spec] = [word for word in command if word.startswith("--config=")]
+        read.append(load_config(spec.partition("=")[2]).to_dict())
+        return subprocess.CompletedProcess(
+            command, 0, '{"peak_bytes_per_chip": 9, "free_share": 1}', ""
+        )
+
+    monkeypatch.setattr(subprocess, "run", run)
+    config = build_config(RLRun, {**with_defaults("rl", {"model": "m", "tasks": "t"}), "rows": 3})
+    where, (_, shapes) = parse_slice("gpu:1xh100"), architecture_of("qwen2.5-0.5b")
+    config = completed_for(config, shapes, where, 1)
+    check._compiled(arrays.set_up(config, shapes, where, jax.devices()[:1]))
+    assert [build_config(RLRun, values) for values in read] == [config]
 
 
 @pytest.mark.slow

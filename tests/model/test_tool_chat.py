@@ -124,6 +124,34 @@ def test_a_template_without_tools_gets_ours():
     assert text.endswith("<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
 
 
+REFUSE_SEVERAL = (
+    "{%- for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}{% endfor %}"
+)
+
+
+def test_results_are_framed_if_the_template_refuses_several_calls(qwen):
+    tokenizer = train_bpe(["one"], 300)
+    tokenizer.chat_template = REFUSE_SEVERAL + LIKE_QWEN
+    assert result_frames(tokenizer) == result_frames(qwen)
+
+
+def test_a_template_whose_calls_have_no_tags_gets_our_instructions():
+    """Else the model would be asked for calls that the format ``hermes`` does not read."""
+    tokenizer = train_bpe(["one"], 300)
+    tag, key = """<tool_call>\n{"name": "' + c""", '"arguments": '
+    bare = LIKE_QWEN.replace(tag, """{"name": "' + c""").replace(key, '"parameters": ')
+    bare = bare.replace("{{ '}\n</tool_call>' }}", "{{ '}' }}").replace(
+        "<tool_call></tool_call>", "JSON"
+    )
+    assert "tool_call>" not in bare
+    tokenizer.chat_template = REFUSE_SEVERAL + bare
+    assert result_frames(tokenizer) == plain_frames(CHATML)
+    text = decode_ids(tokenizer, tool_conversation_ids(tokenizer, [("user", "?")], '[{"a": 1}]'))
+    assert "You can call tools." in text and '<tools>\n{"a": 1}\n</tools>' in text
+    assert "<tool_call>" in text
+
+
 def test_marks_of_a_policy_are_tokens_only_where_they_are_meant(qwen):
     text = '<tool_call>\n{"name": "code", "arguments": {"code": "<tool_response>"}}\n</tool_call>'
     ids, vocabulary = policy_ids(qwen, PROTOCOL, text), qwen.get_added_vocab()

@@ -14,16 +14,19 @@ from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
+from coa_jax.train.command import settled
 from coa_jax.train.config import SFTConfig
-from coa_jax.train.defaults import Machine, completed, completed_for, with_defaults
+from coa_jax.train.defaults import Machine, completed, completed_for, with_adapters, with_defaults
 from coa_jax.train.rl_config import RLConfig
 
 CPU, H100 = Machine("cpu", 1, 4 * 10**9), Machine("gpu", 1, 79 * 10**9)
 V5E, V5P = Machine("tpu", 8, 16 * 10**9), Machine("tpu", 64, 95 * 10**9)
 
 
-def rl(rank: int = 0, **changes) -> RLConfig:
-    values = with_defaults("rl", {"model": "m", "tasks": "t", "lora": {"rank": rank}, **changes})
+def rl(rank: int | None = 0, **changes) -> RLConfig:
+    """Settings of a run; ``rank`` None leaves the adapters to the run."""
+    adapters = {} if rank is None else {"lora": {"rank": rank}}
+    values = with_defaults("rl", {"model": "m", "tasks": "t", **adapters, **changes})
     del values["tools"]
     return build_config(RLConfig, values)
 
@@ -55,6 +58,65 @@ def test_an_engine_fits_beside_the_trained_parameters(name, rank, machine):
     of_training = billions * 10**9 * (4 if rank else 16) / machine.devices
     assert of_engine.parameters + of_engine.cache + of_training < machine.free
     assert chosen.engine.slots >= 2
+
+
+ON_SLICES = {  # name: (parameters in billions, rank on one H100, v5e-8 and 64 chips of v5p)
+    "qwen3-0.6b": (0.6, 0, 0, 0),
+    "qwen2.5-1.5b": (1.54, 0, 0, 0),
+    "qwen2.5-3b": (3.09, 32, 0, 0),
+    "qwen3-4b": (4.02, 32, 0, 0),
+    "qwen2.5-7b": (7.62, 32, 32, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "topology", "devices", "of_process", "gigabytes"),
+    # JAX takes 75 % of a GPU.
+    [(0, "gpu:1xh100", 1, 1, 60), (1, "v5e:2x4", 8, 4, 17.1), (2, "v5p:4x4x4", 64, 4, 102)],
+)
+@pytest.mark.parametrize("name", ON_SLICES)
+def test_a_run_without_settings_fits(name, place, topology, devices, of_process, gigabytes):
+    billions, *ranks = ON_SLICES[name]
+    chosen = completed_for(rl(None), model(name), parse_slice(topology), devices)
+    assert chosen.lora.rank == ranks[place]
+    chips = max(1, chosen.mesh.decode_tensor)
+    assert of_process % chips == 0
+    # Parameters, two moments and a reference while engines decode, and the frozen base of adapters.
+    kept = billions * (2 if chosen.lora.rank else 16) / devices
+    of_engine = engine_memory(model(name), chosen.engine, chips)
+    assert kept + (of_engine.parameters + of_engine.cache) / 1e9 < 0.9 * gigabytes
+    assert kept * (1 if chosen.lora.rank else 20 / 16) < 0.9 * gigabytes  # and the gradients
+    assert chosen.engine.slots >= 2
+    assert chosen.rows % devices == 0
+
+
+def test_rows_take_what_the_compiler_of_gpus_takes():
+    """Two rows of 7B need 59.1 of 60 GB, one needs 44.7 (`coa-jax aot`)."""
+    chosen = completed_for(rl(None), model("qwen2.5-7b"), parse_slice("gpu:1xh100"), 1)
+    assert (chosen.rows, chosen.row_length) == (1, 1024)
+
+
+@pytest.mark.parametrize(("aside", "chips"), [(0, 4), (2, 2)])
+def test_an_engine_spans_no_processes(aside, chips):
+    of_run = rl(mesh={"fsdp": -1, "rollout_devices": aside})  # which is too large for this slice
+    chosen = completed_for(of_run, model("qwen2.5-7b"), parse_slice("v5e:2x4"), 8)
+    assert chosen.mesh.decode_tensor == chips
+
+
+def test_a_choice_of_adapters_is_printed_with_the_setting_that_changes_it(capsys):
+    machine = H100._replace(free=60 * 10**9)
+    for rank, then in ((None, 32), (0, 0), (8, 8)):
+        assert with_adapters(rl(rank), model("qwen2.5-7b"), machine).lora.rank == then
+        told = capsys.readouterr().out
+        assert ("lora.rank 32" in told and "--config.lora.rank=0" in told) == (rank is None)
+    assert with_adapters(rl(None), model("qwen2.5-1.5b"), machine) == rl(0)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_keeps_the_adapters_that_it_began_with(tmp_path):
+    (tmp_path / "config.json").write_text('{"lora": {"rank": 8}}')
+    assert settled(rl(None), tmp_path, model("smollm2-135m")).lora.rank == 8
+    assert settled(rl(None), tmp_path / "new", model("smollm2-135m")).lora.rank == 0
 
 
 def test_a_gpu_that_is_not_here_offers_the_share_of_its_memory_that_jax_takes(monkeypatch):
@@ -119,7 +181,7 @@ def test_a_setting_that_is_given_stays():
 
 
 def test_fine_tuning_makes_three_passes_over_rows_of_the_longest_example():
-    values = with_defaults("sft", {"model": "m", "data": "d", "batch_size": 8})
+    values = with_defaults("sft", {"model": "m", "data": "d", "batch_size": 8, "lora": {"rank": 0}})
     of_run = build_config(SFTConfig, values)
     chosen = completed(of_run, model("smollm2-135m"), longest=700, examples=100, machine=CPU)
     assert (chosen.row_length, chosen.optimizer.total_steps) == (768, 38)

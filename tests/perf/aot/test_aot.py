@@ -299,6 +299,21 @@ def test_recipes_of_small_gpu_machines_fit_with_a_tenth_of_the_memory_free(machi
     assert not result["estimate"]
 
 
+@needs_gpu_compiler
+@needs_tpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpu:1xh100", "v5e:2x4"])
+def test_a_run_of_7b_without_settings_fits_with_a_tenth_of_the_memory_free(name, tmp_path):
+    (tmp_path / "open.py").write_text(
+        "from coa_jax.train.defaults import with_defaults\n\n\ndef get_config():\n"
+        '    return with_defaults("rl", {"model": "qwen2.5-7b", "tasks": "t"})\n'
+    )
+    code, result, err = aot(f"--config={tmp_path / 'open.py'}", f"--topology={name}")
+    assert code == 0, err
+    assert result["free_share"] >= 0.1
+    assert not result["estimate"]
+
+
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
