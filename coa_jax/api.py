@@ -176,7 +176,7 @@ def train_sft(
     open_config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
-        config = settled(open_config, path, policy and policy.config)
+        config = settled(open_config, path, policy.config if policy else None)
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
@@ -234,7 +234,7 @@ def train_rl(
     own_tools = open_config.tools if tools is None else tools
 
     def train() -> None:
-        config = settled(open_config, path, policy and policy.config)
+        config = settled(open_config, path, policy.config if policy else None)
         with run_at(path, config, wandb_project) as (run, output):
             _keep_model(path / _INITIAL, policy)
             rl.train(config, run, output, _ready_tools(config))

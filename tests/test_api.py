@@ -276,10 +276,10 @@ def test_a_finished_run_takes_the_same_tasks_again_and_refuses_others(tmp_path, 
         return 2 * number
 
     def train(question, answer):
-        settings = {"model": str(saved), "groups": 1, "group_size": 2, "row_length": 256}
+        settings = {"model": str(saved), "groups": 1, "group_size": 2, "row_length": 1024}
         config = coa_jax.load_config("configs/rl/tiny.py", settings)
         tasks = [{"prompt": question, "answer": answer}]
-        budget = {"max_tokens": 256, "max_turn_tokens": 32}
+        budget = {"max_tokens": 1024, "max_turn_tokens": 16}
         return coa_jax.train_rl(
             config,
             tmp_path,
@@ -287,7 +287,7 @@ def test_a_finished_run_takes_the_same_tasks_again_and_refuses_others(tmp_path, 
             tools=[double],
             rollout=budget,
             num_tasks=1,
-            **{"optimizer.total_steps": 1, "engine.max_length": 256},
+            **{"optimizer.total_steps": 1, "engine.max_length": 1024},
         )
 
     first = train("What is 2 times 3?", "6")
