@@ -8,7 +8,7 @@ import re
 from coa_jax.protocol import parse_boxed
 from coa_jax.protocol.bodies import without_fence
 
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_TAGS = [re.compile(rf"<(/?){name}>", re.IGNORECASE) for name in ("answer", "final_answer")]
 _MARKED = re.compile(
     r"(?:^|(?<=[.!?;:)\]\"'*\u3002\uff01\uff1f])[ \t]+)(?P<before>[^\w\n]*)"
     r"(?:(?:so|thus|hence|therefore),?[ ]+)?(?:(?:the|my|our)[ ]+)?"
@@ -17,7 +17,7 @@ _MARKED = re.compile(
 )
 _SAID = re.compile(
     r"(?:^(?P<before>[^\w\n]*)|\b(?:the|my|our)[ ]+)"
-    r"answer(?:(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)[:\uff1a]|[ ]is[ ])",
+    r"(?:final[ ])?answer(?:(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)[:\uff1a]|[ ]is[ ])",
     re.IGNORECASE | re.MULTILINE,
 )
 _FURTHER = re.compile(r"[.!?][\"')\]*]*\s+\S")
@@ -45,12 +45,12 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     The kinds of marks are, the most reliable first:
 
     - the whole text is a JSON object with the field ``final_answer`` or ``answer``;
-    - the tag ``<answer>``;
+    - the tag ``<answer>``, or else ``<final_answer>``;
     - "Final answer" at the beginning of a line or of a sentence, with a colon or at the end of its
       line. The answer is the rest of this line, or the next block of text if the line ends there;
     - a box (``\boxed``);
-    - "Answer:" at the beginning of a line, or "the answer is". The answer is the rest of this line,
-      if it is a single sentence.
+    - "Answer:" at the beginning of a line, or "the answer is", also with the word "final". The
+      answer is the rest of this line, if it is a single sentence.
 
     If a marked answer contains exactly one box, the content of the box is the answer. For example,
     "Final answer: $\boxed{7}$" gives "7".
@@ -66,7 +66,7 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     """
     if (stored := _answer_in_json(words)) is not None:
         return "", _unboxed(stored)
-    tagged = _tagged(words)
+    tagged = next(filter(None, (_tagged(words, tag) for tag in _TAGS)), None)
     if tagged:
         opening, closing = tagged
         inside = words[opening.end() : closing.start()]
@@ -108,11 +108,11 @@ def _answer_in_sentence(words: str) -> tuple[str, str] | None:
     return None
 
 
-def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
+def _tagged(words: str, pattern: re.Pattern[str]) -> tuple[re.Match[str], re.Match[str]] | None:
     """Returns the last pair of tags, in linear time even if many tags are not closed."""
     pair: tuple[re.Match[str], re.Match[str]] | None = None
     opening: re.Match[str] | None = None
-    for tag in _TAG.finditer(words):
+    for tag in pattern.finditer(words):
         if not tag[1]:
             opening = opening or tag
         elif opening is not None:
