@@ -20,6 +20,14 @@ _SAID = re.compile(
     r"(?:final[ ])?answer(?:(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)[:\uff1a]|[ ]is[ ])",
     re.IGNORECASE | re.MULTILINE,
 )
+_COPULA = re.compile(r"\s(?:is|was|are|were)\s", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"n['\u2019]t\b|\b(?:no|not|none|nor|never|neither|cannot|without|except|unless|if|whether)\b"
+    r"|\b(?:maybe|perhaps|possibly|wrong|incorrect|false|thought|guess\w*|assum\w*|believ\w*)\b",
+    re.IGNORECASE,
+)
+"""Matches words with which a sentence may deny or doubt the answer that it contains."""
+
 _FURTHER = re.compile(r"[.!?][\"')\]*]*\s+\S")
 _KEYS = ("final_answer", "answer")
 _EMPHASIS = re.compile(r"[*]+\Z")
@@ -84,6 +92,20 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     around = words[:start] + words[end:]
     sentence = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
     return sentence.strip(), _without_marks(boxed)
+
+
+def stated_answer(words: str) -> str | None:
+    """Returns what a single sentence of the form "SUBJECT is ANSWER." states; otherwise None.
+
+    The verb is "is", "was", "are" or "were", and occurs once. Such an answer is less reliable than
+    a marked one, so the result is also None if the sentence has a word of denial or doubt.
+    """
+    sentence = words.strip()
+    subject, *rest = _COPULA.split(sentence)
+    unclear = "\n" in sentence or "?" in sentence or _FURTHER.search(sentence)
+    if not subject or len(rest) != 1 or unclear or _DOUBT.search(sentence):
+        return None
+    return _unboxed(rest[0].removesuffix(".").replace("**", "")) or None
 
 
 def _answer_in_json(words: str) -> str | None:

@@ -7,7 +7,8 @@ describes the forms.
 
 The result of a call is the message of the same turn with the id of the call. Parallel calls are
 written one after another. If the last call is ``final_answer``, its argument is the answer.
-Otherwise the answer is searched in the last message, see `coa_jax.distillation.readers.answers`.
+Otherwise the answer is searched in the last message, see `coa_jax.distillation.readers.answers`. If
+a sentence without a mark states an accepted answer, the metadata have ``answer_from: "sentence"``.
 A message of an agent whose name says that it plans or reviews is a plan or a reflection. All other
 text of agents becomes thoughts.
 
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from coa_jax.distillation.messages import Kind
-from coa_jax.distillation.readers.answers import marked_answer
+from coa_jax.distillation.readers.answers import marked_answer, stated_answer
 from coa_jax.distillation.readers.base import (
     Conversation,
     Field,
@@ -46,6 +47,7 @@ from coa_jax.distillation.readers.base import (
     total_usage,
 )
 from coa_jax.distillation.readers.turns import Call, Turn, first, is_message, turns_of
+from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (
     *("messages", "conversation", "conversations", "history", "chat_history", "chat", "steps"),
@@ -213,6 +215,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
     talk = Conversation(facts.question or spoken[begin - 1].words)
     _paired((), _results(spoken[begin:]))
     final: str | None = None
+    metadata = dict[str, Any]()
     for number, turn in enumerate(spoken[begin:], start=begin):
         if turn.role == "user":
             raise Malformed("a second message of the role 'user': no run of a single question")
@@ -231,7 +234,11 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         if final is not None:
             talk.say(thought)
         elif not turn.calls and number == len(spoken) - 1:
-            before, final = marked_answer(turn.words) or ("", turn.words.strip())
+            marked = marked_answer(turn.words)
+            stated = None if marked or facts.answer else stated_answer(turn.words)
+            if stated and grade_answer(stated, facts.gold):
+                marked, metadata = (turn.words, stated), {"answer_from": "sentence"}
+            before, final = marked or ("", turn.words.strip())
             before = turn.words if facts.answer else before
             talk.say("\n".join(filter(None, (turn.reasoning, before))))
         elif not turn.calls:
@@ -239,7 +246,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
     if facts.answer or final:
         talk.answer(facts.answer or final or "")
     counts = usage or total_usage((t.usage for t in spoken), "input_tokens", "output_tokens")
-    return Trace(talk.finish(facts.identity), facts.gold, usage=counts)
+    return Trace(talk.finish(facts.identity), facts.gold, metadata, usage=counts)
 
 
 def _say(talk: Conversation, turn: Turn, thought: str) -> None:
