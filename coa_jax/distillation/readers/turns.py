@@ -91,6 +91,9 @@ def turns_of(item: Field) -> list[Turn]:
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
         return _ITEMS[kind](item)
+    called = _tool(item) and first(item, _ARGUMENTS) and not first(item, _IDENTITY)
+    if called and "tool" in (kind, role):  # a call and its result
+        return _step(item)
     if isinstance(role, str) and role in _ROLES:
         return _message(item, _ROLES[role], partial=kind == "message")
     if role is None and isinstance(kind, str) and kind in _ROLES:
@@ -322,7 +325,7 @@ def _step(item: Field) -> list[Turn]:
     speaker = next((s.value for s in map(item.get, SPEAKER) if isinstance(s.value, str)), "")
     role = item.get("role").value
     speaker = role if isinstance(role, str) else speaker
-    tool = next((t.value for t in map(item.get, _TOOL) if isinstance(t.value, str)), "")
+    tool = _tool(item)
     identity = first(item, _IDENTITY).optional_scalar()
     thought = first(item, _THOUGHT).optional_text() or _log(item)
     result = first(item, _RESULT)
@@ -348,6 +351,11 @@ def _step(item: Field) -> list[Turn]:
         raise Malformed(f"{item} lacks 'role'")
     role = _ROLES.get(speaker, "assistant")
     return [Turn(role, text, thought, speaker="" if speaker in _ROLES else speaker)]
+
+
+def _tool(item: Field) -> str:
+    """Returns the name of the tool that a step calls; "" if it names none."""
+    return next((t.value for t in map(item.get, _TOOL) if isinstance(t.value, str)), "")
 
 
 def _log(item: Field) -> str:

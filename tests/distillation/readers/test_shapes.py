@@ -98,6 +98,12 @@ SHAPES = {
         ]}],
         ("find", '{"what": "x"}', "Lima", "ok"),
     ),
+    "events of the type tool with input and output": (
+        [{"question": "Q?", "events": [
+            {"type": "tool", "tool": "find", "input": {"a": 1}, "output": "Lima"},
+            {"type": "assistant", "content": "Lima"}]}],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
     "steps of an agent executor": (
         [{"input": "Q?", "output": "Lima", "intermediate_steps": [
             [{"tool": "find", "tool_input": "x", "log": "I look.\nAction: find"}, "Lima"]]}],
