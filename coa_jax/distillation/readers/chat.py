@@ -53,7 +53,7 @@ _LISTS = (
     *("messages", "conversation", "conversations", "history", "chat_history", "chat", "steps"),
     *("intermediate_steps", "events", "trajectory", "trace", "turns", "log", "items", "contents"),
 )
-"""Names of the list of messages in an object that is a run."""
+"""Usual names of the list of messages in an object that is a run."""
 
 _PAIRS = ({"request", "response"}, {"input", "output"}, {"input", "response"})
 """Names of a request to a model and of its reply, in an object that is a run."""
@@ -63,6 +63,9 @@ _GOLD = (
     *("gold", "expected", "expected_answer", "expected_output", "ground_truth", "true_answer"),
     *("correct_answer", "golden_answers", "reference", "reference_answer", "target", "label"),
 )
+_TOOLS = ("tools", "functions", "tool_calls")
+"""Names of lists of tools, whose items look like messages."""
+
 _PREDICTION = ("final_answer", "prediction", "predicted_answer", "final_output")
 _ANSWER = ("answer", "result", "output", "response")
 _ID = ("id", "task_id", "run_id", "uid", "question_id", "thread_id", "trace_id")
@@ -126,9 +129,23 @@ def is_run_object(value: Any) -> bool:
     """Returns whether a JSON value is an object that holds the messages of a run."""
     if not isinstance(value, dict):
         return False
-    listed = any(value.get(name) and isinstance(value[name], list) for name in _LISTS)
     both = any(pair <= value.keys() for pair in _PAIRS)
-    return listed or (both and isinstance(_outputs(value), list))
+    return bool(_list_name(value)) or (both and isinstance(_outputs(value), list))
+
+
+def _list_name(value: dict[str, Any]) -> str | None:
+    """Returns the name of the list of messages in an object; None if it has no such list.
+
+    Without a usual name, the list is the only one whose items all look like messages.
+    """
+    lists = {name: items for name, items in value.items() if items and isinstance(items, list)}
+    usual = next(filter(lists.__contains__, _LISTS), None)
+    if usual or is_message(value):
+        return usual
+    found = [
+        name for name, items in lists.items() if name not in _TOOLS and all(map(is_message, items))
+    ]
+    return found[0] if len(found) == 1 and found[0] not in (*_QUESTION, *_ANSWER) else None
 
 
 def is_record(value: Any) -> bool:
@@ -175,7 +192,7 @@ def read_run(record: Any) -> Trace:
 def _messages(fields: Field) -> list[Field]:
     value = fields.mapping()
     request = fields["request"] if isinstance(value.get("request"), dict) else fields
-    name = next((n for n in _LISTS if isinstance(request.get(n).value, list)), None)
+    name = _list_name(request.mapping())
     listed = name or ("input" if isinstance(request.get("input").value, list) else None)
     messages = request[listed].items("message") if listed else []
     if not listed and isinstance(request.get("input").value, str):

@@ -104,6 +104,12 @@ SHAPES = {
             {"type": "assistant", "content": "Lima"}]}],
         ("find", '{"a": 1}', "Lima", "ok"),
     ),
+    "a list of messages with a name of its own": (
+        [{"transcript": [{"role": "user", "content": "Q?"}, {"tool": "find", "args": {"a": 1},
+                         "result": "Lima"}, {"role": "assistant", "content": "Lima"}],
+          "tools": [{"type": "function", "function": {"name": "find"}}], "tags": ["x"]}],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
     "steps of an agent executor": (
         [{"input": "Q?", "output": "Lima", "intermediate_steps": [
             [{"tool": "find", "tool_input": "x", "log": "I look.\nAction: find"}, "Lima"]]}],
@@ -197,6 +203,19 @@ def test_a_run_that_lacks_something_is_refused_in_one_line(read, record, reason)
 def test_a_file_of_no_known_format_is_the_users_mistake(read):
     with pytest.raises(UserError, match="its first record has the keys: a, b; name the format"):
         read({"a": 1, "b": {"c": []}})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"a": [USER], "b": [USER]},
+        {"a": [USER, 1]},
+        {"prompt": [USER], "answer": "Lima"},
+        {"tools": [{"type": "function", "function": {"name": "find"}}]},
+    ],
+)
+def test_a_list_that_may_hold_no_conversation_is_no_run(record):
+    assert guess_format([record]) is None
 
 
 @pytest.mark.parametrize("form", RECORDS)
