@@ -133,6 +133,42 @@ SHAPES = {
         ]}],
         ("find", '{"a": 1}', '{"r": "Lima"}', "ok"),
     ),
+    "messages of Bedrock": (
+        [{"messages": [
+            {"role": "user", "content": [{"text": "Q?"}]},
+            {"role": "assistant", "content": [
+                {"toolUse": {"toolUseId": "1", "name": "find", "input": {"a": 1}}}]},
+            {"role": "user", "content": [{"toolResult": {
+                "toolUseId": "1", "content": [{"json": {"r": 1}}, {"text": "no page"}],
+                "status": "error"}}]},
+            {"role": "assistant", "content": [{"text": "Lima"}]},
+        ]}],
+        ("find", '{"a": 1}', '{"r": 1}\nno page', "error"),
+    ),
+    "messages of Vercel": (
+        [{"messages": [
+            {"role": "user", "content": "Q?"},
+            {"role": "assistant", "content": [
+                {"type": "tool-call", "toolCallId": "1", "toolName": "find", "input": {"a": 1}}]},
+            {"role": "tool", "content": [
+                {"type": "tool-result", "toolCallId": "1", "toolName": "find",
+                 "output": {"type": "json", "value": {"r": 1}}}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Lima"}]},
+        ]}],
+        ("find", '{"a": 1}', '{"r": 1}', "ok"),
+    ),
+    "messages of Vercel, version 4": (
+        [{"messages": [
+            {"role": "user", "content": "Q?"},
+            {"role": "assistant", "content": [
+                {"type": "tool-call", "toolCallId": "1", "toolName": "find", "args": {"a": 1}}]},
+            {"role": "tool", "content": [
+                {"type": "tool-result", "toolCallId": "1", "toolName": "find", "result": "no",
+                 "isError": True}]},
+            {"role": "assistant", "content": "Lima"},
+        ]}],
+        ("find", '{"a": 1}', "no", "error"),
+    ),
     "steps of a program": (
         [{"question": "Q?", "expected": "Lima", "final_answer": "Lima", "steps": [
             {"agent": "worker", "thought": "I look.", "tool": "find", "input": {"a": 1},
@@ -203,6 +239,19 @@ def test_a_run_that_lacks_something_is_refused_in_one_line(read, record, reason)
 def test_a_file_of_no_known_format_is_the_users_mistake(read):
     with pytest.raises(UserError, match="its first record has the keys: a, b; name the format"):
         read({"a": 1, "b": {"c": []}})
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ([{"parts": [{"part_kind": "user-prompt"}], "kind": "request"}], "keys: parts, kind;"),
+        ([1], "a list without objects;"),
+        (1, "no object;"),
+    ],
+)
+def test_an_unknown_record_is_described(read, record, found):
+    with pytest.raises(UserError, match=found):
+        read(record)
 
 
 @pytest.mark.parametrize(
