@@ -29,6 +29,7 @@ import numpy as np
 from coa_jax.config.installed import missing
 from coa_jax.config.preflight import Needs
 from coa_jax.data.data_sets import is_data_set, is_tfds, local_tfds, open_hub, open_tfds
+from coa_jax.data.shards import AGENT_FILE
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
 from coa_jax.storage import local
@@ -142,7 +143,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
 
     * the path or URL of a file,
     * a pattern with ``*``, for all matching files,
-    * a folder, for all its files with one of `SUFFIXES`,
+    * a folder, for all its files with one of `SUFFIXES`; or for the ATIF documents
+      ``trajectory.json`` in its subfolders, if the folder itself has no files but JSON documents,
     * ``FOLDER/SPLIT``, for a split of a TFDS data set that is prepared in the folder,
     * ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, a data set of `data.data_sets`. For a data
       set, the text itself is returned in place of a path.
@@ -183,6 +185,9 @@ def _in_folder(folder: Path) -> list[Path]:
         )
     files = [p for p in sorted(folder.iterdir()) if p.suffix in SUFFIXES and p.name[0] not in "._"]
     kinds = sorted({path.suffix for path in files})
+    documents = [] if {*kinds} - {".json"} else sorted(folder.glob(f"*/**/{AGENT_FILE}"))
+    if documents:  # the other files are settings and results of the job
+        return documents
     if len(kinds) != 1:
         listed = " and ".join(kinds) or f"no {', '.join(SUFFIXES)}"
         raise UserError(f"{folder}: holds {listed} files; give a pattern such as {folder}/*.jsonl")

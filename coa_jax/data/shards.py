@@ -27,8 +27,10 @@ A record of an ArrayRecord file holds one JSON object.
 
 _SUFFIXES = (".jsonl", *(f".{form}" for form in SHARD_FORMATS))
 _FILES = (*_SUFFIXES, ".json")  # an ATIF document, or a list of them
-_AGENT_FILE = "trajectory.json"  # the ATIF document of each trial in a job folder of Harbor
 _LEVEL = 3  # gzip level: higher levels take several times as long and save a few per cent
+
+AGENT_FILE = "trajectory.json"
+"""Name of the ATIF document of each trial in a job folder of Harbor."""
 
 
 def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes]) -> None:
@@ -111,7 +113,7 @@ def shard_files(path: str | os.PathLike[str]) -> list[Path]:
 
     path = Path(local(os.fspath(path)))
     one = (path.name.endswith(_FILES) and not path.is_dir()) or not path.exists()
-    files = [path] if one else of_run(path) or _shards(path) or sorted(path.rglob(_AGENT_FILE))
+    files = [path] if one else of_run(path) or _shards(path) or sorted(path.rglob(AGENT_FILE))
     if not files:
         suffixes = ", ".join(_FILES)
         raise UserError(f"{path}: no file of trajectories; their names end in {suffixes}")

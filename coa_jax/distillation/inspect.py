@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from coa_jax.data.records import LeftOut, iterate_records
+from coa_jax.data.records import Counts, LeftOut, iterate_records
 from coa_jax.data.trajectory import DistilledRecord, part_violations
 from coa_jax.distillation.convert import invented_segments
 from coa_jax.errors import UserError
@@ -79,8 +79,9 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax inspect``: prints trajectories."""
-    values, shown, left_out = flags.FLAGS, 0, 0
+    values, shown, left_out, counts = flags.FLAGS, 0, 0, Counts()
     for row in iterate_records(values.data, values.protocol):
+        counts.add(row)
         if isinstance(row, LeftOut):
             left_out += 1
             if left_out <= values.number:
@@ -93,6 +94,8 @@ def main(argv: list[str]) -> None:
             print(page(record, row.dropped, row.tags))
             shown += 1
     if not shown:
+        if not values.id and not values["filter"].value:
+            counts.check_some()
         raise UserError(f"{values.data}: no record matches; leave out --id and --filter to see all")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,8 +50,8 @@ class TraceFilesConfig(Bounded):
     """Settings that say which log files to read, and how to convert them.
 
     Attributes:
-        files: paths of the files. For the format ``records``, folders and glob patterns are
-            allowed, too.
+        files: paths of the files, or folders of files. For the format ``records``, glob patterns
+            are allowed, too.
         format: name of a log format, see `distillation.readers.READERS`; "" to guess the format of
             each file from its beginning. With ``records``, the files contain trajectories in any
             format that `data.records` reads, which are filtered but not converted.
@@ -152,7 +152,7 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
         return _read_records(config)
     made, names, tools = Converted(), set[str](), config.tags()
     runs: list[tuple[str, str, Trace]] = []
-    for path in filter(None, config.files):
+    for path in _paths(config.files):
         file = TraceFile(path, config.format, config.options, tools)
         runs += ((path, file.report["format"], trace) for trace in file)
         for problem in file.report["problems"]:
@@ -192,6 +192,12 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
         log = dataclasses.replace(log, episode=name)
         made.add(_task_of(trace, path, form, name, protocol, task), log, trace.usage)
     return made
+
+
+def _paths(sources: Iterable[str]) -> Iterator[str]:
+    """Yields the paths of files; a folder stands for its files."""
+    for source in filter(None, sources):
+        yield from map(str, find_files(source)) if Path(source).is_dir() else (source,)
 
 
 def _task_of(

@@ -13,6 +13,7 @@ import pytest
 
 from coa_jax.data.atif import decode_trajectory, from_atif, to_atif
 from coa_jax.data.records import read_records
+from coa_jax.data.rows import find_files
 from coa_jax.data.trajectory import (
     Author,
     Reward,
@@ -23,6 +24,7 @@ from coa_jax.data.trajectory import (
 )
 from coa_jax.data.verdicts import failure_of
 from coa_jax.distillation.export import export_atif
+from coa_jax.distillation.traces import TraceFilesConfig, convert_files
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
 from tests import forked
@@ -207,6 +209,28 @@ def test_a_malformed_document_gives_one_line_with_its_step(tmp_path, value, why)
             read(path)
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"{path}: row 1: ") and why in line
+
+
+def test_the_documents_of_a_job_folder_are_read_by_all_readers(tmp_path):
+    for trial in "ab":
+        folder = tmp_path / "job" / trial / "agent"
+        folder.mkdir(parents=True)
+        (folder / "trajectory.json").write_text(json.dumps(document(session_id=trial)))
+        (folder.parent / "result.json").write_text('{"rewards": {}}')
+    (tmp_path / "job" / "config.json").write_text('{"trials": 2}')
+    job = tmp_path / "job"
+    assert len(list(iterate_trajectories(job, decode_trajectory))) == 2
+    assert [record.answer for record in read_records(job)] == ["Maseru"] * 2
+    assert [record.answer for record in read_records(job / "a")] == ["Maseru"]
+    converted = convert_files(TraceFilesConfig((str(job),), "atif", tools=("search_docs=lookup",)))
+    assert [log.episode for log in converted.logs] == ["a", "b"]
+
+
+def test_documents_in_subfolders_do_not_hide_a_file_of_records(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "trajectory.json").write_text(json.dumps(document()))
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "Q?", "output": "<answer>Lima</answer>"}')
+    assert [path.name for path in find_files(tmp_path)] == ["rows.jsonl"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory needs Linux")

@@ -366,3 +366,21 @@ def test_the_commands(tmp_path, command, said):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert said.format(tmp_path) in done.stdout
+
+
+def test_inspect_says_why_no_row_can_be_shown(tmp_path):
+    parts = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image", "source": {"path": "a.png"}},
+    ]
+    steps = [
+        {"step_id": 1, "source": "user", "message": parts},
+        {"step_id": 2, "source": "agent", "message": "A cat."},
+    ]
+    agent = {"name": "a", "version": "1"}
+    path = tmp_path / "trajectory.json"
+    path.write_text(json.dumps({"schema_version": "ATIF-v1.6", "agent": agent, "steps": steps}))
+    done = forked.run(["-m", "coa_jax.distillation.inspect", f"--data={path}"])
+    assert done.returncode == 2
+    assert f"{path}:1: turn 1 holds something other than text" in done.stderr
+    assert "--filter" not in done.stderr

@@ -136,9 +136,8 @@ class TraceFile:
         form = guess_format(values)
         objects = [value for value in values if not isinstance(value, Malformed)]
         if form is None and objects:
-            keys = ", ".join(list(objects[0])[:8]) if isinstance(objects[0], dict) else "no object"
             raise UserError(
-                f"{self.path}: has no known log format; its first record has the keys: {keys}; "
+                f"{self.path}: has no known log format; its first record {_contents(objects[0])}; "
                 "name the format in traces.format (docs/data.md#logs-of-other-systems), or write a "
                 "reader (docs/extending.md#a-trace-format-and-a-filter)"
             )
@@ -180,6 +179,16 @@ class TraceFile:
         for line in self.lines:
             self.report["records"] += 1
             yield line
+
+
+def _contents(value: Any) -> str:
+    """Describes a record of an unknown format, with the keys of its (first) object."""
+    listed = isinstance(value, list) and bool(value)
+    first = value[0] if listed else value
+    if not isinstance(first, dict):
+        return "is a list without objects" if isinstance(value, list) else "is no object"
+    begin = "is a list, whose first item" if listed else ""
+    return f"{begin} has the keys: {', '.join(list(first)[:8])}".lstrip()
 
 
 def _lines(path: str, form: str) -> Iterator[Line]:

@@ -8,7 +8,7 @@ import re
 from coa_jax.protocol import parse_boxed
 from coa_jax.protocol.bodies import without_fence
 
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_TAGS = [re.compile(rf"<(/?){name}>", re.IGNORECASE) for name in ("answer", "final_answer")]
 _MARKED = re.compile(
     r"(?:^|(?<=[.!?;:)\]\"'*\u3002\uff01\uff1f])[ \t]+)(?P<before>[^\w\n]*)"
     r"(?:(?:so|thus|hence|therefore),?[ ]+)?(?:(?:the|my|our)[ ]+)?"
@@ -17,9 +17,17 @@ _MARKED = re.compile(
 )
 _SAID = re.compile(
     r"(?:^(?P<before>[^\w\n]*)|\b(?:the|my|our)[ ]+)"
-    r"answer(?:(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)[:\uff1a]|[ ]is[ ])",
+    r"(?:final[ ])?answer(?:(?:[ ]is)?(?P<within>[^\w\n:\uff1a]*)[:\uff1a]|[ ]is[ ])",
     re.IGNORECASE | re.MULTILINE,
 )
+_COPULA = re.compile(r"\s(?:is|was|are|were)\s", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"n['\u2019]t\b|\b(?:no|not|none|nor|never|neither|cannot|without|except|unless|if|whether)\b"
+    r"|\b(?:maybe|perhaps|possibly|wrong|incorrect|false|thought|guess\w*|assum\w*|believ\w*)\b",
+    re.IGNORECASE,
+)
+"""Matches words with which a sentence may deny or doubt the answer that it contains."""
+
 _FURTHER = re.compile(r"[.!?][\"')\]*]*\s+\S")
 _KEYS = ("final_answer", "answer")
 _EMPHASIS = re.compile(r"[*]+\Z")
@@ -45,12 +53,12 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     The kinds of marks are, the most reliable first:
 
     - the whole text is a JSON object with the field ``final_answer`` or ``answer``;
-    - the tag ``<answer>``;
+    - the tag ``<answer>``, or else ``<final_answer>``;
     - "Final answer" at the beginning of a line or of a sentence, with a colon or at the end of its
       line. The answer is the rest of this line, or the next block of text if the line ends there;
     - a box (``\boxed``);
-    - "Answer:" at the beginning of a line, or "the answer is". The answer is the rest of this line,
-      if it is a single sentence.
+    - "Answer:" at the beginning of a line, or "the answer is", also with the word "final". The
+      answer is the rest of this line, if it is a single sentence.
 
     If a marked answer contains exactly one box, the content of the box is the answer. For example,
     "Final answer: $\boxed{7}$" gives "7".
@@ -66,7 +74,7 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     """
     if (stored := _answer_in_json(words)) is not None:
         return "", _unboxed(stored)
-    tagged = _tagged(words)
+    tagged = next(filter(None, (_tagged(words, tag) for tag in _TAGS)), None)
     if tagged:
         opening, closing = tagged
         inside = words[opening.end() : closing.start()]
@@ -84,6 +92,20 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     around = words[:start] + words[end:]
     sentence = words[:start] + boxed + words[end:] if re.search(r"\w", around) else ""
     return sentence.strip(), _without_marks(boxed)
+
+
+def stated_answer(words: str) -> str | None:
+    """Returns what a single sentence of the form "SUBJECT is ANSWER." states; otherwise None.
+
+    The verb is "is", "was", "are" or "were", and occurs once. Such an answer is less reliable than
+    a marked one, so the result is also None if the sentence has a word of denial or doubt.
+    """
+    sentence = words.strip()
+    subject, *rest = _COPULA.split(sentence)
+    unclear = "\n" in sentence or "?" in sentence or _FURTHER.search(sentence)
+    if not subject or len(rest) != 1 or unclear or _DOUBT.search(sentence):
+        return None
+    return _unboxed(rest[0].removesuffix(".").replace("**", "")) or None
 
 
 def _answer_in_json(words: str) -> str | None:
@@ -108,11 +130,11 @@ def _answer_in_sentence(words: str) -> tuple[str, str] | None:
     return None
 
 
-def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
+def _tagged(words: str, pattern: re.Pattern[str]) -> tuple[re.Match[str], re.Match[str]] | None:
     """Returns the last pair of tags, in linear time even if many tags are not closed."""
     pair: tuple[re.Match[str], re.Match[str]] | None = None
     opening: re.Match[str] | None = None
-    for tag in _TAG.finditer(words):
+    for tag in pattern.finditer(words):
         if not tag[1]:
             opening = opening or tag
         elif opening is not None:

@@ -38,5 +38,6 @@ def read_document(record: Any) -> Trace:
         row = chat_of(record)
     except untrusted.MALFORMED as error:
         raise Malformed(untrusted.reason(error)) from error
-    metadata = {"agent": str(record["agent"].get("name"))}
-    return dataclasses.replace(read_run(row), metadata=metadata)
+    trace = read_run(row)
+    metadata = {**trace.metadata, "agent": str(record["agent"].get("name"))}
+    return dataclasses.replace(trace, metadata=metadata)

@@ -7,7 +7,8 @@ describes the forms.
 
 The result of a call is the message of the same turn with the id of the call. Parallel calls are
 written one after another. If the last call is ``final_answer``, its argument is the answer.
-Otherwise the answer is searched in the last message, see `coa_jax.distillation.readers.answers`.
+Otherwise the answer is searched in the last message, see `coa_jax.distillation.readers.answers`. If
+a sentence without a mark states an accepted answer, the metadata have ``answer_from: "sentence"``.
 A message of an agent whose name says that it plans or reviews is a plan or a reflection. All other
 text of agents becomes thoughts.
 
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from coa_jax.distillation.messages import Kind
-from coa_jax.distillation.readers.answers import marked_answer
+from coa_jax.distillation.readers.answers import marked_answer, stated_answer
 from coa_jax.distillation.readers.base import (
     Conversation,
     Field,
@@ -46,12 +47,13 @@ from coa_jax.distillation.readers.base import (
     total_usage,
 )
 from coa_jax.distillation.readers.turns import Call, Turn, first, is_message, turns_of
+from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (
     *("messages", "conversation", "conversations", "history", "chat_history", "chat", "steps"),
     *("intermediate_steps", "events", "trajectory", "trace", "turns", "log", "items", "contents"),
 )
-"""Names of the list of messages in an object that is a run."""
+"""Usual names of the list of messages in an object that is a run."""
 
 _PAIRS = ({"request", "response"}, {"input", "output"}, {"input", "response"})
 """Names of a request to a model and of its reply, in an object that is a run."""
@@ -61,6 +63,9 @@ _GOLD = (
     *("gold", "expected", "expected_answer", "expected_output", "ground_truth", "true_answer"),
     *("correct_answer", "golden_answers", "reference", "reference_answer", "target", "label"),
 )
+_TOOLS = ("tools", "functions", "tool_calls")
+"""Names of lists of tools, whose items look like messages."""
+
 _PREDICTION = ("final_answer", "prediction", "predicted_answer", "final_output")
 _ANSWER = ("answer", "result", "output", "response")
 _ID = ("id", "task_id", "run_id", "uid", "question_id", "thread_id", "trace_id")
@@ -124,9 +129,23 @@ def is_run_object(value: Any) -> bool:
     """Returns whether a JSON value is an object that holds the messages of a run."""
     if not isinstance(value, dict):
         return False
-    listed = any(value.get(name) and isinstance(value[name], list) for name in _LISTS)
     both = any(pair <= value.keys() for pair in _PAIRS)
-    return listed or (both and isinstance(_outputs(value), list))
+    return bool(_list_name(value)) or (both and isinstance(_outputs(value), list))
+
+
+def _list_name(value: dict[str, Any]) -> str | None:
+    """Returns the name of the list of messages in an object; None if it has no such list.
+
+    Without a usual name, the list is the only one whose items all look like messages.
+    """
+    lists = {name: items for name, items in value.items() if items and isinstance(items, list)}
+    usual = next(filter(lists.__contains__, _LISTS), None)
+    if usual or is_message(value):
+        return usual
+    found = [
+        name for name, items in lists.items() if name not in _TOOLS and all(map(is_message, items))
+    ]
+    return found[0] if len(found) == 1 and found[0] not in (*_QUESTION, *_ANSWER) else None
 
 
 def is_record(value: Any) -> bool:
@@ -173,7 +192,7 @@ def read_run(record: Any) -> Trace:
 def _messages(fields: Field) -> list[Field]:
     value = fields.mapping()
     request = fields["request"] if isinstance(value.get("request"), dict) else fields
-    name = next((n for n in _LISTS if isinstance(request.get(n).value, list)), None)
+    name = _list_name(request.mapping())
     listed = name or ("input" if isinstance(request.get("input").value, list) else None)
     messages = request[listed].items("message") if listed else []
     if not listed and isinstance(request.get("input").value, str):
@@ -213,6 +232,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
     talk = Conversation(facts.question or spoken[begin - 1].words)
     _paired((), _results(spoken[begin:]))
     final: str | None = None
+    metadata = dict[str, Any]()
     for number, turn in enumerate(spoken[begin:], start=begin):
         if turn.role == "user":
             raise Malformed("a second message of the role 'user': no run of a single question")
@@ -231,7 +251,11 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         if final is not None:
             talk.say(thought)
         elif not turn.calls and number == len(spoken) - 1:
-            before, final = marked_answer(turn.words) or ("", turn.words.strip())
+            marked = marked_answer(turn.words)
+            stated = None if marked or facts.answer else stated_answer(turn.words)
+            if stated and grade_answer(stated, facts.gold):
+                marked, metadata = (turn.words, stated), {"answer_from": "sentence"}
+            before, final = marked or ("", turn.words.strip())
             before = turn.words if facts.answer else before
             talk.say("\n".join(filter(None, (turn.reasoning, before))))
         elif not turn.calls:
@@ -239,7 +263,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
     if facts.answer or final:
         talk.answer(facts.answer or final or "")
     counts = usage or total_usage((t.usage for t in spoken), "input_tokens", "output_tokens")
-    return Trace(talk.finish(facts.identity), facts.gold, usage=counts)
+    return Trace(talk.finish(facts.identity), facts.gold, metadata, usage=counts)
 
 
 def _say(talk: Conversation, turn: Turn, thought: str) -> None:

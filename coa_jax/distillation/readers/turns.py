@@ -1,9 +1,9 @@
 """Reads single messages of other systems as turns, the common form of all logs of conversations.
 
-A message has one of many shapes: a chat message of OpenAI, Anthropic or ShareGPT, a message of
-LangChain in one of its four serialisations, an item of OpenAI's Responses API, an event of AutoGen,
-or a step with plain fields. `turns_of` recognises the shape by the fields of the message, so a log
-may mix shapes. docs/data.md lists the names of plain fields.
+A message has one of many shapes: a chat message of OpenAI, Anthropic, Bedrock, Vercel or ShareGPT,
+a message of LangChain in one of its four serialisations, an item of OpenAI's Responses API, an
+event of AutoGen, or a step with plain fields. `turns_of` recognises the shape by the fields of the
+message, so a log may mix shapes. docs/data.md lists the names of plain fields.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def turns_of(item: Field) -> list[Turn]:
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
         return _ITEMS[kind](item)
+    called = _tool(item) and first(item, _ARGUMENTS) and not first(item, _IDENTITY)
+    if called and "tool" in (kind, role):  # a call and its result
+        return _step(item)
     if isinstance(role, str) and role in _ROLES:
         return _message(item, _ROLES[role], partial=kind == "message")
     if role is None and isinstance(kind, str) and kind in _ROLES:
@@ -137,7 +140,7 @@ def _message(item: Field, role: str, partial: bool = False) -> list[Turn]:
     calls = _calls(item) or calls
     speaker = item.get("name").value
     speaker = speaker if isinstance(speaker, str) and role != "result" else ""
-    if role == "result":
+    if role == "result" and not results:
         failed = item.get("status").value == "error" or item.get("is_error").value
         identity = first(item, _IDENTITY).optional_scalar()
         return [Turn("result", words, identity=identity, ok=not failed)]
@@ -165,6 +168,7 @@ def _parts(
         if isinstance(part.value, str):
             words.append(part.value)
             continue
+        part = _common_part(part)
         kind = part.get("type").value
         kind = kind or next((k for k in ("functionCall", "functionResponse") if part.get(k)), None)
         if kind in ("text", "input_text", "output_text") or (kind is None and part.get("text")):
@@ -184,8 +188,42 @@ def _parts(
         elif kind in ("server_tool_use", "web_search_tool_result"):
             raise Malformed(f"{part} ran at the provider: the log lacks the text of its result")
         else:
-            raise Malformed(f"{item} holds something besides text")
+            keys = ", ".join(list(part.mapping())[:8])
+            typed = f" of the type {kind!r}" if kind else ""
+            raise Malformed(f"{part} holds something besides text{typed} (keys {keys})")
     return "\n".join(words), [t for t in thoughts if t.strip()], tuple(calls), results
+
+
+def _common_part(part: Field) -> Field:
+    """Returns a call or a result of Bedrock or Vercel in the form of Anthropic; others as is."""
+    value, kind = part.mapping(), part.get("type").value
+    use, given = value.get("toolUse"), value.get("toolResult")
+    if kind == "tool-call":
+        arguments = value.get("input", value.get("args"))
+        made = {"id": value.get("toolCallId"), "name": value.get("toolName"), "input": arguments}
+    elif isinstance(use, dict):
+        made = {"id": use.get("toolUseId"), "name": use.get("name"), "input": use.get("input")}
+    elif kind == "tool-result":
+        output, typed = value.get("output", value.get("result")), ""
+        if isinstance(output, dict) and {"type", "value"} <= output.keys():
+            typed, output = str(output["type"]), output["value"]
+        failed = value.get("isError") or typed.startswith("error")
+        made = {"tool_use_id": value.get("toolCallId"), "content": output, "is_error": failed}
+    elif isinstance(given, dict):
+        made = {"tool_use_id": given.get("toolUseId"), "is_error": given.get("status") == "error"}
+        content = given.get("content")
+        made["content"] = list(map(_typed, content)) if isinstance(content, list) else content
+    else:
+        return part
+    return Field({"type": "tool_use" if "input" in made else "tool_result", **made}, part.name)
+
+
+def _typed(part: Any) -> Any:
+    """Returns a part of a result of Bedrock, text or JSON, as a text with a type; others as is."""
+    for key in ("text", "json"):
+        if isinstance(part, dict) and key in part:
+            return {"type": "text", "text": _text(Field(part[key], key))}
+    return part
 
 
 def _reasoning(message: Field) -> str:
@@ -322,7 +360,7 @@ def _step(item: Field) -> list[Turn]:
     speaker = next((s.value for s in map(item.get, SPEAKER) if isinstance(s.value, str)), "")
     role = item.get("role").value
     speaker = role if isinstance(role, str) else speaker
-    tool = next((t.value for t in map(item.get, _TOOL) if isinstance(t.value, str)), "")
+    tool = _tool(item)
     identity = first(item, _IDENTITY).optional_scalar()
     thought = first(item, _THOUGHT).optional_text() or _log(item)
     result = first(item, _RESULT)
@@ -348,6 +386,11 @@ def _step(item: Field) -> list[Turn]:
         raise Malformed(f"{item} lacks 'role'")
     role = _ROLES.get(speaker, "assistant")
     return [Turn(role, text, thought, speaker="" if speaker in _ROLES else speaker)]
+
+
+def _tool(item: Field) -> str:
+    """Returns the name of the tool that a step calls; "" if it names none."""
+    return next((t.value for t in map(item.get, _TOOL) if isinstance(t.value, str)), "")
 
 
 def _log(item: Field) -> str:

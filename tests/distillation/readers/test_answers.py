@@ -37,6 +37,10 @@ PROGRAM = "```python\na = 1\n\nprint(a)\n```"
         ("**Answer:** Porto", "Porto"),
         ("I found it. The answer is Porto.", "Porto"),
         ("So the answer is: **Porto**", "Porto"),
+        ("The final answer is Douro.", "Douro"),
+        ("Final answer is **Douro**.", "Douro"),
+        ("<final_answer>Douro</final_answer>", "Douro"),
+        ("<final_answer>a</final_answer> <answer>b</answer>", "b"),
         ('{"answer": "Porto", "confidence": 0.9}', "Porto"),
         ('```json\n{"final_answer": 42}\n```', "42"),
         (r'{"answer": "\\boxed{7}"}', "7"),
@@ -59,6 +63,7 @@ def test_what_stands_before_an_answer_is_the_way_to_it():
     [
         "Paris",
         "It is my final answer",
+        "The final answer is in it. Look!",
         "The answer is in it. Look!",
         "An answer is Lima",
         "[1, 2]",

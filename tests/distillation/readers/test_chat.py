@@ -5,6 +5,7 @@ import pytest
 
 from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.arrange import trajectory_of
+from coa_jax.tasks.grading import grade_answer
 from tests.distillation.logs import INVENTING
 from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons
 
@@ -116,3 +117,38 @@ def test_a_boxed_answer_converts_under_every_protocol(read, protocol, answer):
     assert part_violations(protocol, record.parts) == []
     assert record.answer == answer
     assert "The answer is 42." in record.text
+
+
+def test_a_sentence_that_states_the_accepted_answer_answers(read):
+    words = "The river that flows through Porto is the **Douro**."
+    (trace,), _ = read(said(words), expected=["Douro", "Duero"])
+    assert grade_answer(trace.log.answer, trace.gold) == 1
+    assert trace.log.messages[-2].content == words
+    assert trace.metadata == {"answer_from": "sentence"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "It is not Douro but Minho.",
+        "It is not the Douro.",
+        "The river isn't known; one name is Douro.",
+        "I think the river is the Minho, and the city is Douro.",
+        "Perhaps the river is the Douro.",
+        "The river is the Douro or the Minho.",
+        "The river is the Douro Litoral.",
+        "The river is the Minho. A tributary is the Douro.",
+        "The Douro is shorter than the river.",
+        "The river is the Minho.",
+        "Is the river the Douro, or which river is Douro?",
+    ],
+)
+def test_a_sentence_that_does_not_state_the_accepted_answer_stays_whole(read, words):
+    (trace,), _ = read(said(words), expected="Douro")
+    assert (trace.log.answer, trace.metadata) == (words, {})
+    assert not grade_answer(trace.log.answer, trace.gold)
+
+
+def test_without_accepted_answers_a_sentence_stays_whole(read):
+    (trace,), _ = read(said("The river is the Douro."))
+    assert trace.log.answer == "The river is the Douro."

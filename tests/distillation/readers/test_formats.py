@@ -101,7 +101,11 @@ def test_the_old_function_calls_are_read(read):
         ([*CHAT[:4], CHAT[3]], "two results of the call 'a'"),
         ([CHAT[1], {"role": "assistant", "tool_calls": [{}]}], "lacks 'function'"),
         ([CHAT[1], {"content": "x"}], "message 1 lacks 'role'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "something besides text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "part 0 holds something besides text of the type",
+        ),
+        ([{"role": "user", "content": [{"image": 1, "x": 2}]}], "keys image, x"),
     ],
 )
 def test_a_malformed_chat_is_named(read, messages, reason):

@@ -98,6 +98,18 @@ SHAPES = {
         ]}],
         ("find", '{"what": "x"}', "Lima", "ok"),
     ),
+    "events of the type tool with input and output": (
+        [{"question": "Q?", "events": [
+            {"type": "tool", "tool": "find", "input": {"a": 1}, "output": "Lima"},
+            {"type": "assistant", "content": "Lima"}]}],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
+    "a list of messages with a name of its own": (
+        [{"transcript": [{"role": "user", "content": "Q?"}, {"tool": "find", "args": {"a": 1},
+                         "result": "Lima"}, {"role": "assistant", "content": "Lima"}],
+          "tools": [{"type": "function", "function": {"name": "find"}}], "tags": ["x"]}],
+        ("find", '{"a": 1}', "Lima", "ok"),
+    ),
     "steps of an agent executor": (
         [{"input": "Q?", "output": "Lima", "intermediate_steps": [
             [{"tool": "find", "tool_input": "x", "log": "I look.\nAction: find"}, "Lima"]]}],
@@ -120,6 +132,42 @@ SHAPES = {
             {"role": "model", "parts": [{"text": "Lima"}]},
         ]}],
         ("find", '{"a": 1}', '{"r": "Lima"}', "ok"),
+    ),
+    "messages of Bedrock": (
+        [{"messages": [
+            {"role": "user", "content": [{"text": "Q?"}]},
+            {"role": "assistant", "content": [
+                {"toolUse": {"toolUseId": "1", "name": "find", "input": {"a": 1}}}]},
+            {"role": "user", "content": [{"toolResult": {
+                "toolUseId": "1", "content": [{"json": {"r": 1}}, {"text": "no page"}],
+                "status": "error"}}]},
+            {"role": "assistant", "content": [{"text": "Lima"}]},
+        ]}],
+        ("find", '{"a": 1}', '{"r": 1}\nno page', "error"),
+    ),
+    "messages of Vercel": (
+        [{"messages": [
+            {"role": "user", "content": "Q?"},
+            {"role": "assistant", "content": [
+                {"type": "tool-call", "toolCallId": "1", "toolName": "find", "input": {"a": 1}}]},
+            {"role": "tool", "content": [
+                {"type": "tool-result", "toolCallId": "1", "toolName": "find",
+                 "output": {"type": "json", "value": {"r": 1}}}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Lima"}]},
+        ]}],
+        ("find", '{"a": 1}', '{"r": 1}', "ok"),
+    ),
+    "messages of Vercel, version 4": (
+        [{"messages": [
+            {"role": "user", "content": "Q?"},
+            {"role": "assistant", "content": [
+                {"type": "tool-call", "toolCallId": "1", "toolName": "find", "args": {"a": 1}}]},
+            {"role": "tool", "content": [
+                {"type": "tool-result", "toolCallId": "1", "toolName": "find", "result": "no",
+                 "isError": True}]},
+            {"role": "assistant", "content": "Lima"},
+        ]}],
+        ("find", '{"a": 1}', "no", "error"),
     ),
     "steps of a program": (
         [{"question": "Q?", "expected": "Lima", "final_answer": "Lima", "steps": [
@@ -191,6 +239,32 @@ def test_a_run_that_lacks_something_is_refused_in_one_line(read, record, reason)
 def test_a_file_of_no_known_format_is_the_users_mistake(read):
     with pytest.raises(UserError, match="its first record has the keys: a, b; name the format"):
         read({"a": 1, "b": {"c": []}})
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ([{"parts": [{"part_kind": "user-prompt"}], "kind": "request"}], "keys: parts, kind;"),
+        ([1], "a list without objects;"),
+        (1, "no object;"),
+    ],
+)
+def test_an_unknown_record_is_described(read, record, found):
+    with pytest.raises(UserError, match=found):
+        read(record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"a": [USER], "b": [USER]},
+        {"a": [USER, 1]},
+        {"prompt": [USER], "answer": "Lima"},
+        {"tools": [{"type": "function", "function": {"name": "find"}}]},
+    ],
+)
+def test_a_list_that_may_hold_no_conversation_is_no_run(record):
+    assert guess_format([record]) is None
 
 
 @pytest.mark.parametrize("form", RECORDS)
