@@ -10,6 +10,7 @@ from coa_jax.cli.synthesize import synthesize
 from coa_jax.config.preflight import settings_probes
 from coa_jax.errors import UserError
 from coa_jax.evaluation.scaling import PickConfig
+from coa_jax.model.api import save_model
 from coa_jax.rollout.endpoint import PolicyEndpoint
 from coa_jax.run.command import load_config
 from coa_jax.tasks.graders import GradersConfig
@@ -17,6 +18,7 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.wiki_search import WikiConfig
+from tests import tiny_policy
 
 DOWN = "http://127.0.0.1:9/retrieve"
 FLAGS = {"tools.names": ("wiki_search",), "tools.wiki_search.url": DOWN}
@@ -41,17 +43,18 @@ def test_a_teacher_whose_tool_cannot_start_ends_before_anything_is_written(
 
 def test_sft_whose_evaluations_lack_a_tool_ends_before_anything_is_written(tmp_path):
     tools = {"names": ("wiki_search",), "wiki_search": {"url": DOWN}}
+    save_model(tiny_policy.policy(), tmp_path / "model")
     settings = {
-        "model": "none",
+        "model": str(tmp_path / "model"),
         "data": "none",
         "tools": tools,
         "held_out": {"tasks": "arithmetic"},
     }
     with pytest.raises(UserError, match=r"^not ready: wiki_search: .*probe_s=0$"):
-        coa_jax.train_sft(settings, tmp_path, evaluate_every=1)
-    assert not (tmp_path / "config.json").exists()
+        coa_jax.train_sft(settings, tmp_path / "run", evaluate_every=1)
+    assert not (tmp_path / "run" / "config.json").exists()
     with pytest.raises(UserError, match="none"):  # without evaluations, no tool is asked
-        coa_jax.train_sft(settings, tmp_path)
+        coa_jax.train_sft(settings, tmp_path / "run")
 
 
 def test_each_group_of_settings_with_a_probe_is_asked_under_its_name():
