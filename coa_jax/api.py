@@ -468,8 +468,8 @@ def evaluate(
         model: the policy, its path or its name on the Hub; or settings, see `EvaluateRun`. A
             setting that is left out has its default, see `train.defaults`.
         workdir: directory of the run.
-        policy: a policy or its path, in place of the policy that the settings in ``model`` name.
-            None if ``model`` is the policy itself, or if its settings name the policy.
+        policy: a policy or its path, if ``model`` holds settings that name another policy or none.
+            None if ``model`` is the policy itself, or holds settings that name the policy.
         tasks, rewards, tools, tags, environment: as in `train_rl`.
         fresh: whether to delete existing samples of this evaluation (``stage``) first.
         changes: settings that override those of ``model``, for example ``stage``, the name of the

@@ -55,10 +55,11 @@ def recalling_minds(
 
 @functools.lru_cache(maxsize=4096)
 def remaining(question: str) -> str:
-    """Returns a question with its first step replaced by the country that the team remembers.
+    """Returns the rest of a question of several steps, if the team remembers the first step.
 
-    The question stays as it is if the team does not know the country, or if the first step is the
-    whole question.
+    The first step finds a country, such as "the country that borders only Lesotho"; the name of the
+    country replaces it. The question stays as it is if the team does not know the country, or if
+    there is a single step.
 
     Args:
         question: a question of the Factbook.

@@ -115,7 +115,9 @@ def make_constraint(
 def watch_for_ends(
     automata: Mapping[str, ByteAutomaton], tokens: Sequence[bytes], vocab_size: int
 ) -> Constraint:
-    """Creates a constraint that allows every token, and ends the turns of the policy.
+    """Creates a constraint that forbids no token, but stops decoding at the end of a turn.
+
+    A turn ends at a closing tag of a tool or of the answer.
 
     Args:
         automata: automaton of each protocol's closing tags (`grammar.closing_tags`), by name.

@@ -94,8 +94,8 @@ def sharing(
         parts: parameters in the layout for decoding, one copy per device group, see `take_copies`.
         slots: number of slots of all new engines together; 0 for the number of slots of the given
             engines.
-        whole: whether every slot has its own pages, although the slots of the given engines share a
-            pool (`EngineConfig.pages`).
+        whole: whether every slot of the new engines has pages of its own. If False, their slots
+            share pages if those of the given engines do (`EngineConfig.pages`).
 
     Raises:
         UserError: there is no memory for another cache.

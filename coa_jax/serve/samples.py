@@ -26,9 +26,8 @@ class Event:
         tokens: tokens sampled since the sample's last event, with the log-probability at which each
             was sampled. They may have more bytes than ``text``, because a character may consist of
             several tokens.
-        author: author of ``text``.
-        call: tool call that the observation ``text`` answers; None if ``text`` is not an
-            observation.
+        author: who wrote ``text``, the policy or a tool.
+        call: tool call whose observation is in ``text``; None if the policy wrote ``text``.
         finish: reason why the sample ended, ``stop``, ``length``, ``cancelled`` or ``fault``, in
             its last event; None in other events.
         stop: stop string that ended the sample; None if no stop string ended it.

@@ -286,8 +286,8 @@ def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any
 
     Returns:
         A mapping with three keys. ``protocol`` is the protocol of all tasks, or "" if there are
-        several. ``prompt_style`` is a style or the template of a prompt, or "" if the style was
-        ``data`` and the rows have different instructions. ``system`` is the system message, or None
+        several. ``prompt_style`` is a style or the template of a prompt; "" if each task has
+        its own instructions (style ``data``). ``system`` is the system message, or None
         if the prompt sets no system message.
     """
     wording = _summed_wording(asked, prompt)

@@ -311,7 +311,8 @@ def empty_batch(rows: int, length: int, unfolded: int = 0) -> Batch:
     Args:
         rows: number of rows, R.
         length: number of tokens of a row, T.
-        unfolded: number of positions of a row inside attention, E; 0 if no prompts are shared.
+        unfolded: number of positions of a row inside attention, where each sequence has its own
+            copy of a prompt that the row stores once; 0 if no prompts are shared.
     """
     shape = (rows, length)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))

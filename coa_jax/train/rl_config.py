@@ -210,7 +210,7 @@ class RLConfig(TrainingConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimiser updates of an RL step with ``groups`` groups, in all epochs."""
+        """Number of optimiser updates of an RL step, summed over its epochs."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
     @functools.cached_property

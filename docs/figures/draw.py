@@ -242,6 +242,104 @@ def tool_call() -> str:
     return figure(420, 482, title, *parts)
 
 
+def step_time() -> str:
+    """How trainer and engine spend a step of RL, from the metrics of a released run."""
+    run = Path(__file__).parents[2] / "released" / "recall" / "1" / "metrics.jsonl"
+    rows = [json.loads(line) for line in run.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "time/rollout_wait" in row]
+    mean = {name: sum(row[f"time/{name}"] for row in steps) / len(steps) for name in TIMES}
+    short = mean["traces"] + mean["publish"] + mean["checkpoint"] + mean["unaccounted"]
+    rest = mean["rollout"] - mean["decode"] - mean["extend"]
+    lanes = (
+        (
+            "Trainer: a step",
+            (
+                ("group", "time/rollout_wait", "waits for samples", mean["rollout_wait"]),
+                ("learn", "time/update", "update of the parameters", mean["update"]),
+                ("box", "the rest", "traces, weights, checkpoint", short),
+            ),
+        ),
+        (
+            "Engine: the samples of this step",
+            (
+                ("learn", "time/decode", "decoding", mean["decode"]),
+                ("box", "time/extend", "prefill of prompts and tool results", mean["extend"]),
+                ("tool", "the rest", "tools, grading and scheduling", rest),
+            ),
+        ),
+    )
+    parts, y = [], 0
+    for title, pieces in lanes:
+        total = sum(seconds for *_, seconds in pieces)
+        parts.append(label(16, y + 28, f"{title}, {total:.1f} s", kind="name"))
+        x = 16.0
+        for kind, *_, seconds in pieces:
+            width = 388 * seconds / mean["step"]
+            parts.append(
+                f'<rect class="{kind}" x="{x:.1f}" y="{y + 40}" width="{width:.1f}" height="30"/>'
+            )
+            x += width
+        for row, (kind, name, note, seconds) in enumerate(pieces):
+            line = y + 92 + 22 * row
+            parts += [
+                f'<rect class="{kind}" x="16" y="{line - 11}" width="14" height="14" rx="3"/>',
+                label(38, line, f"{name}: {note}"),
+                label(404, line, f"{seconds:.1f} s", "end"),
+            ]
+        y += 158
+    title = (
+        f"Of a step of {mean['step']:.1f} s, the trainer waits {mean['rollout_wait']:.1f} s for "
+        f"samples and updates for {mean['update']:.1f} s; the engine decodes for "
+        f"{mean['decode']:.1f} s"
+    )
+    return figure(420, 318, title, *parts)
+
+
+TIMES = (
+    *("step", "rollout_wait", "update", "traces", "publish", "checkpoint", "unaccounted"),
+    *("rollout", "decode", "extend"),
+)
+"""Names of the metrics ``time/NAME`` that `step_time` shows."""
+
+
+def meshes() -> str:
+    """Three ways to arrange eight devices, with the rows and weights of each device."""
+    ways = (
+        (
+            "fsdp=8: choose this first",
+            "each device has its own rows and 1/8 of the weights",
+            [(f"rows {n}", f"W{n}") for n in range(8)],
+        ),
+        (
+            "fsdp=4, tensor=2: for very long rows",
+            "two devices share rows; each layer is split in two",
+            [(f"rows {n // 2}", f"W{n // 2}{'ab'[n % 2]}") for n in range(8)],
+        ),
+        (
+            "data=2, fsdp=4: for slow networks",
+            "two nodes, each with its own rows and all weights",
+            [(f"rows {n}", f"W{n % 4}") for n in range(8)],
+        ),
+    )
+    parts = []
+    for number, (name, note, devices) in enumerate(ways):
+        y = 130 * number
+        parts += [label(16, y + 26, name, kind="name"), label(16, y + 44, note)]
+        for device, (rows, weights) in enumerate(devices):
+            x = 16 + 48 * device + (6 if number == 2 and device > 3 else 0)
+            shade = ("learn", "tool", "box", "group")[int(weights[1]) % 4]
+            parts += [
+                f'<rect class="{shade}" x="{x}" y="{y + 56}" width="44" height="48" rx="5"/>',
+                label(x + 22, y + 76, rows, "middle"),
+                label(x + 22, y + 95, weights, "middle", "name"),
+            ]
+    title = (
+        "Eight devices as fsdp=8, as fsdp=4 with tensor=2, and as data=2 with fsdp=4: which rows "
+        "and which part of the weights (W) each device holds"
+    )
+    return figure(420, 384, title, *parts)
+
+
 def curve() -> str:
     """The reward of RL by step, and the pass@1 of its policy and of the control (curve.json)."""
     data = json.loads(Path(__file__).with_name("curve.json").read_text(encoding="utf-8"))
@@ -296,6 +394,8 @@ FIGURES = {
     "tool_call.svg": tool_call,
     "ask.svg": ask,
     "curve.svg": curve,
+    "step_time.svg": step_time,
+    "meshes.svg": meshes,
 }
 """Name of each file -> the function that draws it."""
 

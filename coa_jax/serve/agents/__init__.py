@@ -51,7 +51,7 @@ class AgentPrograms:
 
     @staticmethod
     def replay_episodes(engine: Any, tokenizer: Any) -> ServedEpisodes:
-        """Returns the episodes of recorded samples, see `replay.replay_episodes`."""
+        """Prepares to sample recorded turns again, see `replay.replay_episodes`."""
         from coa_jax.serve.agents import replay
 
         return replay.replay_episodes(engine, tokenizer)
