@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from coa_jax.config.extensions import Reference
+from coa_jax.config.extensions import Reference, parameters_of
 from coa_jax.config.preflight import preflight, require, settings_probes, used_settings
 from coa_jax.data.records import records_of_rows
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
@@ -61,7 +60,7 @@ from coa_jax.tools.make import (
 )
 from coa_jax.tools.net.budget import spending
 from coa_jax.train import foreign, rl, sft
-from coa_jax.train.command import run_at, settled
+from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
 from coa_jax.train.optimizer import reference_to
 from coa_jax.train.renaming import renaming
@@ -169,15 +168,17 @@ def train_sft(
     """
     path = run_folder(workdir)
     module = model if isinstance(model, Foreign) else None
-    values = _changed({"model": "module", "lora": {"rank": 0}} if module else model, changes)
+    values = _changed({"model": "module"} if module else model, changes)
+    if module:
+        values["lora"] = {"rank": 0, **_values(values.get("lora", {}))}
     policy = _take_model(values, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
     open_config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
-        config = settled(open_config, path, policy.config if policy else None)
-        with run_at(path, config, wandb_project) as (run, output):
+        shapes = policy.config if policy else None
+        with run_at(path, open_config, wandb_project, shapes) as (run, output, config):
             _keep_model(path / _INITIAL, policy)
             if data is not None and not isinstance(data, str):
                 _keep_records(path / "records.jsonl", records_of_rows(data))
@@ -234,8 +235,8 @@ def train_rl(
     own_tools = open_config.tools if tools is None else tools
 
     def train() -> None:
-        config = settled(open_config, path, policy.config if policy else None)
-        with run_at(path, config, wandb_project) as (run, output):
+        shapes = policy.config if policy else None
+        with run_at(path, open_config, wandb_project, shapes) as (run, output, config):
             _keep_model(path / _INITIAL, policy)
             rl.train(config, run, output, _ready_tools(config))
 
@@ -609,12 +610,10 @@ def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
 
 def _source(tasks: Any, values: dict[str, Any]) -> Reference:
     """Returns the setting ``tasks``; rows become tasks with a protocol for the tools."""
-    rows = tasks
-    if callable(tasks):
-        rows = None if inspect.signature(tasks).parameters else tasks()
-    rows = list(rows) if isinstance(rows, Iterable) else []
-    if callable(tasks) and all(isinstance(row, Task) for row in rows):
+    if callable(tasks) and parameters_of(tasks, "the function", "tasks"):
         return Reference(tasks, "tasks")
+    rows = tasks() if callable(tasks) else tasks
+    rows = list(rows) if isinstance(rows, Iterable) else []
     if not rows:
         raise UserError("tasks is empty; give at least one task")
     if not all(isinstance(row, Task) for row in rows):
@@ -627,8 +626,11 @@ def _source(tasks: Any, values: dict[str, Any]) -> Reference:
         mapping = _columns(values.pop("task_options", {}), protocol)
         rows = tasks_of_rows(rows, mapping, graded=not rewards or "grader" in rewards)
     # The name depends on the tasks, so that a work directory refuses other tasks.
-    content = "".join(jsonl.dumps(dataclasses.asdict(row)) for row in rows)
-    return Reference(lambda: rows, f"tasks_{hashlib.sha256(content.encode()).hexdigest()[:8]}")
+    content = "".join(repr(row) for row in rows)
+    name = f"tasks_{hashlib.sha256(content.encode(errors='replace')).hexdigest()[:8]}"
+    reference = Reference(tasks if callable(tasks) else lambda: rows, name)
+    reference.target = lambda: rows  # a function of the caller is called only once
+    return reference
 
 
 def _columns(options: Any, protocol: str) -> Columns:

@@ -260,10 +260,11 @@ def parameters_of(
 def check_module(path: str, where: str) -> None:
     """Checks that the module of a path ``package.module:name`` exists, without importing it.
 
-    Packages around the module are imported.
+    Packages around the module are imported; if one of them fails, the check ends without an error,
+    because the import of the module will report it.
 
     Raises:
-        UserError: there is no such module, or a package cannot be imported.
+        UserError: there is no such module.
     """
     module = path.partition(":")[0]
     try:
@@ -272,7 +273,7 @@ def check_module(path: str, where: str) -> None:
         if not f"{module}.".startswith(f"{error.name}."):
             return  # importing the module reports it
         found, module = False, str(error.name)
-    except Exception:  # foreign code may raise anything; importing the module reports it
+    except (Exception, SystemExit):  # foreign code may raise anything; importing it reports it
         return
     if not found:
         raise _no_module(module, path, where, ())

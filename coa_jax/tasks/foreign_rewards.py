@@ -23,8 +23,8 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a reward function with the signature of TRL or verl as one of this package.
 
     Other functions, and functions whose parameters are unknown, are returned as they are. The
-    attribute ``check`` of a converted function is a function of a task, which raises a `UserError`
-    if the task lacks a column that the reward needs.
+    attribute ``_check_columns`` of a converted function is a function of a task, which raises a
+    `UserError` if the task lacks a column that the reward needs.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -59,7 +59,7 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
         single = trl and isinstance(result, list | tuple) and len(result) == 1
         return result[0] if single else result
 
-    reward.check = check  # type: ignore[attr-defined]
+    reward._check_columns = check  # type: ignore[attr-defined]
     return reward
 
 

@@ -248,7 +248,7 @@ class Graders:
         """
         tasks = list(tasks)
         for reward in self._rewards:
-            check_columns = getattr(reward.call and reward.call.function, "check", None)
+            check_columns = getattr(reward.call and reward.call.function, "_check_columns", None)
             if check_columns and reward.own:
                 for task in tasks:
                     check_columns(task)

@@ -37,6 +37,15 @@ ANSWERS = (
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
 """Customary column names of the parts of a task."""
 _PARTS = ("question", "answer", "id", "protocol", "prompt")
+_NO_EXTRA = (
+    *(*_PARTS, "split", "metadata"),
+    *("grader", "scorer", "generator", "generator_metadata", "task_tools", "game", "reset"),
+)
+"""Columns of a file that do not become metadata.
+
+The second line has keys that select graders, tools and environments. A file gives them under
+``metadata``, so that a data set does not select them by chance.
+"""
 
 
 # --- question files ------------------------------------------------------------------------
@@ -87,7 +96,7 @@ def _extra(row: Fields) -> dict[str, Any]:
     """Returns the columns of a row that become metadata; values that JSON lacks are left out."""
     extra = {}
     for name, value in row.items():
-        if value is None or name in (*_PARTS, "split", "metadata") or _is_tests(name, value):
+        if value is None or name in _NO_EXTRA or _is_tests(name, value):
             continue
         with contextlib.suppress(TypeError, ValueError):
             jsonl.dumps(value)
@@ -138,12 +147,18 @@ def golds(value: Any) -> tuple[str, ...]:
 
 
 def without_answers(task: Task) -> dict[str, Any]:
-    """Returns the metadata of a task without columns that contain an accepted answer."""
-    return {
-        key: value
-        for key, value in task.metadata.items()
-        if key not in ANSWERS or not any(gold in str(value) for gold in task.gold)
-    }
+    """Returns the metadata of a task without columns that give an accepted answer away.
+
+    These are columns that equal accepted answers, and columns with a customary name of answers
+    (`ANSWERS`) that contain one.
+    """
+
+    def tells(key: str, value: Any) -> bool:
+        values = value if isinstance(value, list | tuple) else [value]
+        equal = any(str(item).strip() in task.gold for item in values)
+        return equal or (key in ANSWERS and any(gold in str(value) for gold in task.gold))
+
+    return {key: value for key, value in task.metadata.items() if not tells(key, value)}
 
 
 def tasks_of_rows(rows: Iterable[Fields], mapping: Columns, *, graded: bool) -> list[Task]:
@@ -175,6 +190,8 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
         raise ValueError(f"it is {type(row).__name__}; give a dict with a question and an answer")
     row = {key: value for key, value in row.items() if value is not None}
     row |= {part: _column_value(row, column) for part, column in mapping.columns.items()}
+    if mapping.hides_answer:
+        row.pop(mapping.columns["answer"], None)
     if "prompt" in row and not any(name in row for name in QUESTIONS):
         row["question"] = read_messages(row["prompt"]).user
         if isinstance(row["prompt"], str):
@@ -280,7 +297,9 @@ class Columns:
             if split and row.get("split") in others:
                 return None
             names.update(names or self.resolved(row))
-            used = {column.partition(".")[0] for column in names.values()} - {names["answer"]}
+            used = {column.partition(".")[0] for column in names.values()}
+            if not self.hides_answer:
+                used -= {names["answer"]}
             value = {part: _column_value(row, column) for part, column in names.items()}
             fields = {part: value.pop(part) for part in _PARTS if part in value}
             if self.answer_after:
@@ -293,6 +312,14 @@ class Columns:
             return question_task(fields, split, self.protocol, self.where)
 
         return make
+
+    @property
+    def hides_answer(self) -> bool:
+        """Whether the column of the answer is left out of the metadata of a task.
+
+        `without_answers` would not find an answer inside a longer text of a column of any name.
+        """
+        return bool(self.answer_after) and self.columns.get("answer", ANSWERS[0]) not in ANSWERS
 
     def shortened(self, answer: Any) -> list[Any]:
         """Returns the accepted answers without the text before the separator `answer_after`."""

@@ -92,14 +92,18 @@ def settled(config: C, workdir: Path, model: ModelConfig | None = None) -> C:
     If the directory has no run yet, the memory decides, see `with_adapters`.
     """
     path = workdir / "config.json"
-    if config.lora.rank >= 0 or not path.exists():
+    if not hasattr(config, "lora") or config.lora.rank >= 0:
+        return config
+    if not path.exists():
         return with_adapters(config, model)
     rank = durable.read_json_object(path).get("lora", {}).get("rank", 0)
     return dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=rank))
 
 
 @contextlib.contextmanager
-def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
+def run_at(
+    workdir: Path, config: C, wandb_project: str = "", model: ModelConfig | None = None
+) -> Iterator[tuple[RunDir, Path, C]]:
     """Opens the directory of a training run, and checks that its settings are those of the config.
 
     If a run has several processes, only the first process writes.
@@ -108,9 +112,11 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         workdir: the run directory.
         config: settings of the run, a dataclass, which `RunDir.begin` writes.
         wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
+        model: architecture of the model; None to read it from the model's files.
 
     Yields:
-        The run directory, and the path at which to save the trained model.
+        The run directory, the path at which to save the trained model, and the settings, in which
+        ``lora.rank`` is chosen.
 
     Raises:
         UserError: the run in the directory has another value of a setting that is not in
@@ -127,10 +133,11 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         RunDir(workdir, active=active, wandb_project=wandb_project) as run,
         spending(workdir / "spent", processes.index(), processes.count()),
     ):
+        config = settled(config, run.path, model)  # a run in a bucket has its files only now
         run.keep_config(config, MAY_CHANGE)
         # Every process must have read how much the run has spent before any process spends more.
         processes.meet("what the run has spent", 600.0)
-        yield run, run.path / "model"
+        yield run, run.path / "model", config
 
 
 def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
@@ -143,7 +150,7 @@ def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
     """
     values = flags.FLAGS
     path = run_folder(values.workdir)
-    config = settled(build_config(kind, values.config), path)
-    with run_at(path, config, values.wandb_project) as (run, output):
-        train(config, run, output)
+    config = build_config(kind, values.config)
+    with run_at(path, config, values.wandb_project) as (run, output, settings):
+        train(settings, run, output)
     print(f"model -> {with_urls(output)}")

@@ -231,6 +231,16 @@ def test_documents_in_subfolders_do_not_hide_a_file_of_records(tmp_path):
     (tmp_path / "a" / "trajectory.json").write_text(json.dumps(document()))
     (tmp_path / "rows.jsonl").write_text('{"instruction": "Q?", "output": "<answer>Lima</answer>"}')
     assert [path.name for path in find_files(tmp_path)] == ["rows.jsonl"]
+    (tmp_path / "rows.jsonl").rename(tmp_path / "rows.json")
+    assert [path.name for path in find_files(tmp_path)] == ["rows.json"]
+
+
+def test_the_document_of_an_agent_stands_beside_those_of_its_subagents(tmp_path):
+    for folder in (tmp_path, tmp_path / "sub"):
+        folder.mkdir(exist_ok=True)
+        (folder / "trajectory.json").write_text(json.dumps(document()))
+    places = [tmp_path / "sub" / "trajectory.json", tmp_path / "trajectory.json"]
+    assert find_files(tmp_path) == places
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory needs Linux")

@@ -28,7 +28,7 @@ def main(argv):
     from coa_jax.tools.base import ToolContext, call_tool
     from coa_jax.tools.budgeted import Budgeted
     from coa_jax.tools.net.budget import BudgetSpentError, CallBudget
-    with run_at(Path(os.environ["RUN"]), {}) as (run, output):
+    with run_at(Path(os.environ["RUN"]), {}) as (run, output, _):
         tool = Budgeted(Search(), CallBudget(max_calls=int(os.environ["MOST"])))
         made = 0
         try:

@@ -23,13 +23,15 @@ from coa_jax.api import evaluate
 from coa_jax.cli.export import export
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.files import durable
+from coa_jax.model.config import LoraConfig
 from coa_jax.storage.places import opened
+from coa_jax.train.command import run_at
 from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
 from tests.evaluation.tiny_evaluation import CONFIG
 from tests.killing import assert_same_run, copy_compiled, started
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
-from tests.train.tiny_runs import rows
+from tests.train.tiny_runs import rows, sft_config
 
 OWN = f"coa_jax-{os.getuid()}"
 """The folder in the temporary folder to which a run may write."""
@@ -110,6 +112,17 @@ def test_a_run_whose_places_are_all_urls(root_of, kind, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     check_everything_is_in_the_bucket(root, kind, f"{kind}-plain", run)
     check_readers(root, kind, f"{kind}-plain", tmp_path / "exported")
+
+
+def test_a_run_in_a_bucket_keeps_the_adapters_that_it_began_with(root_of):
+    root = root_of("sft")
+    for rank in (8, -1):  # -1 leaves the choice open, and memory alone would choose 0
+        lora = {"lora": LoraConfig(rank=rank)}
+        config = sft_config(f"{root}/base", f"{root}/data.jsonl", **lora)
+        with run_at(storage.run_folder(f"{root}/adapters"), config) as (run, _, settings):
+            run.begin("sft", 1, 2)
+        assert settings.lora.rank == 8
+        storage.mirror._mirrors.clear()  # another process has a new folder
 
 
 @pytest.mark.slow

@@ -84,20 +84,31 @@ def test_observations_are_no_part_of_a_completion():
     assert graders(of_columns)(TASK, seen).value == 0.0
 
 
-@pytest.mark.parametrize("column", ["ground_truth", "solution"])
+@pytest.mark.parametrize("column", ["ground_truth", "solution", "label"])
 def test_the_column_of_the_answer_reaches_a_reward_under_its_own_name(column):
     def reward(completions, **columns):
         return of_ground_truth(completions, columns[column])
 
     (task,) = tasks_of_rows(
         [{"prompt": "What is 12 * 34?", column: "408", "hint": "40"}],
-        Columns({}, "", "", "web", "tasks"),
+        Columns({"answer": column} if column == "label" else {}, "", "", "web", "tasks"),
         graded=False,
     )
     checked = graders(reward)
     checked.check([task])
     assert [checked(task, finished(text)).value for text in ("408", "12")] == [1.0, 0.0]
     assert without_answers(task) == {"hint": "40"}  # as an agent program sees the task
+
+
+def test_a_worked_answer_in_a_column_of_any_name_is_no_metadata():
+    columns = Columns({"question": "q", "answer": "label"}, "####", "", "web", "tasks")
+    row = {"q": "What is 12 * 34?", "label": "12 * 34 is so much #### 408", "hint": "40"}
+    (task,) = tasks_of_rows([row], columns, graded=True)
+    of_file = columns.reader("train")(row, 0)
+    for one in (task, of_file):
+        assert one.gold == ("408",)
+        assert without_answers(one)["hint"] == "40"
+        assert "#### 408" not in str(without_answers(one))
 
 
 def test_a_column_that_a_reward_needs_and_a_task_lacks_is_named():

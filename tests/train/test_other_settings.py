@@ -60,7 +60,7 @@ def test_training_refuses_a_work_directory_with_other_settings(
     folder, tmp_path, kind, setting, value
 ):
     config = config_of(kind, folder)
-    with run_at(tmp_path, config) as (run, _):
+    with run_at(tmp_path, config) as (run, _, _):
         run.begin(kind, 1, 2)
     before = (tmp_path / "config.json").read_bytes()
     other = dataclasses.replace(config, **{setting: value})
@@ -70,7 +70,7 @@ def test_training_refuses_a_work_directory_with_other_settings(
     ):
         pytest.fail("the run began")
     assert (tmp_path / "config.json").read_bytes() == before
-    with run_at(tmp_path, config) as (run, _):  # the same settings are accepted
+    with run_at(tmp_path, config) as (run, _, _):  # the same settings are accepted
         run.begin(kind, 1, 2)
 
 
@@ -115,7 +115,7 @@ def test_a_command_that_fails_at_its_settings_has_written_nothing(folder, tmp_pa
 
 
 def test_a_failed_command_leaves_the_config_of_an_earlier_run(folder, tmp_path):
-    with run_at(tmp_path, sft_of(folder)) as (run, _):
+    with run_at(tmp_path, sft_of(folder)) as (run, _, _):
         run.begin("sft", 1, 2)
     before = (tmp_path / "config.json").read_bytes()
     mesh = {**dataclasses.asdict(sft_of(folder).mesh), "fsdp": 4096}
@@ -140,7 +140,7 @@ def test_a_run_that_was_made_longer_is_replayed_with_the_settings_of_each_step(f
         return rl_config(folder / "model", folder / "tasks.jsonl", optimizer=optimizer)
 
     for steps in (2, 4):
-        with run_at(tmp_path, config(steps)) as (run, output):
+        with run_at(tmp_path, config(steps)) as (run, output, _):
             rl.train(config(steps), run, output, list(tiny_policy.tools().values()))
     assert len(rows(tmp_path, "rl")) == 4
     found = rl.repeat(config(4), tmp_path)

@@ -92,7 +92,7 @@ def turns_of(item: Field) -> list[Turn]:
     if isinstance(kind, str) and kind in _ITEMS:
         return _ITEMS[kind](item)
     called = _tool(item) and first(item, _ARGUMENTS) and not first(item, _IDENTITY)
-    if called and "tool" in (kind, role):  # a call and its result
+    if called and first(item, _RESULT) and "tool" in (kind, role):  # a call and its result
         return _step(item)
     if isinstance(role, str) and role in _ROLES:
         return _message(item, _ROLES[role], partial=kind == "message")
