@@ -236,8 +236,8 @@ def test_sums_in_another_dtype_are_the_rounded_sums(base):
 
 
 def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(UserError, match=r"^rank is -1"):
-        LoraConfig(rank=-1)
+    with pytest.raises(UserError, match=r"^rank is -2"):
+        LoraConfig(rank=-2)
     with pytest.raises(UserError, match=r"^projections\[1\] is 'w'; give one of q, k"):
         LoraConfig(rank=2, projections=("q", "w"))
     with pytest.raises(UserError, match=r"^alpha is 0"):
