@@ -564,14 +564,16 @@ def test_a_dotted_name_changes_one_setting_of_a_group(tmp_path, more):
         coa_jax.train_sft("x", tmp_path, data=[], seed=3, **{"seed.x": 1})
 
 
-def test_a_function_of_tasks_and_a_single_tool_are_taken_as_they_are():
+def test_a_function_of_tasks_is_called_once_and_a_single_tool_is_taken():
+    calls = []
+
     def tasks():
-        return list(TASKS)
+        calls.append(1)
+        return iter(TASKS)
 
-    def of_nothing():
-        return None
-
-    for function in (tasks, of_nothing):
-        assert coa_jax.api._source(function, {}).target is function
+    source = coa_jax.api._source(tasks, {}).target
+    assert source() == source() == list(TASKS) and calls == [1]
+    with pytest.raises(UserError, match="tasks is empty"):
+        coa_jax.api._source(lambda: None, {})
     assert coa_jax.named_tools(double).keys() == {"names", "own"}
     assert coa_jax.named_tools("code") == {"names": ("code",)}

@@ -296,7 +296,7 @@ def test_released_checkpoints_are_evaluated_as_the_release_does():
     assert web.model == "PersonalAILab/AFM-WebAgent-32B-rl"
     assert mhqa.model == "PersonalAILab/AFM-MHQA-Agent-3B-sft"
     assert maths.model == "PersonalAILab/AFM-CodeAgent-7B-rl"
-    assert (web.attempts, web.last_suggestion, web.rollout.cut_context) == (3, True, True)
+    assert (web.attempts, web.last_suggestion, web.rollout.cut_context) == (3, False, True)
     assert (mhqa.attempts, mhqa.last_suggestion, mhqa.rollout.cut_context) == (1, False, False)
     assert maths.rollout.prompt_style == "data"
     with pytest.raises(UserError, match="3b checkpoints of the MHQA agent only"):

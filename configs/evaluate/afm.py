@@ -17,10 +17,9 @@ Takes: unknown: nobody has run this size yet.
 Gives: figures to compare with the paper's (docs/benchmarks.md).
 
 Taken from the release: the prompts word for word, the stop strings (the closing tags of the tools
-and ``</answer>``), and the budgets and sampling settings. For web questions, also three behaviours
-of the release's evaluator, which docs/benchmarks.md describes. Because of these behaviours the
-result is not a plain pass@1. ``config.attempts=1 config.last_suggestion=False
-config.rollout.cut_context=False`` turns the three behaviours off.
+and ``</answer>``), and the budgets and sampling settings. For web questions, also two behaviours of
+the release's evaluator, which docs/benchmarks.md describes. Because of them the result is not a
+plain pass@1. ``config.attempts=1 config.rollout.cut_context=False`` turns both off.
 """
 
 from ml_collections import ConfigDict
@@ -54,7 +53,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if group == "code":
         config.rollout.prompt_style = "data"
     if group == "web":
-        config.attempts, config.last_suggestion = 3, True
+        config.attempts = 3
         config.rollout.cut_context = True
     if not debug:
         config.model = f"PersonalAILab/AFM-{AGENTS[group]}-{size.upper()}-{phase}"
