@@ -168,18 +168,18 @@ def settings_probes(
     if not group:
         return {}
     if hasattr(group, "probes"):
-        probes: dict[str, Probe] = _call(group.probes, {"tasks": tasks, "made": made})
-        return probes
+        own: dict[str, Probe] = _call(group.probes, {"tasks": tasks, "made": made})
+        return own
     if hasattr(group, "probe"):
         return {where: group.probe}
     if dataclasses.is_dataclass(group):
         group = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
     elif where or not isinstance(group, Mapping):
         return {}
-    found: dict[str, Probe] = {}
+    probes: dict[str, Probe] = {}
     for name, part in group.items():
-        found |= settings_probes(part, f"{where}.{name}".lstrip("."), tasks=tasks, made=made)
-    return found
+        probes |= settings_probes(part, f"{where}.{name}".lstrip("."), tasks=tasks, made=made)
+    return probes
 
 
 def code_needs(kind: ExtensionKind, name: str, options: Mapping[str, Any], **offered: Any) -> Needs:

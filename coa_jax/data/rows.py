@@ -186,8 +186,8 @@ def _in_folder(folder: Path) -> list[Path]:
     files = [p for p in sorted(folder.iterdir()) if p.suffix in SUFFIXES and p.name[0] not in "._"]
     kinds = sorted({path.suffix for path in files})
     # Documents of agents, in the folder of a job: its other files are settings and results.
-    known = {path.name for path in files} <= {"config.json", "result.json", AGENT_FILE}
-    if known and (documents := sorted(folder.rglob(AGENT_FILE))):
+    is_job = {path.name for path in files} <= {"config.json", "result.json", AGENT_FILE}
+    if is_job and (documents := sorted(folder.rglob(AGENT_FILE))):
         return documents
     if len(kinds) != 1:
         listed = " and ".join(kinds) or f"no {', '.join(SUFFIXES)}"

@@ -86,7 +86,7 @@ def check_flags() -> None:
     )
 
 
-def settled(config: C, workdir: Path, model: ModelConfig | None = None) -> C:
+def with_rank(config: C, workdir: Path, model: ModelConfig | None = None) -> C:
     """Chooses ``lora.rank`` if a config leaves it open (-1): as the run in the directory has it.
 
     If the directory has no run yet, the memory decides, see `with_adapters`.
@@ -133,7 +133,7 @@ def run_at(
         RunDir(workdir, active=active, wandb_project=wandb_project) as run,
         spending(workdir / "spent", processes.index(), processes.count()),
     ):
-        config = settled(config, run.path, model)  # a run in a bucket has its files only now
+        config = with_rank(config, run.path, model)  # a run in a bucket has its files only now
         run.keep_config(config, MAY_CHANGE)
         # Every process must have read how much the run has spent before any process spends more.
         processes.meet("what the run has spent", 600.0)

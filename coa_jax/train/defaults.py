@@ -105,11 +105,11 @@ def with_adapters(config: C, model: ModelConfig | None = None, machine: Machine 
         download_once(config.model)
         model = describe_model(config.model).config
     machine = machine or Machine.here()
-    whole = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=0))
-    state = _state_bytes(whole, without_adapters(model)) // _parts(config, machine.devices)
+    full = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=0))
+    state = _state_bytes(full, without_adapters(model)) // _parts(config, machine.devices)
     usable = _usable(machine)
     if state <= usable:
-        return whole
+        return full
     if processes.index() == 0:
         print(
             f"chosen: lora.rank {_RANK}, because the training state of the whole model needs "

@@ -14,7 +14,7 @@ from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
-from coa_jax.train.command import settled
+from coa_jax.train.command import with_rank
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.defaults import Machine, completed, completed_for, with_adapters, with_defaults
 from coa_jax.train.rl_config import RLConfig
@@ -115,8 +115,8 @@ def test_a_choice_of_adapters_is_printed_with_the_setting_that_changes_it(capsys
 
 def test_a_run_keeps_the_adapters_that_it_began_with(tmp_path):
     (tmp_path / "config.json").write_text('{"lora": {"rank": 8}}')
-    assert settled(rl(None), tmp_path, model("smollm2-135m")).lora.rank == 8
-    assert settled(rl(None), tmp_path / "new", model("smollm2-135m")).lora.rank == 0
+    assert with_rank(rl(None), tmp_path, model("smollm2-135m")).lora.rank == 8
+    assert with_rank(rl(None), tmp_path / "new", model("smollm2-135m")).lora.rank == 0
 
 
 def test_a_gpu_that_is_not_here_offers_the_share_of_its_memory_that_jax_takes(monkeypatch):
