@@ -12,8 +12,9 @@ If the setting ``rewards`` is not empty, a weighted sum of several rewards repla
 reward.
 
 A mistake of the policy scores 0. If a component of the system fails (a tool, the sandbox, the judge
-or a reward function), the reward is None with a reason, and the trajectory is masked. Only two
-errors end the run: a reward function returns neither a number nor None, or the judge's budget is
+or a reward function), the reward is None with a reason, and the trajectory is masked. Only three
+errors end the run: a reward function returns neither a number nor None, a reward function of the
+user raises an exception for each of the first `MOST_RAISED` trajectories, or the judge's budget is
 spent.
 """
 
@@ -26,6 +27,7 @@ import inspect
 import math
 import os
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
@@ -60,6 +62,9 @@ T = TypeVar("T")
 
 GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
 """Metadata keys of a task that graders read, in addition to its question and accepted answers."""
+
+MOST_RAISED = 16
+"""Number of first trajectories for all of which a user's reward may not raise an exception."""
 
 TASKS_OWN = "grader"
 """Key in the setting ``rewards`` that stands for the reward that each task names."""
@@ -225,6 +230,8 @@ class Graders:
         self._found = {config.answer: bind(REWARDS, config.answer, {}, "graders.answer")}
         self._rewards = [self._weighted(name, reward) for name, reward in config.rewards.items()]
         self._untried = [reward for reward in self._rewards if reward.own]
+        self._graded: set[str] = set()  # rewards that have graded a trajectory
+        self._raised: Counter[str] = Counter()  # reward -> trajectories for which it raised
 
     def _weighted(self, name: str, settings: Mapping[str, Any]) -> _Weighted:
         where = f"graders.rewards.{name}"
@@ -284,8 +291,13 @@ class Graders:
                     await _score(reward.name, cast(BoundFunction, reward.call), offered, {})
             except MisfitError:
                 raise
-            except Exception:  # the function may need a text; its errors are counted in the run
-                pass
+            except Exception as error:  # the function may need a text, so this is only a warning
+                reason, place = _reason_and_place(error)
+                logging.warning(
+                    "the reward %s raised an exception for an empty answer: %s, at %s. During the "
+                    "run, a trajectory is masked if its reward raises one",
+                    reward.name, reason, place,
+                )  # fmt: skip
 
     def _bound(self, name: str) -> BoundFunction:
         if name not in self._found:
@@ -330,26 +342,48 @@ class Graders:
         a reward function raises an exception, the trajectory is masked.
 
         Raises:
-            MisfitError: a reward function returned neither a number nor None (a `UserError`).
+            MisfitError: a reward function returned neither a number nor None, or raised an
+                exception for each of the first trajectories (a `UserError`).
             BudgetSpentError: the budget of the judge is spent (a `UserError`).
         """
+        name = self._name_of(task)
         try:
-            return await self._grade(task, trajectory)
+            reward = await self._grade(task, trajectory)
         except (MisfitError, BudgetSpentError):
             raise
-        except Exception as error:  # a defect must not end the run, which would lose its rollouts
-            kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
-            return self._masked_reward(task, kind, error)
+        except Exception as error:  # one defect must not end a run, which would lose its rollouts
+            return self._masked_reward(task, name, error)
+        self._graded.add(name)
+        return reward
 
-    def _masked_reward(self, task: Task, kind: str, error: Exception) -> Reward:
-        reason = f"{type(error).__name__}: {untrusted.reason(error)}"
+    def _name_of(self, task: Task) -> str:
+        """Returns the name of the rewards that grade a trajectory by itself, for a message."""
+        own = [reward.name for reward in self._rewards if reward.own and not reward.of_group]
+        return " or ".join(own) or self.config.measure(task)
+
+    def _masked_reward(self, task: Task, name: str, error: Exception, count: int = 1) -> Reward:
+        """Returns the reward of ``count`` trajectories for which a reward raised an exception.
+
+        Raises:
+            MisfitError: a function of the user raised an exception for each of the first
+                trajectories, so that a run would learn nothing.
+        """
+        reason, place = _reason_and_place(error)
+        if name not in self._graded and name not in REWARDS.built_in:
+            self._raised[name] += count
+            if self._raised[name] >= MOST_RAISED:
+                raise MisfitError(
+                    f"the reward {name} raised an exception for all of {self._raised[name]} "
+                    f"trajectories: {reason}, at {place}. Mend the function; the same command "
+                    "continues"
+                ) from error
+        kind = f"{type(error).__name__} of {name}"
         if kind not in self._warned:
             self._warned.add(kind)
-            frame = traceback.extract_tb(error.__traceback__)[-1]
             logging.warning(
-                "the answer to task %s cannot be graded (%s, at %s:%s): its trajectory is masked. "
+                "the answer to task %s cannot be graded (%s, at %s): its trajectory is masked. "
                 "Later trajectories with the same error are masked without a message",
-                task.id, reason, frame.filename, frame.lineno,
+                task.id, reason, place,
             )  # fmt: skip
         return Reward(None, {}, reason)
 
@@ -417,10 +451,11 @@ class Graders:
             except (MisfitError, BudgetSpentError):
                 raise
             except Exception as error:
-                masked = self._masked_reward(task, f"{type(error).__name__} of {each.name}", error)
+                masked = self._masked_reward(task, each.name, error, len(there))
                 for number in there:
                     graded[number] = masked
                 break
+            self._graded.add(each.name)
             for number, score in zip(there, scores, strict=True):
                 graded[number] = _with_part(graded[number], each, score)
         return graded
@@ -445,6 +480,13 @@ class Graders:
         except StopIteration as done:
             return cast(Reward, done.value)
         raise AssertionError(f"the reward {name} has waited")
+
+
+def _reason_and_place(error: Exception) -> tuple[str, str]:
+    """Returns what an exception says, and the file and line where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {untrusted.reason(error)}"
+    return reason, f"{frame.filename}:{frame.lineno}"
 
 
 def is_broken(trajectory: Trajectory) -> bool:

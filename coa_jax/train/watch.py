@@ -195,8 +195,8 @@ _LIMITS = (
         "{share:.0%} of the trajectories are masked (above 5 %), most of them because {cause}; the "
         "policy does not learn from masked trajectories",
         {
-            "masked/ungraded": "a grader had no verdict: the judge or the sandbox is down or too "
-            "slow",
+            "masked/ungraded": "a grader gave no verdict (reward.reason in traces.jsonl says why; "
+            "for example, a reward function raised an exception, or the judge is down)",
             "masked/tool_fault": "a tool had a system failure: run `coa-jax doctor --tools`",
             "masked/fault": "the system failed: the log has the reason",
             "masked/deadline": "rollout.max_seconds was reached: raise it, or reduce the load of "

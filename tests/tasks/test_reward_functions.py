@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -10,6 +11,7 @@ from coa_jax.config.extensions import Reference
 from coa_jax.data.trajectory import Author, SegmentSpan
 from coa_jax.errors import UserError
 from coa_jax.tasks import Graders, GradersConfig, Task
+from coa_jax.tasks.graders import MOST_RAISED
 from coa_jax.tasks.question_rows import Columns, tasks_of_rows, without_answers
 from tests.tasks.finished import finished
 
@@ -27,6 +29,10 @@ async def of_two_columns(prompts, completions):
 
 def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     return extra_info["level"] * float(data_source == "sums" and ground_truth in solution_str)
+
+
+def of_text_as_list(prompts, completions, answer):
+    return [0.0 * len("".join(answer) + answer.upper())]  # answer is a list
 
 
 def says_yes(completions):
@@ -114,3 +120,38 @@ def test_a_worked_answer_in_a_column_of_any_name_is_no_metadata():
 def test_a_column_that_a_reward_needs_and_a_task_lacks_is_named():
     with pytest.raises(UserError, match=r"of_ground_truth .*ground_truth.* t .*answer, level"):
         graders(of_ground_truth).check([TASK])
+
+
+def test_a_reward_that_raises_for_every_trajectory_ends_the_run_and_says_where(caplog):
+    every, line = graders(of_text_as_list), of_text_as_list.__code__.co_firstlineno + 1
+    every.check([TASK])
+    assert f"{__file__}:{line}" in caplog.text  # tried before the run
+    masked = [every(TASK, finished("408")) for _ in range(MOST_RAISED - 1)]
+    assert {reward.value for reward in masked} == {None}
+    with pytest.raises(UserError, match=rf"own .*AttributeError.*{__file__}:{line}"):
+        every(TASK, finished("408"))
+
+
+def test_a_reward_that_raises_for_some_trajectories_only_masks_them():
+    def of_digits(completions):
+        return [float(completions[0].split(">")[-2].split("<")[0])]
+
+    every = graders(of_digits)
+    assert every(TASK, finished("1")).value == 1.0
+    masked = [every(TASK, finished("one")) for _ in range(2 * MOST_RAISED)]
+    assert {reward.value for reward in masked} == {None}
+
+
+def test_a_reward_of_the_group_that_raises_for_every_sample_ends_the_run():
+    def compares(trajectories):
+        return [trajectories[0].score] * len(trajectories)
+
+    every, sample = graders(compares), finished("408")
+
+    async def grade_group():
+        alone = [await every.grade_alone(TASK, sample) for _ in range(MOST_RAISED // 2)]
+        return await every.grade_together(TASK, [sample] * len(alone), alone)
+
+    assert {reward.value for reward in asyncio.run(grade_group())} == {None}
+    with pytest.raises(UserError, match=r"own .*AttributeError"):
+        asyncio.run(grade_group())
