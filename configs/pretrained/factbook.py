@@ -120,13 +120,13 @@ def _recall(config: ConfigDict) -> None:
     config.teacher.team = "coa_jax.demo.recall:recalling_minds"
     for part in (config.distill, config.rl, config.evaluate):
         part.mixture, part.tasks = ConfigDict(), _MORE_HOPS
-    config.distill.train, config.sft.optimizer.total_steps = 600, 120
+    config.distill.train, config.sft.optimizer.total_steps = 600, 60
     config.rl.num_tasks, config.rl.temperature = 3500, 1.0
-    config.rl.optimizer.update({"learning_rate": 1e-3, "total_steps": 20, "warmup_steps": 2})
+    config.rl.optimizer.update({"learning_rate": 1e-3, "total_steps": 6, "warmup_steps": 1})
     config.rl.lora.rank = 8
     config.evaluate.num_tasks, config.evaluate.temperature = 200, 0.0
     config.base = ConfigDict({"num_tasks": 20})
-    config.sft_more, config.sft_more_updates = True, 150
+    config.sft_more, config.sft_more_updates = True, 80
     config.measures = ConfigDict()
 
 
