@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -305,7 +306,11 @@ def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
 
 
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
-    apart(train)
+    try:
+        apart(train)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same call continues the run in {path}", file=sys.stderr)
+        raise
     rows = jsonl.read_objects(path / "metrics.jsonl")
     return Trained(path, [row for row in rows if row.get("phase") == phase])
 
@@ -335,6 +340,7 @@ def distill(
     tasks: Tasks,
     num_tasks: int = 0,
     tools: Sequence[Callable[..., Any]] = (),
+    task_options: Mapping[str, Any] | None = None,
     concurrency: int = 8,
 ) -> Distilled:
     """Lets a multi-agent system solve tasks, and keeps the runs whose answers are right.
@@ -350,6 +356,7 @@ def distill(
         tasks: as in `train_rl`; each task needs an accepted answer.
         num_tasks: number of tasks to load if ``tasks`` is the name of a source; 0 for all.
         tools: typed functions that the team calls, which the policy's prompt then describes.
+        task_options: which columns of rows hold the question and the answer, as in `train_rl`.
         concurrency: number of tasks that are solved at the same time.
 
     Raises:
@@ -360,8 +367,11 @@ def distill(
             f"team is {type(team).__name__}; give a function that takes a question and returns the "
             "messages of a run (coa-jax distill reads logs)"
         )
-    source = tasks if isinstance(tasks, str) else _source(tasks, {})
-    loaded, path = load_tasks(source, "train", num_tasks or None), run_folder(workdir)
+    columns = {"task_options": dict(task_options or {})}
+    source = tasks if isinstance(tasks, str) else _source(tasks, columns)
+    options = task_options if isinstance(tasks, str) else None
+    loaded = load_tasks(source, "train", num_tasks or None, options=options)
+    path = run_folder(workdir)
     schemas = [{"type": "function", "function": function_schema(tool)} for tool in tools]
 
     def solve() -> Distilled:

@@ -164,6 +164,11 @@ class RunDir:
         if path.exists():
             before = renewed(durable.read_json_object(path))
             changes = changes_of(_complete(before, config), plain(config))
+            if others := sorted(before.keys() - plain(config).keys()):
+                raise UserError(
+                    f"{self.path} has a run of another command, with the setting {others[0]}: give "
+                    "another --workdir"
+                )
         fixed = [change for change in changes if not matches(change[0], changeable)]
         if fixed:
             more = f" and {len(fixed) - 1} further settings" if fixed[1:] else ""

@@ -37,9 +37,7 @@ def apart(work: Callable[[], T]) -> T:
     If an event loop is already running in this thread, as in Jupyter, the function runs in another
     thread. Ctrl-C ends the function in both cases.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_loop():
         return work()
     threads: list[int] = []
     with ThreadPoolExecutor(1, initializer=lambda: threads.append(threading.get_ident())) as pool:
@@ -50,6 +48,14 @@ def apart(work: Callable[[], T]) -> T:
             interrupt = ctypes.py_object(KeyboardInterrupt)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads[0]), interrupt)
             raise
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

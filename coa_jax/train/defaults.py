@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
+from coa_jax.config.preflight import used_settings
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.model.config import ModelConfig, cpu_dtype
@@ -173,7 +174,10 @@ def completed(
         row_length=config.row_length or -(-longest // 128) * 128,
     )
     chosen = _with_sizes(chosen, model, longest, machine)
-    if processes.index() == 0 and (changes := changes_of(plain(config), plain(chosen))):
+    used = used_settings(config)
+    changes = changes_of(plain(config), plain(chosen))
+    changes = [change for change in changes if change[0].split(".")[0] in used]
+    if changes and processes.index() == 0:
         values = ", ".join(f"{name} {new}" for name, _, new in changes)
         print(f"chosen: {values} (--config.NAME=VALUE changes a setting)", flush=True)
     return chosen

@@ -41,6 +41,12 @@ def test_work_stays_in_its_thread_where_no_loop_runs():
     assert asyncio.run(cell()) != threading.get_ident()
 
 
+def test_an_error_of_the_work_has_no_other_error_before_it():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        apart(lambda: signal.raise_signal(signal.SIGINT))
+    assert caught.value.__context__ is None
+
+
 def test_ctrl_c_ends_the_work_in_its_thread():
     ended = threading.Event()
 
