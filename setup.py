@@ -48,7 +48,7 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=21.0"],
     # Places that begin with gs:// and s3://.
     "gcs": ["gcsfs>=2025.9"],
-    # storage/arrays.py patches private functions of Orbax; their names change in patch versions.
+    # storage/checkpoint_folders.py patches private functions of Orbax, which change with patches.
     "s3": ["s3fs>=2025.9", "orbax-checkpoint>=0.12.8,<0.12.9"],
     # Data sets of the Hugging Face hub as sources of tasks.
     "hub": ["datasets>=4.4"],

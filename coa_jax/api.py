@@ -27,7 +27,7 @@ from coa_jax.distillation import function_team
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import Comparison, compare
 from coa_jax.evaluation.config import EvaluateConfig, EvaluateRun
-from coa_jax.evaluation.figures import table
+from coa_jax.evaluation.results import table
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import load_weights
@@ -35,7 +35,7 @@ from coa_jax.model.export import save_model
 from coa_jax.model.foreign import Foreign
 from coa_jax.model.policy import Model
 from coa_jax.protocol import find_protocols
-from coa_jax.report.benchmark import write_page
+from coa_jax.report.evaluation_page import write_page
 from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.request import RolloutConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from coa_jax.parallel.compiled import keep_programs
+from coa_jax.parallel.compilation_cache import keep_programs
 
 # The suite is meant for a CPU; name the platform explicitly to run it elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -48,8 +48,8 @@ from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.evaluation.run import load
 from coa_jax.files.untrusted import made_by
 from coa_jax.model.api import describe_model, download_once
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 from coa_jax.parallel.slices import TPUS, Slice, default_fraction, devices_of, parse_slice
@@ -61,8 +61,8 @@ from coa_jax.tools.make import make_tools
 from coa_jax.train import arrays
 from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
 from coa_jax.train.defaults import completed_for
-from coa_jax.train.questions import questions
 from coa_jax.train.rl_config import RLConfig, RLRun
+from coa_jax.train.training_tasks import questions
 
 _RECORDS = 1000
 """Number of records that the check reads from each file of training data."""

@@ -29,8 +29,8 @@ from coa_jax.data.rows import open_rows
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import compare, differing, load, text
 from coa_jax.files import durable
+from coa_jax.report.comparison_page import PairedEvaluation, outcome_of_traces, pair_page
 from coa_jax.report.page import save_page
-from coa_jax.report.pair import PairedEvaluation, outcome_of_traces, pair_page
 from coa_jax.report.run import Run, is_run, read_run
 from coa_jax.report.traces import stage_rank
 from coa_jax.run.command import run_main

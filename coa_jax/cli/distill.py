@@ -36,8 +36,13 @@ from coa_jax.distillation.dataset import distill_split, statistics_of
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.filters import FilterReport, why_nothing
 from coa_jax.distillation.pipeline import DistillConfig, teacher_block
-from coa_jax.distillation.readers.calls import REQUEST
-from coa_jax.distillation.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
+from coa_jax.distillation.readers.tool_calls import REQUEST
+from coa_jax.distillation.smolagents_runs import (
+    SmolConfig,
+    bind_settings,
+    endpoint_model,
+    run_smolagents,
+)
 from coa_jax.distillation.tasks import Tasks
 from coa_jax.distillation.token_savings import CountTokens, economy
 from coa_jax.distillation.traces import TraceFilesConfig, distill_traces

@@ -45,7 +45,7 @@ from coa_jax.parallel.placement import training_mesh
 from coa_jax.protocol import find_protocols, write_protocols
 from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.run.settings import build_config
-from coa_jax.storage.arrays import checkpoints_of
+from coa_jax.storage.checkpoint_folders import checkpoints_of
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.checkpoint import Checkpoints, Damaged
 from coa_jax.train.optimizer import OptimizerConfig

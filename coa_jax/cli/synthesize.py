@@ -27,9 +27,9 @@ from absl import flags
 
 from coa_jax.config.fields import Bounded, Count, Times
 from coa_jax.config.preflight import SECONDS, ProbeSeconds, preflight, require, settings_probes
+from coa_jax.distillation.agent_functions import team_minds
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.llm import language_minds
-from coa_jax.distillation.minds import team_minds
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.synthesis.build import Item, Synthesis, SynthesisConfig
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig, closed_book

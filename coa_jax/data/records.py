@@ -24,11 +24,11 @@ from absl import logging
 
 from coa_jax.config.fields import OneOf
 from coa_jax.data.columns import columns_of, renamed
-from coa_jax.data.forms import from_tfds as from_tfds
-from coa_jax.data.forms import made_of
+from coa_jax.data.row_formats import from_tfds as from_tfds
+from coa_jax.data.row_formats import made_of
 from coa_jax.data.rows import Row, find_files, open_rows
-from coa_jax.data.split import Unusable
-from coa_jax.data.split import parts_of_turns as parts_of_turns
+from coa_jax.data.text_parts import Unusable
+from coa_jax.data.text_parts import parts_of_turns as parts_of_turns
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
@@ -45,7 +45,7 @@ The value "" infers the protocol of such a record from its tags.
 
 
 class LeftOut(NamedTuple):
-    """A row that is left out because it cannot be used for training, see `split.Unusable`.
+    """A row that is left out because it cannot be used for training, see `text_parts.Unusable`.
 
     Attributes:
         row: where the row is, and its fields.

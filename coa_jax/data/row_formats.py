@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from coa_jax.data.atif import chat_of, from_atif, is_atif, is_own
 from coa_jax.data.function_calls import PROTOCOL, Turn, names_of, parts_of_calls, tools_of
-from coa_jax.data.split import (
+from coa_jax.data.text_parts import (
     ENVIRONMENT,
     POLICY,
     Parts,

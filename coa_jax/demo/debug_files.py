@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import flags
 
 from coa_jax.cli.distill import distill
-from coa_jax.demo.scratch import make_policy
+from coa_jax.demo.untrained_command import make_policy
 from coa_jax.files import jsonl
 from coa_jax.run.command import load_config, run_main, workdir_flag
 from coa_jax.storage import output

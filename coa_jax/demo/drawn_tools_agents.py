@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 
 from coa_jax.demo.drawn_tools import KINDS, UNKNOWN, Use, kind_of, shape_of, write_call
+from coa_jax.distillation.agent_functions import Action, AgentView
 from coa_jax.distillation.messages import Kind
-from coa_jax.distillation.minds import Action, AgentView
 from coa_jax.protocol import format_double_check, get_protocol
 
 

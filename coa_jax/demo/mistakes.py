@@ -14,7 +14,7 @@ from coa_jax.demo.expressions import Expression
 from coa_jax.demo.grammar import Arithmetic, Comparison, Computed, Inverse, Lookup, Neighbour
 from coa_jax.demo.relations import RELATIONS
 from coa_jax.demo.steps import AnyStep, number_of, programs
-from coa_jax.distillation.chance import uniform
+from coa_jax.distillation.random_numbers import uniform
 
 
 @dataclasses.dataclass(frozen=True)

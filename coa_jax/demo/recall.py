@@ -24,7 +24,7 @@ from coa_jax.demo.grammar import (
     understand,
 )
 from coa_jax.demo.scripted import scripted_minds
-from coa_jax.distillation.minds import Action, AgentView, Mind, Minds
+from coa_jax.distillation.agent_functions import Action, AgentView, Mind, Minds
 from coa_jax.tasks.base import fraction
 
 REMEMBERED = 0.7

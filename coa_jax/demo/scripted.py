@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coa_jax.demo import drawn_minds, steps
+from coa_jax.demo import drawn_tools_agents, steps
 from coa_jax.demo.drawn_tools import UNKNOWN, understand
 from coa_jax.demo.grammar import Computed
-from coa_jax.demo.slips import Slips, wrong_value
+from coa_jax.demo.mistakes import Slips, wrong_value
 from coa_jax.demo.steps import Progress
+from coa_jax.distillation.agent_functions import Action, AgentView, Mind, Minds
 from coa_jax.distillation.messages import Kind
-from coa_jax.distillation.minds import Action, AgentView, Mind, Minds
 from coa_jax.protocol import (
     CRITERIA,
     format_code,
@@ -273,7 +273,7 @@ def scripted_minds(
     def mind(rule: Callable[[Slips, AgentView], Action]) -> Mind:
         async def act(view: AgentView) -> Action:
             use = understand(view.question)
-            return rule(slips, view) if use is None else drawn_minds.act(view, use)
+            return rule(slips, view) if use is None else drawn_tools_agents.act(view, use)
 
         return act
 

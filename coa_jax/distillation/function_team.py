@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from coa_jax.data.forms import made_of
 from coa_jax.data.function_calls import PROTOCOL
-from coa_jax.data.split import Unusable
+from coa_jax.data.row_formats import made_of
+from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distillation.convert import as_trajectory
 from coa_jax.distillation.filters import grade_of

@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from coa_jax.distillation.agent_functions import DUTIES, MOVES, Action, AgentView, Minds
 from coa_jax.distillation.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distillation.messages import AGENTS, Kind
-from coa_jax.distillation.minds import DUTIES, MOVES, Action, AgentView, Minds
 from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_reflection
 from coa_jax.protocol.bodies import without_thought
 

@@ -14,15 +14,15 @@ from coa_jax.config.fields import Bounded, Count, Natural, Seed, Share, Times
 from coa_jax.data.intervals import wilson_interval
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distillation import filters
+from coa_jax.distillation.agent_functions import TEACHERS, Minds, team_minds
 from coa_jax.distillation.convert import as_trajectory, convert
 from coa_jax.distillation.filters import Filter, FilterReport, TeacherRun
+from coa_jax.distillation.gather import gather
 from coa_jax.distillation.journal import TeacherJournal
 from coa_jax.distillation.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distillation.messages import AGENTS, MessageLog
-from coa_jax.distillation.minds import TEACHERS, Minds, team_minds
 from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distillation.team import solve
-from coa_jax.distillation.together import gather
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task, tools_of
 from coa_jax.tasks.graders import grade
@@ -36,7 +36,7 @@ class DistillConfig(Bounded):
 
     Attributes:
         team: name, or path ``package.module:name``, of a function that makes a team without a
-            language model, see `minds.TEACHERS`.
+            language model, see `agent_functions.TEACHERS`.
         mistake_rate: probability that a decision of a scripted agent is a deliberate mistake.
         unrecovered_rate: probability that the scripted double check overlooks a wrong suggested
             answer. The filter ``wrong_answer`` drops the runs that end with this answer.

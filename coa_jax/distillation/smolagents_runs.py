@@ -18,7 +18,7 @@ from coa_jax.config.preflight import Needs
 from coa_jax.distillation.endpoint import EndpointConfig
 from coa_jax.distillation.journal import check_fingerprint
 from coa_jax.distillation.readers.base import total_usage
-from coa_jax.distillation.smol import REFUSED, smolagents_package, solve_with_smolagents
+from coa_jax.distillation.smolagents_team import REFUSED, smolagents_package, solve_with_smolagents
 from coa_jax.errors import UserError
 from coa_jax.files import durable, jsonl
 from coa_jax.tasks.base import Task

@@ -16,7 +16,7 @@ from typing import Any
 
 from coa_jax.config.installed import missing
 from coa_jax.distillation.endpoint import REFUSED_REQUEST
-from coa_jax.distillation.readers.calls import body_of
+from coa_jax.distillation.readers.tool_calls import body_of
 from coa_jax.errors import UserError
 from coa_jax.protocol import TOOL_FORMS
 from coa_jax.protocol.arguments import arguments_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from coa_jax.distillation.agent_functions import MOVES, AgentView, Minds
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of
-from coa_jax.distillation.minds import MOVES, AgentView, Minds
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tools.base import Tool, ToolContext, call_tool

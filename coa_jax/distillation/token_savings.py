@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from coa_jax.data.trajectory import Author, Trajectory
+from coa_jax.distillation.agent_functions import AgentView
 from coa_jax.distillation.filters import TeacherRun, is_correct
 from coa_jax.distillation.llm import chat_of
 from coa_jax.distillation.messages import AGENTS, MessageLog
-from coa_jax.distillation.minds import AgentView
 from coa_jax.distillation.team import tools_of
 from coa_jax.files import jsonl
 from coa_jax.protocol import Prompt, messages_of

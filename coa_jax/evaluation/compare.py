@@ -23,8 +23,8 @@ import numpy as np
 
 from coa_jax.data.intervals import rates
 from coa_jax.errors import UserError
-from coa_jax.evaluation.figures import FORMAT
 from coa_jax.evaluation.metrics import standard_error
+from coa_jax.evaluation.results import FORMAT
 from coa_jax.files import durable
 from coa_jax.storage import local
 

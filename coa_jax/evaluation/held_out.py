@@ -19,8 +19,8 @@ from absl import logging
 from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.evaluation.config import HeldOutConfig
-from coa_jax.evaluation.figures import training_metrics
 from coa_jax.evaluation.measure import finish, missing_requests
+from coa_jax.evaluation.results import training_metrics
 from coa_jax.evaluation.sample import Key, Sample, digest, measured, sample_of
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import Model

@@ -14,10 +14,10 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.evaluation.exposure import exposure_of
-from coa_jax.evaluation.figures import blocks, check_written, result
 from coa_jax.evaluation.journal import Journal
 from coa_jax.evaluation.measure import finish, missing_requests
 from coa_jax.evaluation.policy import load_sampler, weights_name
+from coa_jax.evaluation.results import blocks, check_written, result
 from coa_jax.evaluation.sample import Key, Measured, Sample, digest, measured
 from coa_jax.evaluation.scaling import choose, pick_name, scaling
 from coa_jax.files import durable

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from coa_jax.config.fields import OneOf, check
 from coa_jax.model.attention.choice import Case, platform_of, resolve
 from coa_jax.model.config import ModelConfig
-from coa_jax.parallel.compiled import tell_of_compiling
+from coa_jax.parallel.compilation_cache import tell_of_compiling
 from coa_jax.parallel.mesh import sharding_for
 
 Collectives = Literal["none", "compiler", "manual"]

@@ -34,8 +34,8 @@ from coa_jax.distillation.dataset import DistilledSplit, distill_split, statisti
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.evaluation.figures import shown_rate
 from coa_jax.evaluation.metrics import student_t
+from coa_jax.evaluation.results import shown_rate
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable
 from coa_jax.files.markdown import table

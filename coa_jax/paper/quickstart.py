@@ -31,13 +31,13 @@ from coa_jax.distillation.tasks import Tasks
 from coa_jax.distillation.token_savings import policy_economy
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.evaluation.figures import shown_rate, table
+from coa_jax.evaluation.results import shown_rate, table
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.model.api import describe_model, load_model
 from coa_jax.model.peft_io import copy_model
 from coa_jax.model.tokenizer import load_tokenizer
-from coa_jax.paper.economy import read_phase, token_counter
 from coa_jax.paper.release import release
+from coa_jax.paper.token_savings import read_phase, token_counter
 from coa_jax.protocol import TAGS, FormatName
 from coa_jax.report import build_report
 from coa_jax.run.command import config_flag, run_main, workdir_flag

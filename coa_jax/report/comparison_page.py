@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.atif import decode_trajectory
 from coa_jax.data.intervals import rates, wilson_interval
 from coa_jax.data.trajectory import Trajectory, iterate_trajectories
@@ -228,7 +228,7 @@ def _trajectories(run: Path, stage: str | None, tasks: set[str]) -> dict[str, Tr
 
     If ``stage`` is None, the path is no run, and the first trajectory of each task is returned.
     """
-    if stage is not None and not shards.of_run(run):
+    if stage is not None and not trace_shards.of_run(run):
         return {}
     shown = dict[str, Trajectory]()
     for one in iterate_trajectories(run, decode_trajectory, growing=True):

@@ -15,8 +15,8 @@ from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.episodes import Episodes, TextEpisodes
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request_queue import Inbox
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
 

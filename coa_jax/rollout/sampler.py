@@ -18,9 +18,9 @@ from coa_jax.model.policy import Model
 from coa_jax.rollout.agent_config import AgentConfig, agent_programs
 from coa_jax.rollout.endpoint import EndpointSampler, PolicyEndpoint
 from coa_jax.rollout.episodes import Episodes
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request_queue import Inbox
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
 

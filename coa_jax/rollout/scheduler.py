@@ -27,9 +27,9 @@ from coa_jax.rollout.environments.base import ANSWER, RESET
 from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, prefills_of, source_of, unstarted
+from coa_jax.rollout.request_queue import Inbox
+from coa_jax.rollout.running_sample import Running, prefills_of, source_of, unstarted
 from coa_jax.tools.base import Observation, Tool
 
 _LONG_WAIT_S = 5.0

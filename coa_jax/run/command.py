@@ -53,7 +53,7 @@ from coa_jax.config.overrides import (
     wrong_value,
 )
 from coa_jax.errors import Outage, UserError, UserErrors, causes_of
-from coa_jax.parallel.compiled import keep_programs
+from coa_jax.parallel.compilation_cache import keep_programs
 from coa_jax.run.settings import errors_of
 from coa_jax.storage import closing_caches, with_urls
 from coa_jax.storage.flags import check_places

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from . import supervise
-from .hoards import hoards
 from .limits import Limits
+from .memory_attacks import hoards
 
 HELD = "HELD\n"
 

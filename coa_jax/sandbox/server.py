@@ -14,7 +14,7 @@ import sys
 
 from . import cgroup, supervise
 from .limits import Job, Pipes
-from .pool import Pool
+from .memory_pool import Pool
 
 DESCRIPTORS = 6
 MESSAGE_BYTES = 1 << 16

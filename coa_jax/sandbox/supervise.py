@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from . import cgroup, confine, kernel
 from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
-from .pool import Pool
+from .memory_pool import Pool
 from .watch import ProcessWatch, every_descendant, process_ids
 
 # systemd's table of user ids lists this range as unused. It also exists in rootless containers.

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .canaries import Canary, Targets
-from .hoards import measure
+from .attacks import Canary, Targets
 from .limits import PROGRAM, Job
+from .memory_attacks import measure
 from .run import ProgramResult, SandboxError, run
 
 _SETTLE_S = 3.0
@@ -147,7 +147,7 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
     """Runs a hostile program, and checks whether it was contained.
 
     Args:
-        job: description of the job, with `canaries.TRIAL_LIMITS`.
+        job: description of the job, with `attacks.TRIAL_LIMITS`.
         canary: the hostile program.
         around: scene that the program must not change.
     """

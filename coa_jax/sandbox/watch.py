@@ -18,7 +18,7 @@ import time
 
 from .cgroup import Group
 from .limits import PRIVATE_TMP, Limits, Scratch
-from .pool import Pool
+from .memory_pool import Pool
 
 SESSION_PARTS = max(1, (os.cpu_count() or 1) // 2)
 """Divisor of the share of a session, for kernels that divide processors among sessions (autogroup).

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from coa_jax.model.encode import prompt_ids
-from coa_jax.serve import answers, exchange, functions
+from coa_jax.serve import answers, client_requests, functions
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.http.guard import while_connected
@@ -41,20 +41,20 @@ async def chat_completion(
     """
     service = services[0]
     with service.reading():
-        body = await exchange.read_request(service, request, ChatRequest)
+        body = await client_requests.read_request(service, request, ChatRequest)
         if prepare is None:
-            service = exchange.policy_of(services, body.model, agents=True)
+            service = client_requests.policy_of(services, body.model, agents=True)
         visit = await service.read(prepare or _visit, service, body)
     if body.stream:
         write = functools.partial(_stream, service, body)
         kind = "chat.completion.chunk"
-        return await exchange.open_stream(service, visit, request, body, kind, write)
+        return await client_requests.open_stream(service, visit, request, body, kind, write)
     with service.scoring(bool(body.top_logprobs) or body.prompt_logprobs is not None):
         return await while_connected(request.receive, _answer(service, body, visit))
 
 
 async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response:
-    choices, top = await exchange.gather_completions(service, visit), body.top_logprobs or 0
+    choices, top = await client_requests.gather_completions(service, visit), body.top_logprobs or 0
     scored = [
         await service.score(choice.ids) if top and choice.tokens else [] for choice in choices
     ]
@@ -64,7 +64,7 @@ async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response
 
     def write() -> dict[str, Any]:
         answer = {
-            **exchange.head("chat.completion", body.model),
+            **client_requests.head("chat.completion", body.model),
             "choices": [
                 _choice(service, body, index, choice, scored[index])
                 for index, choice in enumerate(choices)
@@ -78,7 +78,7 @@ async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response
         return answer
 
     large = bool(body.logprobs) or of_prompt is not None
-    return await exchange.respond(service, write, large=large)
+    return await client_requests.respond(service, write, large=large)
 
 
 def read_messages(body: ChatRequest) -> list[functions.Message]:
@@ -120,7 +120,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         if 5 * len(texts) > length:  # a message has five tokens or more
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")
-        exchange.check_length(tokenizer, texts, length, "messages")
+        client_requests.check_length(tokenizer, texts, length, "messages")
         prefix: str | None = "" if body.add_generation_prompt else None
         # If the last message is the assistant's, the policy continues it, unless the client asks
         # for a new turn.
@@ -130,7 +130,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         if prefix is None and body.tools:
             raise Refused(400, "tools need a generation prompt", "add_generation_prompt")
         ids = functions.chat_prompt_ids(tokenizer, turns, prefix)
-        return exchange.make_visit(service, body, ids, body.limit, calls=body.calls)
+        return client_requests.make_visit(service, body, ids, body.limit, calls=body.calls)
     last = body.messages[-1]
     if last.role != "user":
         raise Refused(400, "the agent answers a last message of the user", "messages")
@@ -142,11 +142,11 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
         raise Refused(400, "the agent's log-probabilities are not available", "logprobs")
-    exchange.check_length(tokenizer, texts, length, "messages")
+    client_requests.check_length(tokenizer, texts, length, "messages")
     (question,) = texts
     task = Task("", question, service.config.protocol, (), "serve")
     prompt = prompt_ids(tokenizer, task, service.prompt)
-    return exchange.make_visit(service, body, prompt, body.limit, question=question)
+    return client_requests.make_visit(service, body, prompt, body.limit, question=question)
 
 
 def _choice(

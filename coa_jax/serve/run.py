@@ -26,7 +26,7 @@ from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.http.guard import check_exposure
 from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.serve.http.server import Server, address_of, listen, on_signals
-from coa_jax.serve.meters import Meters
+from coa_jax.serve.prometheus import Meters
 from coa_jax.serve.service import Service
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.make import ToolsConfig, tools_for

@@ -20,7 +20,7 @@ from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.errors import ShuttingDown
 from coa_jax.serve.http.errors import Refused
-from coa_jax.serve.meters import Meters
+from coa_jax.serve.prometheus import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
 from coa_jax.tasks.prompts import load_prompt

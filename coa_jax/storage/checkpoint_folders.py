@@ -11,8 +11,8 @@ from typing import Any
 
 from coa_jax.config import installed
 from coa_jax.errors import Outage
+from coa_jax.storage.file_systems import file_system, is_url, join, scheme_of
 from coa_jax.storage.mirror import CHECKPOINTS, mirror_of
-from coa_jax.storage.places import file_system, is_url, join, scheme_of
 
 MOUNTS = ("gcsfuse", "s3fs", "goofys", "mountpoint-s3", "rclone", "blobfuse")
 """Names of programs that mount buckets as folders, as ``/proc/self/mountinfo`` shows them."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.files import durable
-from coa_jax.storage.places import is_url, join, opened, scheme_of, telling
+from coa_jax.storage.file_systems import is_url, join, opened, scheme_of, telling
 
 PART = ".part-"
 """In names of objects, separates the name of a file from the offset of a later part of it."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.storage.places import check, is_url
+from coa_jax.storage.file_systems import check, is_url
 
 _SCHEME = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
 _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
@@ -31,7 +31,7 @@ def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
     Args:
         values: maps the name of a flag or setting, such as ``--workdir`` or ``--config.model``, to
             its value.
-        ask: whether to send a request to each store, see `places.check`.
+        ask: whether to send a request to each store, see `file_systems.check`.
 
     Raises:
         UserError: a value contains a URL of an unsupported scheme, or the store of a URL refuses

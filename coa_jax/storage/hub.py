@@ -20,7 +20,7 @@ from typing import Any
 from coa_jax.errors import UserError
 from coa_jax.files.untrusted import made_by
 from coa_jax.storage.copies import local, stands_for
-from coa_jax.storage.places import is_url, opened, telling
+from coa_jax.storage.file_systems import is_url, opened, telling
 
 ID = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?"

@@ -22,8 +22,8 @@ from absl import logging
 
 from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
+from coa_jax.storage.file_systems import join, opened, telling
 from coa_jax.storage.periodic import Repeated
-from coa_jax.storage.places import join, opened, telling
 
 NAME = "lease.json"
 

@@ -32,8 +32,8 @@ from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import CHECKPOINTS, PART, joined, own_folder, stands_for
+from coa_jax.storage.file_systems import check_writable, is_url, opened, telling
 from coa_jax.storage.periodic import Repeated
-from coa_jax.storage.places import check_writable, is_url, opened, telling
 
 WHOLE = 8 << 20
 """Size in bytes at which a part of a growing file is complete and no longer rewritten."""

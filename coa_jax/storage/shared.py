@@ -28,9 +28,9 @@ from absl import logging
 from coa_jax.config.fields import seconds_of
 from coa_jax.files import durable, untrusted
 from coa_jax.storage.copies import local, locked, own_folder, stands_for
+from coa_jax.storage.file_systems import check, check_writable, join, opened, telling
 from coa_jax.storage.mirror import ENTRIES, Mirror
 from coa_jax.storage.periodic import Repeated
-from coa_jax.storage.places import check, check_writable, join, opened, telling
 
 _open: list[SharedCache] = []
 """The caches of this process that are in use."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coa_jax.errors import UserError
 from coa_jax.sandbox import landlock, trial
-from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
+from coa_jax.sandbox.attacks import TRIAL_LIMITS, canaries
 from coa_jax.sandbox.isolation import BACKENDS, Isolation
 from coa_jax.sandbox.limits import Job, Limits
 from coa_jax.sandbox.run import run

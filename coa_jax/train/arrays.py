@@ -24,6 +24,7 @@ from coa_jax.engine.layout import (
 )
 from coa_jax.engine.memory import engine_memory, waves
 from coa_jax.errors import UserError
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.attention.choice import resolve
 from coa_jax.model.cache import LayerPages
@@ -36,7 +37,6 @@ from coa_jax.model.params import (
     decode_shardings,
     without_adapters,
 )
-from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.parallel.mesh import AXES, make_mesh, sharding_for
 from coa_jax.parallel.placement import split_devices

@@ -30,7 +30,13 @@ from orbax.checkpoint import checkpoint_managers
 from coa_jax.errors import Outage, UserError
 from coa_jax.parallel import processes
 from coa_jax.parallel.config import MeshConfig
-from coa_jax.storage.arrays import is_bucket, is_outage, is_passing, prepared, telling_outage
+from coa_jax.storage.checkpoint_folders import (
+    is_bucket,
+    is_outage,
+    is_passing,
+    prepared,
+    telling_outage,
+)
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.step import TrainState
 

@@ -22,10 +22,10 @@ from coa_jax.parallel.placement import put_batch
 from coa_jax.train.advantages import distillation, gae, whiten
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch
+from coa_jax.train.critic import token_values
 from coa_jax.train.logps import token_logps
 from coa_jax.train.objectives import kl_estimate
 from coa_jax.train.teacher import Teacher
-from coa_jax.train.value import token_values
 
 
 @functools.partial(jax.jit, static_argnames=("model", "compute", "temperature"))
@@ -66,7 +66,7 @@ def score(
 
 
 score_values = jax.jit(token_values, static_argnames=("model", "compute"))
-"""The compiled program of `value.token_values`."""
+"""The compiled program of `critic.token_values`."""
 
 
 def scores_old(algorithm: Algorithm, updates: int) -> bool:

@@ -27,8 +27,8 @@ from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import Sampler
 from coa_jax.tasks import Task
 from coa_jax.train.admission import Composition, Ledger
-from coa_jax.train.pool import Score
-from coa_jax.train.record import GRADING, Spool, oldest_of
+from coa_jax.train.run_records import GRADING, Spool, oldest_of
+from coa_jax.train.task_pool import Score
 
 _NEWS_S = 0.25
 """Number of seconds between two exchanges of processes that have no news."""

@@ -41,7 +41,7 @@ class Learner(Trained):
 
     `loop.Trained` explains the inherited attributes. The mapping ``extra`` has the key ``ledger``,
     the state of the `admission.Ledger` (which tasks are sampled next) after the newest step, and
-    the key ``pool``, the state of the task pool (`pool.Pool`), if there is one.
+    the key ``pool``, the state of the task pool (`task_pool.Pool`), if there is one.
 
     Attributes:
         engines: decoding engines of this process.

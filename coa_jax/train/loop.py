@@ -29,9 +29,9 @@ from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.config import TrainingConfig
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.metrics import peak_memory
+from coa_jax.train.run_warnings import Watch
 from coa_jax.train.step import TrainState, check_updates
 from coa_jax.train.stop import end_run, stop_on_sigterm
-from coa_jax.train.watch import Watch
 
 
 @dataclasses.dataclass

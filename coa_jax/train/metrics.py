@@ -17,8 +17,8 @@ from coa_jax.parallel.chips import stated_flops
 from coa_jax.train.advantages import has_signal
 from coa_jax.train.batch import Batch
 from coa_jax.train.groups import Sampled, earned, graded_values, score_group
-from coa_jax.train.record import oldest_of, versions_of
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.run_records import oldest_of, versions_of
 
 CUT_OFF = ("length", "turn_length", "turns", "deadline", "tool_time")
 """Stop reasons of trajectories that were cut off by a budget."""
@@ -248,7 +248,7 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 
     Args:
         sampled: groups of samples of the step.
-        figures: seconds and counts of this process, see `stream.LocalShare`.
+        figures: seconds and counts of this process, see `group_stream.LocalShare`.
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)

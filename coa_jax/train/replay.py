@@ -41,8 +41,8 @@ from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.groups import request_of
 from coa_jax.train.learner import Learner
-from coa_jax.train.record import StepLog, StepRecord, checksum
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.run_records import StepLog, StepRecord, checksum
 from coa_jax.train.update import update
 
 _CLOCK = (StopReason.DEADLINE, StopReason.TOOL_TIME)

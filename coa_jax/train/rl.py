@@ -37,17 +37,17 @@ from coa_jax.train.admission import Composition, Ledger
 from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.defaults import completed
 from coa_jax.train.fingerprints import digest, fingerprint
+from coa_jax.train.group_stream import LocalShare, Stream
 from coa_jax.train.groups import Sampled
 from coa_jax.train.learner import Learner, group_rows
 from coa_jax.train.loop import Loop, export
 from coa_jax.train.losses import check_loss
-from coa_jax.train.pool import Pool
-from coa_jax.train.questions import check_prompt_lengths, questions
-from coa_jax.train.record import Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.train.replay import ReplayResult, replay_run
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.run_records import Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.train.step import check_updates
-from coa_jax.train.stream import LocalShare, Stream
+from coa_jax.train.task_pool import Pool
+from coa_jax.train.training_tasks import check_prompt_lengths, questions
 from coa_jax.train.update import update
 
 

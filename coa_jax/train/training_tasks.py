@@ -14,9 +14,9 @@ from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import load_parts
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
-from coa_jax.train.distilled import Overlap, find_distilled
-from coa_jax.train.pool import with_pass_rates
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.task_overlap import Overlap, find_distilled
+from coa_jax.train.task_pool import with_pass_rates
 
 
 def questions(

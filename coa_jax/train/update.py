@@ -20,6 +20,7 @@ from coa_jax.parallel.placement import replicate
 from coa_jax.train.advantages import advantages_of
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch, Example, merge_identical, pack, split_rows, unpack
+from coa_jax.train.critic import abstract_critic, init_critic
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import complete_experience, inputs
 from coa_jax.train.losses import PolicyLoss, ValueLoss
@@ -30,7 +31,6 @@ from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import TrainState, abstract_state, init_state, train_step
 from coa_jax.train.teacher import Teacher, scored_by_server
 from coa_jax.train.turn_credit import credited, spread_over_tokens, weight_of_turns
-from coa_jax.train.value import abstract_critic, init_critic
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.data.forms import made_of
 from coa_jax.data.records import LeftOut, Records, iterate_records, read_records
-from coa_jax.data.split import Unusable, parts_of
+from coa_jax.data.row_formats import made_of
+from coa_jax.data.text_parts import Unusable, parts_of
 from coa_jax.data.trajectory import write_records
 from coa_jax.demo.bpe import train_bpe
 from coa_jax.distillation.export import FORMS, export

@@ -15,17 +15,17 @@ from pathlib import Path
 import grain
 import pytest
 
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.trajectory import Reward, Trajectory, read_trajectories
 from coa_jax.errors import UserError
-from coa_jax.paper.economy import read_phase
+from coa_jax.paper.token_savings import read_phase
 from coa_jax.report.traces import sample_traces
 from coa_jax.run.run_dir import RunDir
 from coa_jax.train.rejection import read_graded
 from tests.report.run_files import episode
 
 ROOT = Path(__file__).parents[2]
-each_format = pytest.mark.parametrize("form", shards.SHARD_FORMATS)
+each_format = pytest.mark.parametrize("form", trace_shards.SHARD_FORMATS)
 
 
 def graded(number: int) -> dict:
@@ -61,7 +61,7 @@ def test_each_format_gives_back_what_plain_lines_give_back(tmp_path, form):
 
 
 def test_the_formats_are_those_that_other_programs_read(tmp_path):
-    for form in shards.SHARD_FORMATS:
+    for form in trace_shards.SHARD_FORMATS:
         write_steps(tmp_path / form, form)
     packed = (tmp_path / "jsonl.gz" / "traces" / "rl-00000001-00.jsonl.gz").read_bytes()
     lines = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
@@ -133,7 +133,7 @@ def test_a_kill_in_the_middle_leaves_whole_steps(tmp_path, form):
 
 @pytest.mark.parametrize(
     ("form", "cut"),
-    [*((form, cut) for form in shards.SHARD_FORMATS for cut in ("half", "changed")),
+    [*((form, cut) for form in trace_shards.SHARD_FORMATS for cut in ("half", "changed")),
      ("array_record", "empty")],
 )  # fmt: skip
 def test_a_damaged_shard_is_one_line_of_error(tmp_path, form, cut):
@@ -163,13 +163,13 @@ def test_a_shard_that_does_not_fit_leaves_nothing(tmp_path, form):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError):
-        shards.write(tmp_path, form, "rl", 1, rows())
+        trace_shards.write(tmp_path, form, "rl", 1, rows())
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_of_by_every_format():
     with open("/dev/full", "wb", buffering=0) as full:
-        for fill in (shards._gzip, shards._array_record):
+        for fill in (trace_shards._gzip, trace_shards._array_record):
             with pytest.raises(OSError) as caught:
                 fill(full, iter([os.urandom(100_000)] * 100))
             assert caught.value.errno == errno.ENOSPC

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from coa_jax.distillation.arrange import Completion
+from coa_jax.distillation.message_order import Completion
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog
 from coa_jax.distillation.pipeline import graded_runs, run_teacher, select
 

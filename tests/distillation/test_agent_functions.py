@@ -1,8 +1,8 @@
 import pytest
 
+from coa_jax.distillation.agent_functions import MOVES, AgentView
 from coa_jax.distillation.llm import chat_of
 from coa_jax.distillation.messages import AGENTS, Kind, Message
-from coa_jax.distillation.minds import MOVES, AgentView
 
 
 @pytest.mark.parametrize("role", AGENTS)

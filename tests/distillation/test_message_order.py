@@ -4,8 +4,8 @@ import pytest
 
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import write_records
-from coa_jax.distillation.arrange import Completion, Unconvertible, arrange, trajectory_of
 from coa_jax.distillation.inspect import page
+from coa_jax.distillation.message_order import Completion, Unconvertible, arrange, trajectory_of
 from coa_jax.distillation.messages import Kind
 from coa_jax.distillation.readers.base import Trace
 from coa_jax.distillation.recorded import log_of as log_of_record

@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from coa_jax.demo.grammar import Arithmetic, Inverse, Lookup, Ref
-from coa_jax.demo.slips import Slips, wrong_value
+from coa_jax.demo.mistakes import Slips, wrong_value
 from coa_jax.demo.steps import operands, printed, run_progress, steps_of
 from coa_jax.distillation.messages import Ending, Kind
 from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher

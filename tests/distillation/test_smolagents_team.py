@@ -6,11 +6,11 @@ import pytest
 import smolagents
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distillation.arrange import trajectory_of
 from coa_jax.distillation.endpoint import EndpointConfig
+from coa_jax.distillation.message_order import trajectory_of
 from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher
-from coa_jax.distillation.smol import solve_with_smolagents
-from coa_jax.distillation.smol_runs import SmolConfig, bind_settings, run_smolagents
+from coa_jax.distillation.smolagents_runs import SmolConfig, bind_settings, run_smolagents
+from coa_jax.distillation.smolagents_team import solve_with_smolagents
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from tests.distillation.logs import INVENTING

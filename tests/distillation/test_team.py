@@ -3,9 +3,9 @@ import dataclasses
 
 import pytest
 
+from coa_jax.distillation.agent_functions import Action
 from coa_jax.distillation.convert import convert
 from coa_jax.distillation.messages import AGENTS, Ending, Kind
-from coa_jax.distillation.minds import Action
 from coa_jax.distillation.team import solve, tools_of
 from coa_jax.tools.base import Observation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
-from coa_jax.evaluation.figures import result
+from coa_jax.evaluation.results import result
 from coa_jax.evaluation.sample import Measured, sample_of
 from coa_jax.tasks import Task
 

@@ -10,10 +10,10 @@ import pytest
 
 from coa_jax.data.trajectory import Reward, StopReason
 from coa_jax.evaluation.exposure import BLOCKED, exposure_of
-from coa_jax.evaluation.figures import blocks, figures, result, table, training_metrics
 from coa_jax.evaluation.metrics import rate
+from coa_jax.evaluation.results import blocks, figures, result, table, training_metrics
 from coa_jax.evaluation.sample import Measured, sample_of
-from coa_jax.report.benchmark import page
+from coa_jax.report.evaluation_page import page
 from tests.evaluation.made import group, sample, task, trajectory
 
 CODE = ("code", "1", "2", "ok")

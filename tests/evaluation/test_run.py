@@ -13,8 +13,8 @@ from coa_jax.data.trajectory import Author, Reward, SegmentSpan, read_trajectori
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import HeldOutConfig
-from coa_jax.evaluation.figures import blocks, figures, table
 from coa_jax.evaluation.held_out import HeldOut
+from coa_jax.evaluation.results import blocks, figures, table
 from coa_jax.evaluation.run import load, settings
 from coa_jax.evaluation.sample import Measured, sample_of
 from coa_jax.model.tokenizer import eos_ids

@@ -11,7 +11,7 @@ from coa_jax.distillation.judges import JudgesConfig
 from coa_jax.distillation.pipeline import graded_runs
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
-from coa_jax.paper.economy import describe, measure
+from coa_jax.paper.token_savings import describe, measure
 from coa_jax.run.command import load_config
 from coa_jax.tasks import load_tasks
 
@@ -96,7 +96,7 @@ def test_the_teams_answers_are_judged_as_its_configuration_says(given, tmp_path,
         asked.append(judges.answer.chat.url)
         return graded_runs(tasks, logs, JudgesConfig())
 
-    monkeypatch.setattr("coa_jax.paper.economy.graded_runs", graded)
+    monkeypatch.setattr("coa_jax.paper.token_savings.graded_runs", graded)
     chat = "teacher.judges.answer.chat"
     changes = {**given[0], f"{chat}.url": "http://judge", f"{chat}.model": "m"}
     measure(config_of(changes), tmp_path / "run")

@@ -6,7 +6,7 @@ import json
 from html.parser import HTMLParser
 
 from coa_jax.evaluation.metrics import rate
-from coa_jax.report.benchmark import page, write_page
+from coa_jax.report.evaluation_page import page, write_page
 from tests.evaluation.made import group, outcome
 
 VOID = {"meta", "line", "circle", "br", "path", "text"}
@@ -66,7 +66,7 @@ def test_nothing_graded_makes_a_page_without_a_claim():
 
 
 def test_a_breakdown_has_a_table_for_each_field():
-    from coa_jax.evaluation.figures import result
+    from coa_jax.evaluation.results import result
 
     groups = [group([1.0], "a", level=1, hops=2), group([0.0], "b", level=2, hops=2)]
     text = page(json.loads(json.dumps(result("s", {}, groups, 1, {}))))

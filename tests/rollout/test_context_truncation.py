@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coa_jax.data.trajectory import Author, SegmentSpan, StopReason
 from coa_jax.errors import UserError
 from coa_jax.model.compute import local_compute
-from coa_jax.rollout.cut import KEPT, kept_spans
+from coa_jax.rollout.context_truncation import KEPT, kept_spans
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.batch import pack
 from coa_jax.train.examples import trajectory_example

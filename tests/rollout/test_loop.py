@@ -16,8 +16,8 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.compute import local_compute
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request_queue import Inbox
 from coa_jax.tasks import grade
 from coa_jax.train.batch import pack
 from coa_jax.train.examples import record_example, trajectory_example

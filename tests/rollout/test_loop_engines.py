@@ -10,8 +10,8 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.engine import Engine
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request_queue import Inbox
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, Hangs, requests, two
 from tests.tiny_policy import TASKS

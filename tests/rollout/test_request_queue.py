@@ -10,9 +10,9 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.config import SamplingParams
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.running import unstarted
+from coa_jax.rollout.request_queue import Inbox
+from coa_jax.rollout.running_sample import unstarted
 from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
 from tests import tiny_policy

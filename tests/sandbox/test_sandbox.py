@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from coa_jax.sandbox import isolation, supervise, trial, watch
-from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
+from coa_jax.sandbox.attacks import TRIAL_LIMITS, canaries
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.sandbox.limits import Job, Limits, Scratch
 from coa_jax.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from coa_jax.cli import check
-from coa_jax.parallel.compiled import keep_programs
-from coa_jax.storage.places import opened
+from coa_jax.parallel.compilation_cache import keep_programs
+from coa_jax.storage.file_systems import opened
 
 PROGRAM = """
 import jax

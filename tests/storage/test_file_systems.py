@@ -27,8 +27,8 @@ from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Checkpoint, lo
 from coa_jax.report import watch
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
-from coa_jax.storage import arrays
-from coa_jax.storage.places import opened, telling
+from coa_jax.storage import checkpoint_folders
+from coa_jax.storage.file_systems import opened, telling
 from coa_jax.train.config import RFTConfig
 from tests import tiny_policy
 from tests.buckets import free_port
@@ -238,10 +238,10 @@ def test_what_passes_by_itself_is_told_from_what_the_user_must_correct(error, pa
 def test_a_checkpoint_that_a_silent_store_did_not_take_is_told_from_a_damaged_one(tmp_path):
     silent = ValueError("UNAVAILABLE: Error writing gs://b/c/0: connection refused")
     told = "gs://b/c: the checkpoint could not be written"
-    with pytest.raises(Outage, match=told), arrays.telling_outage("gs://b/c"):
+    with pytest.raises(Outage, match=told), checkpoint_folders.telling_outage("gs://b/c"):
         raise silent
     for place, error in ((tmp_path, silent), ("gs://b/c", ValueError("DATA_LOSS: bad crc"))):
-        with pytest.raises(ValueError, match=str(error)), arrays.telling_outage(place):
+        with pytest.raises(ValueError, match=str(error)), checkpoint_folders.telling_outage(place):
             raise error
 
 
@@ -259,7 +259,7 @@ def test_another_version_of_orbax_is_refused_for_s3(monkeypatch):
 
     monkeypatch.delattr(tensorstore_utils, "_use_gcs_driver")
     with pytest.raises(UserError, match="s3:// needs orbax-checkpoint in another version; run: "):
-        arrays._teach_orbax_s3.__wrapped__()
+        checkpoint_folders._teach_orbax_s3.__wrapped__()
 
 
 def test_a_store_out_of_reach_is_said_so(clouds):
@@ -339,4 +339,4 @@ def test_mounted_buckets_are_told_from_other_folders(monkeypatch, kind, folder, 
             "\n".join(lines) if str(path) == "/proc/self/mountinfo" else read(path, *given, **named)
         ),
     )
-    assert arrays.is_bucket(Path(folder)) is bucket
+    assert checkpoint_folders.is_bucket(Path(folder)) is bucket

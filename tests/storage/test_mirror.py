@@ -23,7 +23,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.tokenizer import MissingTokenizer
 from coa_jax.run.run_dir import RunDir
 from coa_jax.storage import mirror as mirrors
-from coa_jax.storage.places import opened
+from coa_jax.storage.file_systems import opened
 from tests.random_params import random_params
 
 URL = "gs://bucket/run"

@@ -24,7 +24,7 @@ from coa_jax.cli.export import export
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.files import durable
 from coa_jax.model.config import LoraConfig
-from coa_jax.storage.places import opened
+from coa_jax.storage.file_systems import opened
 from coa_jax.train.command import run_at
 from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port

@@ -15,7 +15,7 @@ import pytest
 
 from coa_jax import storage
 from coa_jax.errors import UserError
-from coa_jax.storage.places import opened
+from coa_jax.storage.file_systems import opened
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.tools.make import ToolsConfig, make_tools

@@ -10,9 +10,9 @@ import pytest
 
 from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
+from coa_jax.train.critic import init_critic
 from coa_jax.train.fingerprints import fingerprint
 from coa_jax.train.step import TrainState, init_state
-from coa_jax.train.value import init_critic
 from tests.devices import on_devices
 from tests.parallel.launched import launch_function
 from tests.train.test_checkpoint import OPTIMIZER, made, numbers, opened, same, truncate

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from coa_jax.data.forms import made_of
-from coa_jax.data.split import Unusable
+from coa_jax.data.row_formats import made_of
+from coa_jax.data.text_parts import Unusable
 from coa_jax.protocol import Prompt
 from coa_jax.train.examples import record_example
 from tests.model.test_tool_chat import qwen  # noqa: F401  (a fixture)

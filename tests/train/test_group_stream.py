@@ -21,9 +21,9 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.train import rl
 from coa_jax.train.admission import AdmissionRules, Ledger
+from coa_jax.train.group_stream import Stream
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.record import GRADING, Spool, checksum, versions_of
-from coa_jax.train.stream import Stream
+from coa_jax.train.run_records import GRADING, Spool, checksum, versions_of
 from tests import forked, tiny_policy
 from tests.train.killed_runs import kill_once
 from tests.train.slow_tools import slow_tools
@@ -258,7 +258,7 @@ def test_a_group_is_whole_however_its_endings_and_gradings_follow_each_other(
 def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("coa_jax.train.stream._UNGRADED_S", 0.01)
+    monkeypatch.setattr("coa_jax.train.group_stream._UNGRADED_S", 0.01)
     asked, answered = [], threading.Event()
 
     class Counting(Bursts):

@@ -18,8 +18,8 @@ from coa_jax.train.batch import Example, merge_identical, pack
 from coa_jax.train.metrics import variety
 from coa_jax.train.movement import movement, norm_before
 from coa_jax.train.optimizer import OptimizerConfig
+from coa_jax.train.run_warnings import Watch
 from coa_jax.train.step import init_state
-from coa_jax.train.watch import Watch
 from tests.train.bare import bare
 
 MODEL = ModelConfig("llama", 61, 16, 24, 2, 2, 1, 8, lora=LoraConfig(rank=3))

@@ -15,8 +15,8 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.parallel.mesh import AXES
 from coa_jax.train import logps
 from coa_jax.train.batch import Example, pack
-from coa_jax.train.head import Head, score_chunks, weighted_sum
 from coa_jax.train.logps import _arrange, _counted, _hidden, _sort, chunked, logp_sum, token_logps
+from coa_jax.train.output_head import Head, score_chunks, weighted_sum
 from tests.random_params import random_params
 
 # Large enough for the fusions that XLA makes of real heads.

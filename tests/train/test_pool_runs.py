@@ -11,8 +11,8 @@ from coa_jax.data.trajectory import read_trajectories
 from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.train import rl
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.pool import Pool
-from coa_jax.train.record import StepLog
+from coa_jax.train.run_records import StepLog
+from coa_jax.train.task_pool import Pool
 from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.killed_runs import kill_once

@@ -11,7 +11,14 @@ from coa_jax.data.trajectory import Author, Reward, StopReason, Trajectory
 from coa_jax.files import jsonl
 from coa_jax.train import rl
 from coa_jax.train.admission import AdmissionRules, Composition, Ledger
-from coa_jax.train.record import GRADING, Spool, StepLog, StepRecord, newest_of, recorded_groups
+from coa_jax.train.run_records import (
+    GRADING,
+    Spool,
+    StepLog,
+    StepRecord,
+    newest_of,
+    recorded_groups,
+)
 
 
 def ended(index, sample=0, versions=((0, 0),), token=1):

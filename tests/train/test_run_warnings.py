@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.train.watch import QUIET, Watch, warnings_of
+from coa_jax.train.run_warnings import QUIET, Watch, warnings_of
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.mixture import stream_of
 from coa_jax.train import rl
 from coa_jax.train.config import DistilledConfig
-from coa_jax.train.distilled import find_distilled, trained_on
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.questions import questions
+from coa_jax.train.task_overlap import find_distilled, trained_on
+from coa_jax.train.training_tasks import questions
 from tests import forked, tiny_policy
 from tests.killing import stopped_after
 from tests.train.test_rl import assert_same_run

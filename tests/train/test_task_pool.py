@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coa_jax.errors import UserError
 from coa_jax.tasks import Task
 from coa_jax.train.admission import AdmissionRules, Ledger
-from coa_jax.train.pool import Pool, PoolConfig, with_pass_rates
+from coa_jax.train.task_pool import Pool, PoolConfig, with_pass_rates
 
 COUNT = 12
 

@@ -449,7 +449,7 @@ def test_ppo_learns_returns_and_takes_values_off():
 
 def test_a_value_reads_nothing_after_its_state():
     """The value of token t is that of the tokens before it: changing t changes no earlier value."""
-    from coa_jax.train.value import init_critic, token_values
+    from coa_jax.train.critic import init_critic, token_values
 
     critic = {**init_critic(params()), "value_head": jax.random.normal(jax.random.key(1), (16,))}
     batch = pack([trajectory_example(groups()[0][0], 0.0)], LENGTH)

@@ -1,9 +1,9 @@
 """Reads logs of conversations: messages of a user, of one or several agents, and of tools.
 
-The messages may have any shape that `coa_jax.distillation.readers.turns` knows. A run is a list of
-messages, an object with such a list, or the lines of a session that share its id. Sessions of
-Claude Code and Codex and traces of OpenAI's Agents SDK are recognised by their fields. docs/data.md
-describes the forms.
+The messages may have any shape that `coa_jax.distillation.readers.message_formats` knows. A run is
+a list of messages, an object with such a list, or the lines of a session that share its id.
+Sessions of Claude Code and Codex and traces of OpenAI's Agents SDK are recognised by their fields.
+docs/data.md describes the forms.
 
 The result of a call is the message of the same turn with the id of the call. Parallel calls are
 written one after another. If the last call is ``final_answer``, its argument is the answer.
@@ -46,7 +46,7 @@ from coa_jax.distillation.readers.base import (
     read_sessions,
     total_usage,
 )
-from coa_jax.distillation.readers.turns import Call, Turn, first, is_message, turns_of
+from coa_jax.distillation.readers.message_formats import Call, Turn, first, is_message, turns_of
 from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (

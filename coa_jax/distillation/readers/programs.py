@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed
-from coa_jax.distillation.readers.calls import is_tool
+from coa_jax.distillation.readers.tool_calls import is_tool
 from coa_jax.protocol import format_code
 
 _GLUE = frozenset({"print", "final_answer", "str", "repr", "len", "format"})

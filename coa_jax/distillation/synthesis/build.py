@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 from coa_jax.config.fields import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
+from coa_jax.distillation.gather import gather
 from coa_jax.distillation.llm import UnusableReplyError
 from coa_jax.distillation.synthesis.drafts import (
     Author,
@@ -29,7 +30,6 @@ from coa_jax.distillation.synthesis.drafts import (
     told,
 )
 from coa_jax.distillation.synthesis.solvers import Verdict
-from coa_jax.distillation.together import gather
 from coa_jax.tasks.base import SPLITS, Task, fraction
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tools.bm25 import WikiIndex

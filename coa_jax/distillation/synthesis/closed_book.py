@@ -15,11 +15,11 @@ from typing import Literal
 
 from coa_jax.config.extensions import ExtensionKind, bind
 from coa_jax.config.fields import Bounded, Count, Place, Seed, Share, Temperature, shown
-from coa_jax.distillation.chance import uniform
 from coa_jax.distillation.endpoint import Endpoint, RequestRefusedError
+from coa_jax.distillation.gather import gather
 from coa_jax.distillation.llm import read_object
+from coa_jax.distillation.random_numbers import uniform
 from coa_jax.distillation.synthesis.drafts import Document
-from coa_jax.distillation.together import gather
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import eos_ids

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax.distillation.agent_functions import Minds
 from coa_jax.distillation.journal import open_journal
 from coa_jax.distillation.messages import MessageLog
-from coa_jax.distillation.minds import Minds
 from coa_jax.distillation.pipeline import DistillConfig, run_teacher
 from coa_jax.distillation.synthesis.closed_book import ClosedBook, ClosedBookConfig
 from coa_jax.errors import UserError

@@ -19,11 +19,11 @@ from coa_jax.parallel.chips import Chip
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import split_devices
 from coa_jax.parallel.slices import Slice, owners_of
+from coa_jax.perf.aot.chip_split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.perf.aot.costs import Costs, count
 from coa_jax.perf.aot.hlo import parse
 from coa_jax.perf.aot.programs import Program, all_programs
 from coa_jax.perf.aot.schedule import Machine, play
-from coa_jax.perf.aot.split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.train.arrays import (
     Setup,
     export_bytes,

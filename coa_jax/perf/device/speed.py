@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from coa_jax.engine.memory import size
+from coa_jax.model.architectures import ARCHITECTURES
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 from coa_jax.parallel.slices import TPUS, Slice
 from coa_jax.perf.aot.estimate import analyse

@@ -17,8 +17,8 @@ from coa_jax.serve.agents.program import MODEL, ProgramError, ProgramOutcome
 from coa_jax.serve.agents.session import AgentSession
 from coa_jax.serve.app import handle_errors
 from coa_jax.serve.chat import chat_completion, read_messages
+from coa_jax.serve.client_requests import check_length, make_visit
 from coa_jax.serve.errors import error_response
-from coa_jax.serve.exchange import check_length, make_visit
 from coa_jax.serve.http.bodies import parse_json
 from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.http.guard import Guard, GuardRules, body_of

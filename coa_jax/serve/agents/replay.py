@@ -45,7 +45,7 @@ class RecordedSession:
         Args:
             tokenizer: tokenizer of the policy.
             request: request for the samples of the task.
-            sample: record of the sample and its turns, see `train.record.sample_record`.
+            sample: record of the sample and its turns, see `train.run_records.sample_record`.
         """
         self._tokenizer, self._request, self._sample = tokenizer, request, sample
         self._answers: dict[int, Trajectory] = {}

@@ -3,7 +3,7 @@
 The supervisor kills the process tree when the program exits, when the supervisor receives SIGTERM,
 or when the process that started the supervisor is gone.
 
-    python -m coa_jax.serve.agents.leash OWNER PROGRAM ARGUMENT...
+    python -m coa_jax.serve.agents.supervisor OWNER PROGRAM ARGUMENT...
 
 OWNER is the id of the process that started the supervisor. The exit code is the result of `run`.
 """

@@ -1,7 +1,7 @@
 import pytest
 
 from coa_jax.distillation.readers.base import Malformed
-from coa_jax.distillation.readers.calls import body_of
+from coa_jax.distillation.readers.tool_calls import body_of
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_a_solved_task_is_not_tried_again_and_an_unsolved_one_is(tools, tmp_path
 
 
 def test_an_answer_without_a_call_needs_no_tool(tmp_path):
+    from coa_jax.distillation.agent_functions import Action
     from coa_jax.distillation.messages import AGENTS, Kind
-    from coa_jax.distillation.minds import Action
 
     class Knows:
         async def __call__(self, view):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.perf.aot.split import ChipSplit, best, splits, table
+from coa_jax.perf.aot.chip_split import ChipSplit, best, splits, table
 
 
 def test_chips_do_the_same_work_in_inverse_time_and_the_slower_part_makes_the_step():

@@ -8,7 +8,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.perf.bench import stalls
-from coa_jax.perf.bench.forced import Sleep
+from coa_jax.perf.bench.forced_episodes import Sleep
 from coa_jax.perf.bench.shapes import engine_shapes
 from tests.perf.bench.small_workload import rollout, subject, workload
 

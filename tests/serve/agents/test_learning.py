@@ -22,8 +22,8 @@ from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.record import checksum, oldest_of
 from coa_jax.train.rl import repeat
+from coa_jax.train.run_records import checksum, oldest_of
 from coa_jax.train.update import group_examples
 from tests import tiny_policy
 from tests.evaluation import tiny_evaluation
