@@ -221,7 +221,7 @@ setuptools.setup(
         "coa_jax.task_tools": ["drawn_tools = coa_jax.demo.drawn_tools:tools_of"],
         "coa_jax.agent_programs": ["http = coa_jax.serve.agents:AgentPrograms"],
         "coa_jax.corpora": ["factbook = coa_jax.demo.pages:Factbook"],
-        "coa_jax.teachers": ["scripted = coa_jax.demo.scripted:scripted_minds"],
+        "coa_jax.teachers": ["scripted = coa_jax.demo.scripted:scripted_agents"],
         "coa_jax.authors": ["facts = coa_jax.demo.author:FactsAuthor"],
         "coa_jax.guessers": ["facts = coa_jax.demo.author:Prior"],
     },

@@ -47,7 +47,7 @@ from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.question_rows import Columns, tasks_of_rows
 from coa_jax.tasks.task_protocol import with_task_protocol
 from coa_jax.tools.base import Tool
-from coa_jax.tools.concurrency import apart
+from coa_jax.tools.concurrency import run_outside_event_loop
 from coa_jax.tools.function import FunctionTool, function_schema
 from coa_jax.tools.make import (
     OWN_TOOLS,
@@ -58,7 +58,7 @@ from coa_jax.tools.make import (
     named_tools,
     protocol_of,
 )
-from coa_jax.tools.net.budget import spending
+from coa_jax.tools.net.budget import charge_to_run
 from coa_jax.train import foreign, rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
@@ -305,7 +305,7 @@ def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
 
 
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
-    apart(train)
+    run_outside_event_loop(train)
     rows = jsonl.read_objects(path / "metrics.jsonl")
     return Trained(path, [row for row in rows if row.get("phase") == phase])
 
@@ -377,7 +377,7 @@ def distill(
             raise UserError(f"no run of the team was right; {number} of {len(loaded)}: {reason}")
         return Distilled(path, records, dropped)
 
-    return apart(solve)
+    return run_outside_event_loop(solve)
 
 
 # --- evaluation ----------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def evaluate(
     settings = build_config(EvaluateRun, values)
 
     def measure() -> Evaluation:
-        with RunDir(path) as run, spending(path / "spent"):
+        with RunDir(path) as run, charge_to_run(path / "spent"):
             if isinstance(policy, Model):
                 save_model(policy, copied, overwrite=True)
             evaluation = Evaluation(path, _measured(settings, run, fresh))
@@ -502,7 +502,7 @@ def evaluate(
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
 
-    return apart(measure)
+    return run_outside_event_loop(measure)
 
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:

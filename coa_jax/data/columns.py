@@ -29,7 +29,7 @@ def columns_of(path: Path) -> dict[str, Any]:
     return next((entry for entry in entries if entry.get("file_name") == path.name), {})
 
 
-def renamed(row: Any, info: Mapping[str, Any]) -> Any:
+def rename_columns(row: Any, info: Mapping[str, Any]) -> Any:
     """Returns a row with the standard column names of LLaMA-Factory, such as ``output``.
 
     Args:

@@ -48,7 +48,7 @@ _CLOSING = re.compile(r"</([a-z_]+)>\s*\Z")
 _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 
-class Made(NamedTuple):
+class ConvertedRow(NamedTuple):
     """A record that was converted from a row.
 
     Attributes:
@@ -61,7 +61,7 @@ class Made(NamedTuple):
     tags: tuple[str, ...] = ()
 
 
-def made_of(value: Any, name: str, protocol: str = "") -> Made:
+def convert_row(value: Any, name: str, protocol: str = "") -> ConvertedRow:
     """Converts a row of any supported format to a record.
 
     Args:
@@ -80,7 +80,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if is_atif(value):
         return _of_atif(value, name, protocol)
     if {"authors", "texts"} <= value.keys():
-        return Made(_checked_record(from_tfds(value)))
+        return ConvertedRow(_checked_record(from_tfds(value)))
     conversation = _first_key(value, _CONVERSATIONS)
     user_key, replied = _first_key(value, _USER), _first_key(value, _REPLY)
     pair = None not in (user_key and value[user_key], replied and value[replied])
@@ -95,7 +95,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if "parts" in value:
         optional = ("metadata", "prompt", "context")  # tables have null for a missing value
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
-        return Made(_checked_record(DistilledRecord.from_json(row)))
+        return ConvertedRow(_checked_record(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa-jax rft")
     if "question" in value:
@@ -147,7 +147,7 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
 def _of_alpaca(
     value: dict[str, Any], user_key: str, replied: str, name: str, protocol: str
-) -> Made:
+) -> ConvertedRow:
     """Converts an alpaca row, whose ``instruction`` and ``input`` form the user message."""
     more = _text(value, "input") if user_key == "instruction" else ""
     prompt = "\n".join(filter(None, (_text(value, user_key), more)))
@@ -163,10 +163,10 @@ def _of_alpaca(
         if exact or value.get("parts") is not None:
             raise
         chat = [*context, ("user", prompt), ("assistant", output)]
-        return Made(_of_function_calls(value, [Turn(*turn) for turn in chat], name))
+        return ConvertedRow(_of_function_calls(value, [Turn(*turn) for turn in chat], name))
 
 
-def _of_atif(document: dict[str, Any], name: str, protocol: str) -> Made:
+def _of_atif(document: dict[str, Any], name: str, protocol: str) -> ConvertedRow:
     """Converts an ATIF document; subagents are left out.
 
     The metadata of the record say how the trajectory ended and, if it is wrong, why.
@@ -182,7 +182,7 @@ def _of_atif(document: dict[str, Any], name: str, protocol: str) -> Made:
         made = _of_messages(row, row["messages"], name, protocol)
         facts["agent"] = trajectory.metadata["agent"]
         metadata = {**facts, **made.record.metadata}
-        return Made(dataclasses.replace(made.record, metadata=metadata), made.tags)
+        return ConvertedRow(dataclasses.replace(made.record, metadata=metadata), made.tags)
     record = DistilledRecord(
         id=f"{trajectory.task_id}/{trajectory.sample_id}",
         question=trajectory.question,
@@ -192,7 +192,7 @@ def _of_atif(document: dict[str, Any], name: str, protocol: str) -> Made:
         answer=trajectory.answer or "",
         metadata={**trajectory.metadata, **facts},
     )
-    return Made(_checked_record(record))
+    return ConvertedRow(_checked_record(record))
 
 
 def _parts_of_spans(trajectory: Trajectory) -> Parts:
@@ -209,7 +209,7 @@ def _parts_of_spans(trajectory: Trajectory) -> Parts:
     return tuple(parts)
 
 
-def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
+def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> ConvertedRow:
     """Converts a row with messages, which have the keys of ShareGPT or of OpenAI."""
     if not isinstance(listed, list):
         raise TypeError(f"the conversation cannot be {type(listed).__name__}")
@@ -238,7 +238,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         turns.insert(0, Turn("system", _text(value, "system")))
     protocol_name = _text(value, "protocol") or protocol
     if protocol_name == PROTOCOL or (not protocol_name and _has_functions(value, turns)):
-        return Made(_of_function_calls(value, turns, name))
+        return ConvertedRow(_of_function_calls(value, turns, name))
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [turn.role == "user" and not _is_observation(turn.text) for turn in turns]
     if True not in users:
@@ -267,7 +267,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     except Untagged:
         if value.get("parts") is not None or {turn.role for turn in turns} & {"tool", "call"}:
             raise
-        return Made(_of_function_calls(value, turns, name))
+        return ConvertedRow(_of_function_calls(value, turns, name))
 
 
 def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
@@ -388,7 +388,7 @@ def _assemble(
     name: str,
     protocol: str,
     question: str = "",
-) -> Made:
+) -> ConvertedRow:
     """Builds the record of a conversation.
 
     Args:
@@ -433,7 +433,7 @@ def _assemble(
         prompt=prompt,
         context=context,
     )
-    return Made(record, tags)
+    return ConvertedRow(record, tags)
 
 
 def _identity(value: Mapping[str, Any], name: str) -> str:

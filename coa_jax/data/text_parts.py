@@ -2,8 +2,8 @@
 
 The parser of the protocol finds the observations. The environment is the author of the observations
 and of the white space around them. This white space is replaced by the white space that the rollout
-loop writes around observations (`frame`), so that training sees the same tokens as a rollout. The
-policy is the author of all other text, which stays unchanged.
+loop writes around observations (`wrap_observation`), so that training sees the same tokens as a
+rollout. The policy is the author of all other text, which stays unchanged.
 
 If the author of a part cannot be determined, the text is rejected as `Unusable`, because training
 must not use the text of a tool as text of the policy.
@@ -42,25 +42,25 @@ class Unusable(ValueError):
     """
 
 
-def frame(protocol: Protocol, body: str) -> str:
+def wrap_observation(protocol: Protocol, body: str) -> str:
     """Puts observation tags around a text, with the line breaks that rollouts write there."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
-def observation(protocol: Protocol, text: str) -> str:
-    """Puts observation tags around the result of a tool, unless it has them, see `frame`.
+def as_observation(protocol: Protocol, text: str) -> str:
+    """Puts observation tags around a tool's result, unless it has them, see `wrap_observation`.
 
     Args:
         protocol: protocol with the observation tag.
         text: the result, with or without observation tags around it.
     """
-    head, tail = frame(protocol, "\0").split("\0")
+    head, tail = wrap_observation(protocol, "\0").split("\0")
     if len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail):
         return text
     inner, opening, closing = text.strip(), head.strip(), tail.strip()
     if inner.startswith(opening) and inner.endswith(closing):
-        return frame(protocol, _body(inner[len(opening) : -len(closing)]))
-    return frame(protocol, quote_tool_text(protocol, text))
+        return wrap_observation(protocol, _body(inner[len(opening) : -len(closing)]))
+    return wrap_observation(protocol, quote_tool_text(protocol, text))
 
 
 def _body(inner: str) -> str:
@@ -100,7 +100,10 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
                 raise Unusable("an observation is never closed")
             if not call:
                 raise Unusable("an observation follows no call: the policy may have written it")
-            parts += [(POLICY, policy.strip()), (ENVIRONMENT, frame(protocol, _body(segment.body)))]
+            parts += [
+                (POLICY, policy.strip()),
+                (ENVIRONMENT, wrap_observation(protocol, _body(segment.body))),
+            ]
             policy = call = ""
             continue
         policy += raw
@@ -157,7 +160,7 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
     for author, run in itertools.groupby(turns, key=lambda turn: turn[0]):
         texts = [text for _, text in run]
         if author == ENVIRONMENT:
-            parts += [(ENVIRONMENT, observation(protocol, text)) for text in texts]
+            parts += [(ENVIRONMENT, as_observation(protocol, text)) for text in texts]
             continue
         policy_text = "\n".join(texts).strip()
         for segment in parse(protocol, policy_text).segments:

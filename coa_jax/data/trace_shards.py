@@ -33,7 +33,7 @@ AGENT_FILE = "trajectory.json"
 """Name of the ATIF document of each trial in a job folder of Harbor."""
 
 
-def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes]) -> None:
+def write_shard(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes]) -> None:
     """Writes a shard, or nothing if there are no rows; only one process may write to a folder.
 
     Args:
@@ -77,7 +77,7 @@ def _array_record(file: IO[bytes], rows: Iterable[bytes]) -> None:
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), file.name) from error
 
 
-def rewind(folder: Path, phase: str, step: int) -> None:
+def rewind_shards(folder: Path, phase: str, step: int) -> None:
     """Removes the shards that a phase wrote after a step, and partial files of a killed process.
 
     Args:
@@ -93,13 +93,13 @@ def rewind(folder: Path, phase: str, step: int) -> None:
             path.unlink()
 
 
-def of_run(folder: Path) -> list[Path]:
+def trace_files_of_run(folder: Path) -> list[Path]:
     """Returns the files with a run's trajectories: `traces.jsonl`, then the shards in `traces/`."""
     plain = folder / "traces.jsonl"
     return [*([plain] if plain.exists() else []), *_shards(folder / "traces")]
 
 
-def shard_files(path: str | os.PathLike[str]) -> list[Path]:
+def trace_files(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the trajectory files at a path.
 
     Args:
@@ -113,7 +113,11 @@ def shard_files(path: str | os.PathLike[str]) -> list[Path]:
 
     path = Path(local(os.fspath(path)))
     one = (path.name.endswith(_FILES) and not path.is_dir()) or not path.exists()
-    files = [path] if one else of_run(path) or _shards(path) or sorted(path.rglob(AGENT_FILE))
+    files = (
+        [path]
+        if one
+        else trace_files_of_run(path) or _shards(path) or sorted(path.rglob(AGENT_FILE))
+    )
     if not files:
         suffixes = ", ".join(_FILES)
         raise UserError(f"{path}: no file of trajectories; their names end in {suffixes}")

@@ -393,7 +393,7 @@ def iterate_trajectories(
 
     path = local(os.fspath(path))
     find_protocols(path)
-    for part in trace_shards.shard_files(path):
+    for part in trace_shards.trace_files(path):
         if part.suffix == ".json":
             yield from _documents(part, decode)
         else:

@@ -1,6 +1,6 @@
-"""Scripted minds for questions about tools that only the prompt describes.
+"""Scripted agents for questions about tools that only the prompt describes.
 
-A mind is the function that decides the messages of an agent. These minds know the kinds of tools
+An agent function decides the messages of an agent. These agent functions know the kinds of tools
 (`coa_jax.demo.drawn_tools`), but not the tools of a task. They choose a tool by its description,
 and write the call in the form that the description demands. The plan and the thoughts name the tool
 and its form, so that a small policy can copy both.

@@ -1,4 +1,4 @@
-"""Makes the deliberate mistakes of the scripted minds, so that runs contain corrections.
+"""Makes the deliberate mistakes of the scripted agents, so that runs contain corrections.
 
 Each mistake is one that tool results reveal: a query for another fact, a program that fails or
 prints an unexpected value, or a suggested answer that the documents contradict. Whether a decision
@@ -18,7 +18,7 @@ from coa_jax.distillation.random_numbers import uniform
 
 
 @dataclasses.dataclass(frozen=True)
-class Slips:
+class Mistakes:
     """Decides when agents with scripted rules make a deliberate mistake, and which mistake.
 
     Attributes:

@@ -50,7 +50,7 @@ def define_flags() -> None:
     workdir_flag("directory for the policy")
 
 
-def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
+def create_untrained_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
     """Creates an untrained policy, and returns the directory of the model.
 
     Args:
@@ -67,7 +67,7 @@ def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
 
 def main(argv: list[str]) -> None:
     """Runs ``coa-jax scratch``: creates an untrained policy."""
-    model = make_policy(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))
+    model = create_untrained_policy(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))
     print(f"model -> {with_urls(model)}")
 
 

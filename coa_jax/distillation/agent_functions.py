@@ -1,8 +1,9 @@
-"""Defines minds: a mind is a function that decides which message its agent sends next.
+"""Defines agent functions, each of which decides which message its agent sends next.
 
-Minds write messages, and the team loop (`distillation.team`) delivers them. A mind sees only an
-`AgentView`, so it never sees a gold answer. `distillation.llm` implements minds by a language
-model. `demo.scripted` implements them by deterministic rules, which create the default data set.
+Agent functions write messages, and the team loop (`distillation.team`) delivers them. An agent
+function sees only an `AgentView`, so it never sees a gold answer. `distillation.llm` implements
+agent functions by a language model. `demo.scripted` implements them by deterministic rules, which
+create the default data set.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from coa_jax.config.extensions import ExtensionKind, bind
 from coa_jax.distillation.messages import Kind, Message
 
-MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
+ALLOWED_MESSAGES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
     "manager": (
         *((agent, Kind.REQUEST) for agent in ("planner", "search", "code", "reflection")),
         ("verification", Kind.SUGGESTION),
@@ -30,7 +31,7 @@ MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
 The recipient ``tool`` stands for any tool of the agent.
 """
 
-DUTIES: Mapping[str, str] = {
+ROLE_DESCRIPTIONS: Mapping[str, str] = {
     "manager": "You lead the team. Ask one agent at a time, then answer the user.",
     "planner": "You split the question into ordered steps.",
     "search": "You call the search tool and report what the documents say.",
@@ -43,10 +44,10 @@ DUTIES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class AgentView:
-    """Everything that a mind knows when it decides what its agent does next.
+    """Everything that an agent function knows when it decides what its agent does next.
 
     Attributes:
-        role: name of the agent for which the mind decides.
+        role: name of the agent for which the agent function decides.
         question: the question of the user.
         protocol: name of the protocol that the manager, the agent which leads the team, follows.
         episode: id of the run, from which scripted agents derive their random choices.
@@ -73,7 +74,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The message that the mind of an agent decides to send; for the fields see `Message`."""
+    """The message that an agent function decides to send; for the fields see `Message`."""
 
     recipient: str
     kind: Kind
@@ -82,19 +83,19 @@ class Action:
     slip: str | None = None
 
 
-Mind = Callable[[AgentView], Awaitable[Action]]
+AgentFunction = Callable[[AgentView], Awaitable[Action]]
 """A function that returns the next message of the agent ``view.role``.
 
-A mind has no state, so many runs can share a mind.
+An agent function has no state, so many runs can share an agent function.
 """
 
-Minds = Mapping[str, Mind]
-"""Maps every name in `coa_jax.distillation.messages.AGENTS` to a mind."""
+AgentFunctions = Mapping[str, AgentFunction]
+"""Maps every name in `coa_jax.distillation.messages.AGENTS` to an agent function."""
 
 TEACHERS = ExtensionKind(
     "teacher", "coa_jax.teachers", {}, offers=("mistake_rate", "unrecovered_rate", "seed")
 )
-"""Functions that return the minds of a whole team.
+"""Functions that return the agent functions of a whole team, by name of the agent.
 
 A teacher without a language model may make deliberate mistakes, so that runs contain corrections:
 ``mistake_rate`` is the probability that a decision is a mistake, ``unrecovered_rate`` the
@@ -102,18 +103,18 @@ probability that a wrong answer passes the double check, and ``seed`` decides wh
 """
 
 
-def team_minds(
+def load_agents(
     team: str = "scripted",
     mistake_rate: float = 0.0,
     unrecovered_rate: float = 0.0,
     seed: int = 0,
-) -> Minds:
-    """Returns the minds of a team that needs no language model.
+) -> AgentFunctions:
+    """Returns the agent functions of a team that needs no language model.
 
-    The mind of an agent is the function that decides the agent's next message.
+    An agent function decides the next message of its agent.
 
     Args:
-        team: name of the function that makes the minds, see `TEACHERS`; or its path
+        team: name of the function that creates the agent functions, see `TEACHERS`; or its path
             ``package.module:name``.
         mistake_rate, unrecovered_rate, seed: probabilities and seed of deliberate mistakes, see
             `TEACHERS`.
@@ -122,5 +123,7 @@ def team_minds(
         UserError: there is no function of this name.
     """
     teacher = bind(TEACHERS, team, {}, "config.teacher.team")
-    minds: Minds = teacher(mistake_rate=mistake_rate, unrecovered_rate=unrecovered_rate, seed=seed)
-    return minds
+    agents: AgentFunctions = teacher(
+        mistake_rate=mistake_rate, unrecovered_rate=unrecovered_rate, seed=seed
+    )
+    return agents

@@ -99,7 +99,7 @@ class Completion(Bounded):
     average_from: Annotated[float, Between(0, 10)] = 4.0
 
 
-def arrange(
+def reorder_messages(
     log: MessageLog, protocol: str, how: Completion | None = None, gold: tuple[str, ...] = ()
 ) -> MessageLog:
     """Reorders the messages of a run so that a protocol allows them.
@@ -141,7 +141,7 @@ def trajectory_of(
         UserError: the protocol is unknown.
     """
     how = how or Completion()
-    log = arrange(trace.log, protocol, how, trace.gold)
+    log = reorder_messages(trace.log, protocol, how, trace.gold)
     record = convert(log, protocol, trace.gold, trace.metadata, how.thoughts)
     broken = part_violations(protocol, record.parts)
     if broken:

@@ -23,7 +23,7 @@ from coa_jax.errors import UserError
 from coa_jax.files import durable, jsonl
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
-from coa_jax.tools.net.budget import Purse, Spent
+from coa_jax.tools.net.budget import BudgetTracker, Spent
 from coa_jax.tools.net.secrets import redact_all
 
 
@@ -142,14 +142,14 @@ def run_smolagents(
             "config.endpoint.max_per_second does not apply to smolagents, which has a client of "
             "its own; set it to 0, and lower config.smolagents.concurrency instead"
         )
-    purse = Purse(limits, limits.model, "config.endpoint")
+    tracker = BudgetTracker(limits, limits.model, "config.endpoint")
     usable = False  # in this process; earlier processes may have had other settings
     done: set[str] = set()
     questions = {task.id: task.question for task in tasks}
 
     def account(dump: dict[str, Any]) -> None:
-        for each in (spent, purse.spent):
-            _add(each, dump, purse.price)
+        for each in (spent, tracker.spent):
+            _add(each, dump, tracker.price)
         if questions.get(dump["task_id"]) == dump["question"]:
             done.add(dump["task_id"])
 
@@ -157,7 +157,7 @@ def run_smolagents(
         account(row)
     for other in filter(Path.exists, beside):
         for row in jsonl.read_lines(other, _dump, growing=True):
-            _add(purse.spent, row, purse.price)
+            _add(tracker.spent, row, tracker.price)
     stop = threading.Event()
 
     def solve(task: Task, max_steps: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def run_smolagents(
         if stop.is_set():
             return
         try:
-            purse.check()
+            tracker.check()
             dump = solve(task, config.max_steps)
             with lock:  # one plain question is enough
                 if dump["state"] == REFUSED and not usable:

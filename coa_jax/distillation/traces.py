@@ -13,7 +13,7 @@ from absl import logging
 
 from coa_jax.config.extensions import Named
 from coa_jax.config.fields import Bounded, Place, Text
-from coa_jax.data.records import Counts, LeftOut, ProtocolName, iterate_records
+from coa_jax.data.records import Counts, ProtocolName, SkippedRow, iterate_records
 from coa_jax.data.rows import find_files
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distillation.convert import invented_segments
@@ -242,7 +242,7 @@ def _read_records(config: TraceFilesConfig) -> Converted:
         for row in iterate_records(path, config.protocol):
             counts.add(row)
             rows, line = rows + 1, row.row.number
-            if isinstance(row, LeftOut):
+            if isinstance(row, SkippedRow):
                 made.refuse(str(path), line, row.reason)
                 continue
             name = unused(row.record.id, f"{path.name}:{line}:{row.record.id}", names)

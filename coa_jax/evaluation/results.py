@@ -15,7 +15,7 @@ import numpy as np
 
 from coa_jax.errors import UserError
 from coa_jax.evaluation import metrics
-from coa_jax.evaluation.sample import Measured, Sample
+from coa_jax.evaluation.sample import Sample, TaskSamples
 
 FORMAT = 2
 FIELDS = (
@@ -28,7 +28,7 @@ _MOST_GROUPS = 6
 """Maximum number of values of a field that are shown on a terminal."""
 
 
-def check_written(stage: str, groups: Sequence[Measured]) -> None:
+def check_written(stage: str, groups: Sequence[TaskSamples]) -> None:
     """Raises UserError if the policy wrote nothing in every graded sample of an evaluation.
 
     There is no error if no sample is graded, or if the policy itself ended a sample at once (stop
@@ -45,7 +45,7 @@ def check_written(stage: str, groups: Sequence[Measured]) -> None:
         )
 
 
-def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
+def compute_results(groups: Sequence[TaskSamples], numbers: int) -> dict[str, Any]:
     """Returns the results of an evaluation by name, such as pass@1, costs and stop reasons.
 
     Args:
@@ -77,7 +77,11 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
             for number in range(numbers)
         ],
         "at_k": metrics.at_k(solved),
-        "by": {key: rates_by_value for key in FIELDS if (rates_by_value := metrics.by(pairs, key))},
+        "by": {
+            key: rates_by_value
+            for key in FIELDS
+            if (rates_by_value := metrics.rates_by(pairs, key))
+        },
         "format_valid": metrics.mean([sample.format_valid for sample in graded]),
         "stops": dict(sorted(Counter(sample.stop for sample in flat).items())),
         "costs": costs(graded),
@@ -85,7 +89,7 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
     }
 
 
-def training_metrics(groups: Sequence[Measured], numbers: int) -> dict[str, float]:
+def training_metrics(groups: Sequence[TaskSamples], numbers: int) -> dict[str, float]:
     """Returns the metrics ``eval/...`` of an evaluation during training, see docs/metrics.md.
 
     If the tasks come from several sources, the rates of each source are included.
@@ -116,9 +120,9 @@ def training_metrics(groups: Sequence[Measured], numbers: int) -> dict[str, floa
     }
 
 
-def _training_rates(groups: Sequence[Measured], numbers: int) -> dict[str, float | None]:
+def _training_rates(groups: Sequence[TaskSamples], numbers: int) -> dict[str, float | None]:
     """Returns the rates of graded samples; a rate is None if the samples do not determine it."""
-    rates = figures(groups, numbers)
+    rates = compute_results(groups, numbers)
     if not rates["n"]:
         return {"tasks": 0}
     solved = [group.solved for group in groups if group.values]
@@ -161,7 +165,7 @@ def costs(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _exposure(groups: Sequence[Measured]) -> dict[str, Any]:
+def _exposure(groups: Sequence[TaskSamples]) -> dict[str, Any]:
     """Counts the samples that saw a copy of the benchmark; adds pass@1 of the other samples."""
     flat = [sample for group in groups for sample in group.samples]
     clean = [
@@ -175,10 +179,10 @@ def _exposure(groups: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def result(
+def result_file_content(
     stage: str,
     settings: Mapping[str, Any],
-    groups: Sequence[Measured],
+    groups: Sequence[TaskSamples],
     numbers: int,
     scaling: Mapping[str, Any],
     unjudged: Mapping[str, int] | None = None,
@@ -194,7 +198,7 @@ def result(
         unjudged: number of answers without a verdict of the judge, by reason; None if there is no
             judge.
     """
-    measured = {**figures(groups, numbers), "scaling": dict(scaling)}
+    measured = {**compute_results(groups, numbers), "scaling": dict(scaling)}
     return {
         "format": FORMAT,
         "stage": stage,
@@ -226,7 +230,7 @@ def not_plain(settings: Mapping[str, Any]) -> list[str]:
     return [name for name, on in names.items() if on]
 
 
-def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
+def summary_blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a result file contributes to ``summary.json`` and to the report of the run.
 
     The result maps the stage to its main figures, and ``STAGE_details`` to further figures.

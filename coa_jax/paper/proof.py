@@ -23,7 +23,7 @@ from absl import flags
 
 from coa_jax.data.rows import open_rows
 from coa_jax.errors import UserError
-from coa_jax.evaluation.compare import compare, differing, load
+from coa_jax.evaluation.compare import compare, differing_settings, load
 from coa_jax.files import durable, jsonl, markdown
 from coa_jax.model.architectures import architecture_of
 from coa_jax.model.config import ModelConfig
@@ -248,7 +248,7 @@ def results(workdir: Path) -> dict[str, Any]:
         "differences": {
             f"{one} - {other}": {
                 **dataclasses.asdict(compare(outcomes[other], outcomes[one])),
-                "differs": differing(outcomes[other], outcomes[one]),
+                "differs": differing_settings(outcomes[other], outcomes[one]),
             }
             for one, other in PAIRS
         },

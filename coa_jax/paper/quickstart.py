@@ -28,7 +28,7 @@ from coa_jax.distillation.dataset import distill_split
 from coa_jax.distillation.filters import TeacherRun
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.distillation.token_savings import policy_economy
+from coa_jax.distillation.token_savings import compare_policy_tokens
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.evaluation.results import shown_rate, table
@@ -300,7 +300,7 @@ class Pipeline:
         traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
         by_task = {run.task.id: run for run in self._teacher_runs}
         counter = token_counter(tokenizer)
-        savings = policy_economy(by_task, traces, list(self.tools_by_name), counter)
+        savings = compare_policy_tokens(by_task, traces, list(self.tools_by_name), counter)
         self.run.summary({"economy": savings}, anew=True)
 
     def release(self) -> None:

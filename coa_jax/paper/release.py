@@ -171,7 +171,7 @@ def _write_data(run: Path, config: dict[str, Any], output: Path) -> None:
             for value in iterate_trajectories(run, dict)
             if value["metadata"].get("phase") == phase
         )
-        trace_shards.write(output / "traces", "jsonl.gz", phase, 0, rows)
+        trace_shards.write_shard(output / "traces", "jsonl.gz", phase, 0, rows)
 
 
 def release_to(workdir: str, target: str) -> int:

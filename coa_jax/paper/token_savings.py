@@ -24,9 +24,9 @@ from coa_jax.config.fields import Bounded, Count, Name, Natural, Place, Seed, Sp
 from coa_jax.data.trajectory import Author, Trajectory, iterate_trajectories
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.journal import open_journal
-from coa_jax.distillation.llm import language_minds
+from coa_jax.distillation.llm import language_model_agents
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher
-from coa_jax.distillation.token_savings import policy_economy
+from coa_jax.distillation.token_savings import compare_policy_tokens
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain, load_tokenizer
 from coa_jax.run.command import config_flag, run_main, workdir_flag
@@ -178,21 +178,21 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     tools = {tool.name: tool for tool in make_tools(command.tools)}
     tasks = tasks_of(command.tasks, traces)[: command.number]
     with RunDir(workdir) as run:
-        minds, endpoint = teacher.minds(), None
+        agents, endpoint = teacher.agents(), None
         model = label = "scripted"
         if limits:
             endpoint = Endpoint(limits, workdir / "calls" / "team.jsonl")
-            minds, model, label = language_minds(endpoint), limits.model, limits.label
-        slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
-        made_by = {"minds": label, **slips, "tools": settings}
+            agents, model, label = language_model_agents(endpoint), limits.model, limits.label
+        mistakes = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
+        made_by = {"minds": label, **mistakes, "tools": settings}
         journal = open_journal(workdir / "team.jsonl", made_by)
         before = sum(task.id in journal.done for task in tasks)
         with progress("team", total=len(tasks), initial=before) as bar:
-            work = run_teacher(tasks, tools, teacher, minds, journal, bar.reach)
+            work = run_teacher(tasks, tools, teacher, agents, journal, bar.reach)
             logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
         runs = {run.task.id: run for run in graded_runs(tasks, logs, teacher.judges)}
         solved = [trace for trace in traces if trace.task_id in runs]
-        comparison = policy_economy(runs, solved, list(tools), token_counter(tokenizer))
+        comparison = compare_policy_tokens(runs, solved, list(tools), token_counter(tokenizer))
         comparison |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
         if endpoint is not None:
             comparison["spent"] = endpoint.spent.to_json()

@@ -19,7 +19,7 @@ _DEFAULTS = {
 _MISS = "/jax/compilation_cache/cache_misses"
 
 
-def keep_programs(folder: Path | None = None) -> None:
+def enable_compilation_cache(folder: Path | None = None) -> None:
     """Lets JAX keep compiled programs between processes, up to 4 GiB.
 
     The function sets environment variables, so it must be called before JAX is imported. It changes
@@ -58,7 +58,7 @@ def _processor() -> str:
 
 
 @functools.cache
-def tell_of_compiling() -> None:
+def log_compilations() -> None:
     """Prints one line as soon as JAX has to compile a program that is not in the cache."""
     import jax
 

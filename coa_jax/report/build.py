@@ -112,7 +112,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     run = read_run(Path(run_dir))
     sample = (
         sample_traces(run.path, per_stage)
-        if trace_shards.of_run(run.path)
+        if trace_shards.trace_files_of_run(run.path)
         else ShownTrajectories({}, {}, {})
     )
     page = whole_page(

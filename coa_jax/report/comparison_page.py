@@ -228,7 +228,7 @@ def _trajectories(run: Path, stage: str | None, tasks: set[str]) -> dict[str, Tr
 
     If ``stage`` is None, the path is no run, and the first trajectory of each task is returned.
     """
-    if stage is not None and not trace_shards.of_run(run):
+    if stage is not None and not trace_shards.trace_files_of_run(run):
         return {}
     shown = dict[str, Trajectory]()
     for one in iterate_trajectories(run, decode_trajectory, growing=True):

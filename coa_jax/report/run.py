@@ -45,7 +45,7 @@ class Run:
     @cached_property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories of the run, in the order in which they were written."""
-        return read_trajectories(self.path) if trace_shards.of_run(self.path) else []
+        return read_trajectories(self.path) if trace_shards.trace_files_of_run(self.path) else []
 
     def of_stage(self, stage: str) -> list[Trajectory]:
         """Returns the trajectories of a stage of the run.

@@ -14,39 +14,40 @@ from coa_jax.model.params import DecodeParams
 from coa_jax.rollout.request import Request
 
 
-class Inbox:
+class RequestQueue:
     """The queue of rollout requests that several engines share.
 
-    All callers must be tasks of one event loop. Each engine takes requests through an `InboxReader`
-    of its own. The rollout ends when the inbox is closed and all requests have finished.
+    All callers must be tasks of one event loop. Each engine takes requests through an
+    `RequestQueueReader` of its own. The rollout ends when the queue is closed and all requests have
+    finished.
     """
 
     def __init__(
         self, requests: Iterable[Request] = (), *, closed: bool = False, version: int | None = None
     ):
-        """Creates an inbox with initial requests.
+        """Creates an queue with initial requests.
 
         Args:
             requests: initial requests. They are consumed lazily, and before requests from `put`.
-            closed: whether the inbox is closed from the start, so that no request can be added.
+            closed: whether the queue is closed from the start, so that no request can be added.
             version: policy version of the engines' weights; None if trajectories do not record
                 policy versions.
         """
         self.version = version
         self._source = iter(requests)
         self._queue: deque[Request] = deque()
-        self.readers: list[InboxReader] = []
+        self.readers: list[RequestQueueReader] = []
         self._cancelled: list[Request] = []  # requests cancelled while there was no reader
         self.closed = closed
 
-    def reader(self) -> InboxReader:
+    def reader(self) -> RequestQueueReader:
         """Creates and registers an engine's reader, which takes requests until `leave`."""
-        reader = InboxReader(self, self._cancelled)
+        reader = RequestQueueReader(self, self._cancelled)
         self._cancelled = []
         self.readers.append(reader)
         return reader
 
-    def leave(self, reader: InboxReader) -> None:
+    def leave(self, reader: RequestQueueReader) -> None:
         """Unregisters the reader of an engine, so that it takes no more requests."""
         self.readers.remove(reader)
 
@@ -58,10 +59,10 @@ class Inbox:
         """Adds a request to the end of the queue.
 
         Raises:
-            RuntimeError: the inbox is closed.
+            RuntimeError: the queue is closed.
         """
         if self.closed:
-            raise RuntimeError("the inbox is closed")
+            raise RuntimeError("the queue is closed")
         self._queue.append(request)
         self._tell()
 
@@ -110,26 +111,26 @@ class Inbox:
         return queued
 
 
-class InboxReader:
-    """Takes requests from an inbox for one engine.
+class RequestQueueReader:
+    """Takes requests from an queue for one engine.
 
     Attributes:
         waiting: (request, sample number) of each sample that waits for a slot of this engine.
         weights: (parameters, policy version, whether to recompute KV caches) of the last
-            `Inbox.publish`; None if the engine has already loaded these parameters.
+            `RequestQueue.publish`; None if the engine has already loaded these parameters.
         cancelled: requests that were cancelled since the last `take_cancelled`.
-        news: event that is set when the inbox changes.
+        news: event that is set when the queue changes.
     """
 
-    def __init__(self, inbox: Inbox, cancelled: list[Request]):
+    def __init__(self, queue: RequestQueue, cancelled: list[Request]):
         """Creates a reader.
 
         Args:
-            inbox: the queue of requests that all engines share.
+            queue: the queue of requests that all engines share.
             cancelled: requests that were cancelled before the reader existed.
         """
         self.weights: tuple[DecodeParams, int, bool] | None = None
-        self._inbox, self.cancelled = inbox, cancelled
+        self._queue, self.cancelled = queue, cancelled
         self.news = asyncio.Event()
         self.waiting: deque[tuple[Request, int]] = deque()
 
@@ -139,14 +140,14 @@ class InboxReader:
         The sample is the first in ``waiting``, and stays there until the caller removes it. If
         ``waiting`` is empty, these samples are moved to it:
 
-        1. all samples of the next request in the inbox,
-        2. or, if the inbox is empty, one sample of the reader that has the most waiting samples.
+        1. all samples of the next request in the queue,
+        2. or, if the queue is empty, one sample of the reader that has the most waiting samples.
            Samples of cancelled requests are neither counted nor moved.
         """
-        while not self.waiting and (request := self._inbox.take()):
+        while not self.waiting and (request := self._queue.take()):
             self.waiting.extend((request, sample) for sample in request.samples)
         if not self.waiting:
-            longest = max(self._inbox.readers, key=lambda reader: len(reader._spare()))
+            longest = max(self._queue.readers, key=lambda reader: len(reader._spare()))
             if spare := longest._spare():
                 self.waiting.append(longest.waiting[spare[-1]])
                 del longest.waiting[spare[-1]]
@@ -170,9 +171,10 @@ class InboxReader:
         return cancelled
 
     async def changed(self) -> None:
-        """Waits until the inbox has changed since the last call of this method.
+        """Waits until the queue has changed since the last call of this method.
 
-        `Inbox.put`, `Inbox.cancel`, `Inbox.publish` and `Inbox.close` change the inbox.
+        `RequestQueue.put`, `RequestQueue.cancel`, `RequestQueue.publish` and `RequestQueue.close`
+        change the queue.
         """
         await self.news.wait()
         self.news.clear()

@@ -19,7 +19,7 @@ from coa_jax.tools.base import Observation, ToolContext
 
 
 @dataclasses.dataclass
-class Running:
+class RunningSample:
     """The state of a sample that has begun and not ended.
 
     The sample occupies a slot of the engine. If the KV cache is full, the sample may lose its slot.
@@ -244,7 +244,7 @@ class Running:
 
 
 def prefills_of(
-    prompts: Mapping[tuple[int, ...], Sequence[Running]],
+    prompts: Mapping[tuple[int, ...], Sequence[RunningSample]],
 ) -> tuple[list[tuple[int, int, Sequence[int]]], dict[int, list[int]], dict[int, int]]:
     """Plans the prefill of prompts. A prompt that several samples share is computed only once.
 

@@ -25,7 +25,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax import storage
-from coa_jax.config.renamed import renewed
+from coa_jax.config.renamed import with_present_keys
 from coa_jax.data import trace_shards
 from coa_jax.errors import UserError
 from coa_jax.files import durable, jsonl
@@ -162,7 +162,7 @@ class RunDir:
         """
         path, changes = self.path / "config.json", list[Change]()
         if path.exists():
-            before = renewed(durable.read_json_object(path))
+            before = with_present_keys(durable.read_json_object(path))
             changes = changes_of(_complete(before, config), plain(config))
         fixed = [change for change in changes if not matches(change[0], changeable)]
         if fixed:
@@ -314,7 +314,7 @@ class RunDir:
         if form == "jsonl":
             durable.append(self.path / "traces.jsonl", b"".join(line + b"\n" for line in lines()))
         else:
-            trace_shards.write(self.path / "traces", form, phase, int(step), lines())
+            trace_shards.write_shard(self.path / "traces", form, phase, int(step), lines())
 
     def rewind(self, phase: str, step: int) -> None:
         """Removes the metrics and traces of `phase` that were written after `step`.
@@ -340,7 +340,7 @@ class RunDir:
         durable.drop_last_rows(
             self.path / "traces.jsonl", lambda row: goes(row.get("metadata", {}))
         )
-        trace_shards.rewind(self.path / "traces", phase, step)
+        trace_shards.rewind_shards(self.path / "traces", phase, step)
         self._events.pop(phase, None)
         self._purge_from[phase] = step + 1
 

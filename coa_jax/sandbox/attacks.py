@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import supervise
 from .limits import Limits
-from .memory_attacks import hoards
+from .memory_attacks import list_memory_attacks
 
 HELD = "HELD\n"
 
@@ -239,7 +239,7 @@ print("HELD")
 
 
 @dataclasses.dataclass(frozen=True)
-class Canary:
+class Attack:
     """A hostile program for testing the sandbox, with the results that show containment.
 
     Attributes:
@@ -247,16 +247,16 @@ class Canary:
         source: Python source of the program.
         endings: values of `ProgramResult.reason` with which a contained program may end.
         says: text with which the output must begin if the program ends by itself; "" for any text.
-        hoards: "memory" or "disk" if the program tries to exceed the limit on memory or disk space,
-            and reports how much it uses, see ``hoards``; else "". If by this report it stays within
-            the limit, ``endings`` and ``says`` do not count.
+        exceeds: "memory" or "disk" if the program tries to exceed the limit on memory or disk
+            space, and reports how much it uses, see ``memory_attacks.list_memory_attacks``; else
+            "". If by this report it stays within the limit, ``endings`` and ``says`` do not count.
     """
 
     name: str
     source: str
     endings: tuple[str, ...] = ("exit",)
     says: str = HELD
-    hoards: str = ""
+    exceeds: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +294,7 @@ def probe(secret: str) -> str:
     return _FRAME.format(body=_PROBE.format(secret=secret))
 
 
-def canaries(targets: Targets) -> tuple[Canary, ...]:
+def list_attacks(targets: Targets) -> tuple[Attack, ...]:
     """Returns all hostile programs.
 
     They must run with ``TRIAL_LIMITS``.
@@ -326,20 +326,22 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         "locks of others": _LOCKS.format(locks=supervise.LOCKS, caller=caller),
         "priority": _PRIORITY,
     }
-    framed = (Canary(name, _FRAME.format(body=body)) for name, body in programs.items())
+    framed = (Attack(name, _FRAME.format(body=body)) for name, body in programs.items())
     kills = _FRAME.format(body=_KILLS.format(caller=caller))
     return (
         *framed,
-        Canary("kills its parent and everybody", kills),
-        Canary("fork bomb", _FORK_BOMB, ("exit", "wall", "processes", "memory"), ""),
-        Canary("endless output", "while True: print('x' * 999)", ("output",), ""),
-        Canary("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
-        Canary("endless loop", "while True: pass", ("exit", "wall"), ""),
-        Canary("closes its output", _SILENT, ("exit",), ""),
-        Canary("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),
-        Canary("deep directories", _DEEP, ("exit", "disk", "wall"), ""),
+        Attack("kills its parent and everybody", kills),
+        Attack("fork bomb", _FORK_BOMB, ("exit", "wall", "processes", "memory"), ""),
+        Attack("endless output", "while True: print('x' * 999)", ("output",), ""),
+        Attack("double-forked survivor", _SURVIVOR.format(marker=targets.marker)),
+        Attack("endless loop", "while True: pass", ("exit", "wall"), ""),
+        Attack("closes its output", _SILENT, ("exit",), ""),
+        Attack("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),
+        Attack("deep directories", _DEEP, ("exit", "disk", "wall"), ""),
         *(
-            Canary(name, source, (kind,), "", kind)
-            for name, (kind, source) in hoards(TRIAL_LIMITS.memory_mb, TRIAL_LIMITS.disk_mb).items()
+            Attack(name, source, (kind,), "", kind)
+            for name, (kind, source) in list_memory_attacks(
+                TRIAL_LIMITS.memory_mb, TRIAL_LIMITS.disk_mb
+            ).items()
         ),
     )

@@ -131,7 +131,7 @@ _EMPTY = """
 """
 
 
-def hoards(memory_mb: int, disk_mb: int) -> dict[str, tuple[str, str]]:
+def list_memory_attacks(memory_mb: int, disk_mb: int) -> dict[str, tuple[str, str]]:
     """Returns programs that try to use several times as much memory or disk as the limits allow.
 
     Args:
@@ -166,7 +166,7 @@ def hoards(memory_mb: int, disk_mb: int) -> dict[str, tuple[str, str]]:
 
 
 def measure(said: str, limit: float, ended: float) -> tuple[float, float]:
-    """Returns how much a program of `hoards` used, and for how long it exceeded its limit.
+    """Returns how much a program of `list_memory_attacks` used, and for how long beyond its limit.
 
     Args:
         said: standard output of the program.

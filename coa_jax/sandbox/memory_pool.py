@@ -8,7 +8,7 @@ import os
 _SLOTS = 1024  # more than the number of programs that a server can run at a time
 
 
-class Pool:
+class MemoryPool:
     """Limits all programs of a sandbox server together to half of the memory of the machine.
 
     In a container, it is half of the container's memory. The object is a table in shared memory,

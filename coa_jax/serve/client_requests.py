@@ -18,7 +18,7 @@ from coa_jax.serve.errors import ShuttingDown, error_body
 from coa_jax.serve.http.bodies import parse_json, validated
 from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.http.guard import body_of, while_connected
-from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.samples import Event, ServedRequest
 from coa_jax.serve.schema import Sampling
 from coa_jax.serve.service import Service
 from coa_jax.tasks import Task
@@ -77,7 +77,7 @@ def check_length(tokenizer: Any, texts: Sequence[str], limit: int, param: str) -
         raise Refused(400, f"the prompt has more than {limit} tokens; {context}", param)
 
 
-def make_visit(
+def make_served_request(
     service: Service,
     body: Sampling,
     prompt: Sequence[int],
@@ -85,7 +85,7 @@ def make_visit(
     *,
     question: str | None = None,
     calls: bool = False,
-) -> Visit:
+) -> ServedRequest:
     """Converts the body of a client's request into a request for the rollout loop.
 
     Args:
@@ -121,7 +121,7 @@ def make_visit(
     samples = body.n or 1
     if samples > config.max_samples:
         raise Refused(400, f"n is {samples}; this server allows {config.max_samples}", "n")
-    return Visit(
+    return ServedRequest(
         task=Task(f"request-{secrets.token_hex(8)}", question or "", config.protocol, (), "serve"),
         prompt=tuple(prompt),
         seed=config.seed if body.seed is None else body.seed,
@@ -142,14 +142,14 @@ def make_visit(
     )
 
 
-async def gather_completions(service: Service, visit: Visit) -> list[Choice]:
+async def gather_completions(service: Service, served: ServedRequest) -> list[Choice]:
     """Runs a request and returns all its completions when they are finished.
 
     Raises:
         Refused: the server has no room for the request, is shutting down, or has a broken model.
     """
-    choices = [Choice(visit) for _ in visit.samples]
-    async for event in service.events(visit):
+    choices = [Choice(served) for _ in served.samples]
+    async for event in service.events(served):
         choices[event.sample].add(event)
     if any(choice.last is None or choice.last.finish == "cancelled" for choice in choices):
         raise ShuttingDown
@@ -175,7 +175,7 @@ async def respond(service: Service, write: Callable[[], Any], *, large: bool) ->
 
 async def open_stream(
     service: Service,
-    visit: Visit,
+    served: ServedRequest,
     request: Request,
     body: Sampling,
     kind: str,
@@ -185,7 +185,7 @@ async def open_stream(
 
     Args:
         service: the service that samples completions.
-        visit: the request for the rollout loop.
+        served: the request for the rollout loop.
         request: the HTTP request of the client.
         body: validated body of the client's request.
         kind: type of the chunks, see `head`.
@@ -198,9 +198,9 @@ async def open_stream(
             receives an error response instead of a stream.
         ClientGone: the client closed its connection before the first event.
     """
-    events = service.events(visit)
+    events = service.events(served)
     first = await while_connected(request.receive, anext(events))
-    choices = [Choice(visit) for _ in visit.samples]
+    choices = [Choice(served) for _ in served.samples]
     with_usage = body.stream_options is not None and body.stream_options.include_usage
 
     async def chunks() -> AsyncGenerator[str, None]:
@@ -210,7 +210,9 @@ async def open_stream(
             async for choice in write(_chain(first, events), choices):
                 yield _server_sent_event({**begin, "choices": [choice], **no_usage})
             if with_usage:
-                yield _server_sent_event({**begin, "choices": [], "usage": usage([visit], choices)})
+                yield _server_sent_event(
+                    {**begin, "choices": [], "usage": usage([served], choices)}
+                )
         except Refused as error:  # the engine stopped during the stream
             yield _server_sent_event(error_body(error))
         finally:

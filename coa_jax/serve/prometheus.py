@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.samples import Event, ServedRequest
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Meters:
+class ServerMetrics:
     """The Prometheus metrics of one server, summed over its policies."""
 
     def __init__(self) -> None:
@@ -58,17 +58,17 @@ class Meters:
         self._policies.append((slots, samples))
         self._slots.inc(slots)
 
-    def finished(self, visit: Visit, event: Event) -> None:
+    def finished(self, served: ServedRequest, event: Event) -> None:
         """Counts a sample that has ended, with its tokens and tool calls.
 
         Args:
-            visit: request of the sample.
+            served: request of the sample.
             event: last event of the sample.
         """
         assert event.trajectory is not None
         self.completions.labels(str(event.trajectory.stop_reason)).inc()
-        self.prompt_tokens.inc(len(visit.prompt))
-        self.generated_tokens.inc(len(event.trajectory.tokens) - len(visit.prompt))
+        self.prompt_tokens.inc(len(served.prompt))
+        self.generated_tokens.inc(len(event.trajectory.tokens) - len(served.prompt))
         for call in event.trajectory.tool_calls:
             self.tool_calls.labels(call.tool, call.outcome).inc()
 

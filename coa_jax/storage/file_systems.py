@@ -81,7 +81,7 @@ def file_system(scheme: str) -> Any:
     for name in (scheme, "gcs") if scheme == "gs" else (scheme,):
         fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
     try:
-        with telling(f"{scheme}://"):
+        with explain_store_errors(f"{scheme}://"):
             fs = fsspec.filesystem(scheme)
     except ImportError:
         raise missing(f"a place that begins with {scheme}://", package, extra) from None
@@ -91,14 +91,14 @@ def file_system(scheme: str) -> Any:
     return fs
 
 
-def opened(url: str) -> tuple[Any, str]:
+def url_to_fs(url: str) -> tuple[Any, str]:
     """Returns the fsspec file system of a URL, and the path of the URL in this file system."""
     scheme, _, path = url.partition("://")
     return file_system(scheme), path.rstrip("/")
 
 
 @contextlib.contextmanager
-def telling(url: str) -> Iterator[None]:
+def explain_store_errors(url: str) -> Iterator[None]:
     """Converts errors of a store to `UserError`; other exceptions pass unchanged.
 
     Args:
@@ -151,7 +151,7 @@ def _reason(url: str, error: Exception) -> str | None:
     return None
 
 
-def check(url: str) -> None:
+def check_reachable(url: str) -> None:
     """Sends a request for a URL, so that a command can report errors of the store at its start.
 
     Args:
@@ -162,14 +162,14 @@ def check(url: str) -> None:
     """
     if not is_url(url):
         return
-    fs, path = opened(url)
+    fs, path = url_to_fs(url)
     # If the URL is a pattern, the folder before the first wildcard is checked.
     fixed = re.split(r"[*?\[]", path)[0]
     path = path if fixed == path else fixed.rpartition("/")[0]
     bucket = path.partition("/")[0]
     if not bucket:
         raise UserError(f"{url}: the bucket is missing; give {scheme_of(url)}://BUCKET/FOLDER")
-    with telling(url):
+    with explain_store_errors(url):
         try:
             fs.ls(path, detail=False)
         except FileNotFoundError:
@@ -186,8 +186,8 @@ def check_writable(url: str) -> None:
     Raises:
         UserError: the bucket does not exist, cannot be reached, or refuses access.
     """
-    check(url)
-    fs, probe = opened(join(url, f".writable-{secrets.token_hex(4)}"))
-    with telling(url):
+    check_reachable(url)
+    fs, probe = url_to_fs(join(url, f".writable-{secrets.token_hex(4)}"))
+    with explain_store_errors(url):
         fs.pipe_file(probe, b"?")
         fs.rm_file(probe)

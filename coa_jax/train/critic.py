@@ -31,29 +31,29 @@ def init_critic(params: Params) -> Params:
     return {**copies, "value_head": head}
 
 
-def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
+def abstract_critic(model_config: ModelConfig, mesh: Mesh | None) -> Params:
     """Returns the shapes and shardings of a critic's parameters, the result of `init_critic`.
 
     Args:
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         mesh: devices of the run; None for one device.
     """
-    body = abstract_params(critic_config(model), mesh)
+    body = abstract_params(critic_config(model_config), mesh)
     norm = body["final_norm"]["scale"]
     sharding = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
     return {**body, "value_head": jax.ShapeDtypeStruct(norm.shape, jnp.float32, sharding=sharding)}
 
 
-def critic_config(model: ModelConfig) -> ModelConfig:
-    """Returns the architecture of the critic of a policy with the architecture ``model``.
+def critic_config(model_config: ModelConfig) -> ModelConfig:
+    """Returns the architecture of the critic of a policy with the architecture ``model_config``.
 
     The layers are those of the policy, without adapters; the critic has no output head.
     """
-    return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
+    return dataclasses.replace(model_config, tie_embeddings=True, lora=LoraConfig())
 
 
 def token_values(
-    params: Params, batch: Batch, *, model: ModelConfig, compute: Compute
+    params: Params, batch: Batch, *, model_config: ModelConfig, compute: Compute
 ) -> jax.Array:
     """Computes the value of the state before each token.
 
@@ -62,7 +62,7 @@ def token_values(
     Args:
         params: parameters of a critic.
         batch: packed rows.
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         compute: dtype, operations and sharding of the computation.
 
     Returns:
@@ -70,7 +70,7 @@ def token_values(
         the first token.
     """
     body = {name: value for name, value in params.items() if name != "value_head"}
-    hidden, _ = bind(critic_config(model), body)(
+    hidden, _ = bind(critic_config(model_config), body)(
         batch.tokens,
         batch.positions,
         compute,

@@ -80,7 +80,7 @@ class _Group:
         self.ended = set(self.done)
 
 
-class Stream:
+class GroupStream:
     """Samples and grades the groups of a run in a background thread, and hands out steps.
 
     A group is all samples of one task. `start` begins sampling, and `step` waits for the groups of
@@ -116,7 +116,7 @@ class Stream:
             complete: function that adds to all trajectories of a group the rewards to train on.
             has_signal: function that returns whether a step can train on a group.
             wait_seconds: number of seconds to wait for the slowest process, see
-                `processes.exchange`.
+                `processes.all_gather`.
             leave_out: whether a group may be completed without its late samples, see `_leave_out`.
             score: function that returns the numbers of solved and of graded samples of a group, for
                 the ledger's pool.
@@ -273,7 +273,9 @@ class Stream:
             self._cancel_late(tasks)
             events, self._events = self._events, []
             news = (self._version, events)
-            messages = await processes.exchange_async(news, "news of rollouts", self._wait_seconds)
+            messages = await processes.all_gather_async(
+                news, "news of rollouts", self._wait_seconds
+            )
             ledger.version = min(version for version, _ in messages)
             for _, news in messages:
                 for kind, *arguments in news:

@@ -45,7 +45,7 @@ def assemble(share: LocalShare, wait_seconds: float) -> Sampled:
 
     Args:
         share: the groups of this process.
-        wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
+        wait_seconds: number of seconds to wait for the slowest process, see `processes.barrier`.
     """
     mine = (share.groups, share.dropped)
     everything: dict[int, list[Trajectory]] = {}

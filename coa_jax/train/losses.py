@@ -127,7 +127,7 @@ class ValueLoss:
 
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        values = token_values(params, batch, model=net.model, compute=net.compute)
+        values = token_values(params, batch, model_config=net.model, compute=net.compute)
         return value_objective(values, batch, self.bound)
 
 

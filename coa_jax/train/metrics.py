@@ -283,14 +283,14 @@ def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
 
 
 def train_speed(
-    model: ModelConfig, lengths: Sequence[int], loss_tokens: float, seconds: float
+    model_config: ModelConfig, lengths: Sequence[int], loss_tokens: float, seconds: float
 ) -> dict[str, float]:
     """Computes the throughput of updates and, if the chip's peak FLOP rate is known, the MFU.
 
     MFU (model FLOP utilisation) is the share of the peak FLOP rate of all devices.
 
     Args:
-        model: architecture of the model, including the adapters if only those are trained.
+        model_config: architecture of the model, including the adapters if only those are trained.
         lengths: number of tokens of each sequence.
         loss_tokens: number of tokens with a loss.
         seconds: time that the updates took.
@@ -300,7 +300,7 @@ def train_speed(
     figures = {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9)}
     peak = stated_flops(jax.devices())
     if peak is not None and seconds > 0:
-        flops = train_flops(model, lengths, loss_tokens, bool(model.lora.rank))
+        flops = train_flops(model_config, lengths, loss_tokens, bool(model_config.lora.rank))
         figures["perf/mfu"] = flops / (seconds * peak)
     return figures
 

@@ -22,7 +22,7 @@ Noise around a bound therefore causes a single warning.
 _FIRST = 5  # number of first rows, and of newest rows, that rules compare
 
 
-class Watch:
+class MetricHistory:
     """The state of all warning rules for one phase of a run, such as ``rl``.
 
     A rule looks at the rows of ``metrics.jsonl``, and warns of a likely mistake or failure.
@@ -117,11 +117,11 @@ class Watch:
 
 def warnings_of(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
     """Returns every warning about the rows of a run, as a triple (phase, step, text)."""
-    watches: dict[str, Watch] = {}
+    watches: dict[str, MetricHistory] = {}
     warnings = []
     for row in rows:
         phase = str(row.get("phase", "run"))
-        for text in watches.setdefault(phase, Watch()).see(row):
+        for text in watches.setdefault(phase, MetricHistory()).see(row):
             warnings.append((phase, int(row.get("step", 0)), text))
     return warnings
 
@@ -148,7 +148,7 @@ class Limit:
     text: str
     causes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, watch: Watch, row: Row) -> str | None:
+    def __call__(self, watch: MetricHistory, row: Row) -> str | None:
         """Returns a warning if the share is above the bound."""
         share = _value(row, self.metric)
         if share is None or share <= self.bound:
@@ -208,7 +208,7 @@ _LIMITS = (
 )
 
 
-def no_tools(watch: Watch, row: Row) -> str | None:
+def no_tools(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if no trajectory of the step called a tool, and None otherwise."""
     if _value(row, "tool/calls") != 0.0 or "agent/turns" in row:  # a program has its own tools
         return None
@@ -218,13 +218,13 @@ def no_tools(watch: Watch, row: Row) -> str | None:
     )
 
 
-def masked_more(watch: Watch, row: Row) -> str | None:
+def masked_more(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if more trajectories are masked than in the first steps, or None.
 
     A masked trajectory has no reward to train on, for example because a tool failed. The rule looks
     at each reason for masking separately. It warns if the share of masked trajectories has risen
-    (see `Watch.risen`) to more than 5 %. The rule exists because a policy may learn to cause
-    failures that prevent a bad reward.
+    (see `MetricHistory.risen`) to more than 5 %. The rule exists because a policy may learn to
+    cause failures that prevent a bad reward.
     """
     dip = None
     for name in sorted(name for name in row if name.startswith("masked/")):
@@ -239,7 +239,7 @@ def masked_more(watch: Watch, row: Row) -> str | None:
     return dip
 
 
-def entropy_collapse(watch: Watch, row: Row) -> str | None:
+def entropy_collapse(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if the entropy fell below a fifth of its first values, or None."""
     start, now = watch.start(row, "policy/entropy"), _value(row, "policy/entropy")
     if start is None or now is None or now >= 0.2 * start:
@@ -250,7 +250,7 @@ def entropy_collapse(watch: Watch, row: Row) -> str | None:
     )
 
 
-def mismatch(watch: Watch, row: Row) -> str | None:
+def mismatch(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if sampler and trainer disagree more than in the first steps, or None.
 
     The mismatch of a step is the mean absolute difference between the log-probabilities of sampler
@@ -268,7 +268,7 @@ def mismatch(watch: Watch, row: Row) -> str | None:
     )
 
 
-def overfitting(watch: Watch, row: Row) -> str | None:
+def overfitting(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if the validation loss is over 10 % above its minimum, or None."""
     loss = _value(row, "validation/loss")
     if loss is None:
@@ -282,7 +282,7 @@ def overfitting(watch: Watch, row: Row) -> str | None:
     )
 
 
-def starved(watch: Watch, row: Row) -> str | None:
+def starved(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if the newest 5 steps waited for data over 5 % of their time, or None.
 
     The rule sums over 5 steps, because a single slow read does not show that the input pipeline is
@@ -298,7 +298,7 @@ def starved(watch: Watch, row: Row) -> str | None:
     )
 
 
-def still(watch: Watch, row: Row) -> str | None:
+def still(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if training has hardly changed the policy after ten steps, or None.
 
     The rule warns if ``moved/argmax``, the share of tokens that are the most probable choice under
@@ -314,7 +314,7 @@ def still(watch: Watch, row: Row) -> str | None:
     )
 
 
-def diverged(watch: Watch, row: Row) -> str | None:
+def diverged(watch: MetricHistory, row: Row) -> str | None:
     """Returns a warning if the loss of the step is not finite, and None otherwise."""
     # JSON has no NaN, so `RunDir.metrics` writes null.
     if _value(row, "loss") is not None:
@@ -322,7 +322,7 @@ def diverged(watch: Watch, row: Row) -> str | None:
     return "the loss is not finite: lower the learning rate, or look for a broken record"
 
 
-Rule = Callable[[Watch, Row], str | None]
+Rule = Callable[[MetricHistory, Row], str | None]
 RULES: dict[Rule, str] = {
     **{limit: limit.metric for limit in _LIMITS},
     no_tools: "tool/calls",

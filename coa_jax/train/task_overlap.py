@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax.data.records import Read, iterate_records
+from coa_jax.data.records import ReadRecord, iterate_records
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.errors import UserError
 from coa_jax.files import durable
@@ -70,7 +70,7 @@ class Overlap:
 
 
 def find_distilled(
-    config: DistilledConfig, model: str, parts: Mapping[str, Sequence[Task]], run: Path | None
+    config: DistilledConfig, model_path: str, parts: Mapping[str, Sequence[Task]], run: Path | None
 ) -> Overlap:
     """Finds the tasks whose question or fact is in a training record, and prints their number.
 
@@ -79,7 +79,7 @@ def find_distilled(
     Args:
         config: settings of the search, which name the policy's training records and define which
             tasks are distilled.
-        model: the policy before RL: path or name of a model.
+        model_path: the policy before RL: path or name of a model.
         parts: name of a source -> its tasks.
         run: directory of the run; None to search anew.
 
@@ -92,10 +92,10 @@ def find_distilled(
     elif run is not None and (run / "steps.jsonl").exists():  # a version without this file began it
         overlap = Overlap(sum(map(len, parts.values())))
     else:
-        overlap = _search(config, model, [task for tasks in parts.values() for task in tasks])
+        overlap = _search(config, model_path, [task for tasks in parts.values() for task in tasks])
     if processes.index() == 0:
         print(overlap, flush=True)
-    if len(set(processes.exchange(digest(overlap.left_out), "the distilled tasks", 600.0))) > 1:
+    if len(set(processes.all_gather(digest(overlap.left_out), "the distilled tasks", 600.0))) > 1:
         raise UserError(
             "the processes find different training records of the model; name them by "
             "config.distilled.records, a place that all hosts can read"
@@ -103,11 +103,11 @@ def find_distilled(
     return overlap
 
 
-def _search(config: DistilledConfig, model: str, tasks: Sequence[Task]) -> Overlap:
+def _search(config: DistilledConfig, model_path: str, tasks: Sequence[Task]) -> Overlap:
     """Compares tasks with the records, see `DistilledConfig`."""
     questions = defaultdict[tuple[str, ...], list[frozenset[str]]](list)
     facts = set()
-    for record in _records(config, model):
+    for record in _records(config, model_path):
         questions[tuple(words(record.question))].append(_answers(record))
         facts.add(_fact(record))
     same_question, same_fact = [], []
@@ -143,19 +143,19 @@ def _fact(asked: Task | DistilledRecord) -> tuple[Any, ...] | None:
     return str(about.get("kind")), str(about.get("relation")), names, _answers(asked)
 
 
-def _records(config: DistilledConfig, model: str) -> Iterator[DistilledRecord]:
+def _records(config: DistilledConfig, model_path: str) -> Iterator[DistilledRecord]:
     """Yields the records that ``config`` names, or else those that `trained_on` finds."""
-    for source, protocol in [(config.records, "")] if config.records else trained_on(model):
+    for source, protocol in [(config.records, "")] if config.records else trained_on(model_path):
         try:
             rows = iterate_records(source, protocol)
-            yield from (each.record for each in rows if isinstance(each, Read))
+            yield from (each.record for each in rows if isinstance(each, ReadRecord))
         except UserError as error:
             if config.records:
                 raise
             logging.warning("records that the model was trained on: %s", error)
 
 
-def trained_on(model: str) -> Iterator[tuple[str, str]]:
+def trained_on(model_path: str) -> Iterator[tuple[str, str]]:
     """Yields the places of the records that a model was trained on, newest training run first.
 
     The run that trained a model is found by the model's path: ``WORKDIR/model`` for a training run,
@@ -163,26 +163,26 @@ def trained_on(model: str) -> Iterator[tuple[str, str]]:
     then continues with the model from which that run began.
 
     Args:
-        model: path of the model.
+        model_path: path of the model.
 
     Yields:
         (place of the records as in `SFTConfig.data`, protocol of records that name no protocol).
     """
     visited = set()
-    while model not in visited:
-        visited.add(model)
-        workdir, config = _run_of(model)
-        if "distill" in config and not model.rstrip("/").endswith("/base"):
+    while model_path not in visited:
+        visited.add(model_path)
+        workdir, config = _run_of(model_path)
+        if "distill" in config and not model_path.rstrip("/").endswith("/base"):
             yield f"{workdir}/data/train.*", ""
         elif config.get("data") and "optimizer" in config:
             yield str(config["data"]), str(config.get("protocol", ""))
-        model = str(config.get("model", ""))
+        model_path = str(config.get("model", ""))
 
 
-def _run_of(model: str) -> tuple[str, dict[str, Any]]:
+def _run_of(model_path: str) -> tuple[str, dict[str, Any]]:
     """Returns the work directory in which a model lies, and its settings; ("", {}) if unknown."""
-    folder = model.rstrip("/") if is_url(model) else os.path.abspath(model)
-    for _ in range(2 if is_url(model) or os.path.isdir(model) else 0):
+    folder = model_path.rstrip("/") if is_url(model_path) else os.path.abspath(model_path)
+    for _ in range(2 if is_url(model_path) or os.path.isdir(model_path) else 0):
         folder = folder.rpartition("/")[0]
         with contextlib.suppress(UserError):
             return folder, durable.read_json_object(Path(local(f"{folder}/config.json")))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coa_jax.config.fields import Bounded, Natural, Place, Prose, Share, shown
+from coa_jax.config.fields import Bounded, Natural, Place, Prose, Share, format_value
 from coa_jax.data.intervals import rates
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
@@ -78,7 +78,7 @@ class PoolConfig(Bounded):
             )
         if bool(self.curriculum) != bool(self.curriculum_steps):
             raise UserError(
-                f"curriculum is {shown(self.curriculum)} and curriculum_steps is "
+                f"curriculum is {format_value(self.curriculum)} and curriculum_steps is "
                 f"{self.curriculum_steps}; give both or none"
             )
 
@@ -87,7 +87,7 @@ class PoolConfig(Bounded):
         return bool(self.rest_steps or self.curriculum)
 
 
-class Known(NamedTuple):
+class TaskHistory(NamedTuple):
     """What a pool knows of a task: the newest results, and until when the task is not sampled.
 
     Attributes:
@@ -102,11 +102,12 @@ class Known(NamedTuple):
     until: int = 0
 
 
-class Pool:
+class TaskPool:
     """Tracks the solve rates of a run's tasks, and decides which tasks are sampled.
 
     Attributes:
-        known: maps a task id to `Known`: three numbers, from which a resumed run restores the pool.
+        known: maps a task id to `TaskHistory`: three numbers, from which a resumed run restores the
+        pool.
     """
 
     def __init__(
@@ -129,13 +130,13 @@ class Pool:
             UserError: no task has the metadata field that ``curriculum`` names.
         """
         self._config, self._stream, self._tasks = config, stream, tasks
-        self.known = {id: Known(*entry[:3]) for id, entry in (known or {}).items()}
+        self.known = {id: TaskHistory(*entry[:3]) for id, entry in (known or {}).items()}
         self._hardness = _hardness(config.curriculum, tasks)
         self._all_rest: tuple[int, bool] = (-1, False)
 
-    def copy(self) -> Pool:
+    def copy(self) -> TaskPool:
         """Returns a copy of the pool that can change without changing this pool."""
-        return Pool(self._config, self._stream, self._tasks, self.known)
+        return TaskPool(self._config, self._stream, self._tasks, self.known)
 
     def learn(self, step: int, scores: Mapping[int, Sequence[int]]) -> None:
         """Updates the solve rates with the groups of a step.
@@ -151,7 +152,7 @@ class Pool:
                 continue
             id = self._stream[index].id
             rests = not config.rest_below < solved / graded < config.rest_above
-            self.known[id] = Known(solved, graded, step + config.rest_steps if rests else 0)
+            self.known[id] = TaskHistory(solved, graded, step + config.rest_steps if rests else 0)
 
     def next(self, first: int, step: int) -> int:
         """Returns the index of the next task to sample, at or after the index ``first``.
@@ -179,7 +180,7 @@ class Pool:
             return True
         return self._difficulty(task, known) <= min(step / config.curriculum_steps, 1.0)
 
-    def _difficulty(self, task: Task, known: Known | None) -> float:
+    def _difficulty(self, task: Task, known: TaskHistory | None) -> float:
         if self._config.curriculum != "solve_rate":
             return self._hardness.get(task.id, 0.0)
         rate = task.metadata.get("pass_rate", 1.0)

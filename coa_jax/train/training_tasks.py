@@ -19,7 +19,7 @@ from coa_jax.train.task_overlap import Overlap, find_distilled
 from coa_jax.train.task_pool import with_pass_rates
 
 
-def questions(
+def load_training_tasks(
     config: RLConfig, run: Path | None = None
 ) -> tuple[dict[str, list[Task]], Prompt, Graders, Overlap]:
     """Loads the training tasks of a run, with their prompt style and graders.

@@ -287,4 +287,4 @@ def _read_tests(path: Path) -> None:
 def _read_results(path: Path) -> None:
     one = compare.load(str(path))
     found = compare.compare(one, one)
-    compare.text(one, one, found)
+    compare.format_comparison(one, one, found)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.data.records import LeftOut, Records, iterate_records, read_records
-from coa_jax.data.row_formats import made_of
+from coa_jax.data.records import Records, SkippedRow, iterate_records, read_records
+from coa_jax.data.row_formats import convert_row
 from coa_jax.data.text_parts import Unusable, parts_of
 from coa_jax.data.trajectory import write_records
 from coa_jax.demo.bpe import train_bpe
@@ -53,7 +53,7 @@ def wanted(story, **changes):
 @pytest.mark.parametrize("style", ["data", "full", "brief"])
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.protocol)
 def test_a_published_alpaca_row_trains_as_our_own_record(story, style):
-    found = made_of(alpaca(story), "x", story.protocol).record
+    found = convert_row(alpaca(story), "x", story.protocol).record
     assert found.parts == story.record().parts
     assert (found.question, found.answer) == (story.question, story.answer)
     assert_same(found, wanted(story), style)
@@ -72,19 +72,19 @@ SHAREGPT_NAMES = [
 def test_turns_of_a_conversation_train_as_our_own_record(story, key, names):
     # A tool's own words may close an observation; turns tell where it ends.
     turns = sharegpt(story, *names)
-    assert_same(made_of({key: turns}, "x", story.protocol).record, wanted(story))
+    assert_same(convert_row({key: turns}, "x", story.protocol).record, wanted(story))
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.protocol)
 def test_a_trajectory_in_one_message_trains_as_our_own_record(story):
     turns = [("user", message(story)), ("assistant", story.text())]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert_same(made_of(row, "x", story.protocol).record, wanted(story))
+    assert_same(convert_row(row, "x", story.protocol).record, wanted(story))
     text = [{"type": "text", "text": story.text()}]
     row["messages"][1]["content"] = text
-    assert_same(made_of(row, "x", story.protocol).record, wanted(story))
+    assert_same(convert_row(row, "x", story.protocol).record, wanted(story))
     pair = {"prompt": row["messages"][:1], "completion": row["messages"][1:]}
-    assert_same(made_of(pair, "x", story.protocol).record, wanted(story))
+    assert_same(convert_row(pair, "x", story.protocol).record, wanted(story))
 
 
 def test_function_calls_become_tags():
@@ -94,17 +94,17 @@ def test_function_calls_become_tags():
     turns = [("human", message(HOPS)), ("gpt", thought), ("function_call", json.dumps(called))]
     turns += [("observation", HOPS.seen[0]), ("gpt", HOPS.said[1])]
     row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    assert_same(made_of(row, "x", "mhqa").record, wanted(HOPS))
+    assert_same(convert_row(row, "x", "mhqa").record, wanted(HOPS))
     chat = [
         {"role": "user", "content": message(HOPS)},
         {"role": "assistant", "content": thought, "tool_calls": [{"id": "1", "function": called}]},
         {"role": "tool", "tool_call_id": "1", "content": HOPS.seen[0]},
         {"role": "assistant", "content": HOPS.said[1]},
     ]
-    assert_same(made_of({"messages": chat}, "x", "mhqa").record, wanted(HOPS))
+    assert_same(convert_row({"messages": chat}, "x", "mhqa").record, wanted(HOPS))
     chat[1]["tool_calls"][0]["function"] = {"name": "browse", "arguments": "{}"}
     with pytest.raises(Unusable, match=r"a call of 'browse' has no tag"):
-        made_of({"messages": chat}, "x", "mhqa")
+        convert_row({"messages": chat}, "x", "mhqa")
 
 
 # --- white space ---------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_one_line_end_or_blanks_inside_of_the_tags_belong_to_the_frame(story, in
 
 @given(stories())
 def test_what_is_learned_is_what_the_policy_said(story):
-    found = made_of(alpaca(story), "x", "web").record
+    found = convert_row(alpaca(story), "x", "web").record
     made = example(found)
     edges = np.flatnonzero(np.diff(np.concatenate(([0], made.mask, [0]))))
     pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -183,7 +183,7 @@ def test_an_observation_in_a_turn_of_the_assistant_is_not_learned():
     turns = sharegpt(RIVER)
     turns[1]["value"] += f"\n{SEEN}"
     with pytest.raises(Unusable, match="an observation stands in a turn of the assistant"):
-        made_of({"conversations": turns}, "x")
+        convert_row({"conversations": turns}, "x")
 
 
 def test_rows_that_cannot_be_learned_are_counted_with_their_places(tmp_path, caplog):
@@ -194,7 +194,7 @@ def test_rows_that_cannot_be_learned_are_counted_with_their_places(tmp_path, cap
     said = f"rows left out: 3, because an observation is never closed ({path}: row 2, "
     assert said in caplog.text
     assert f"{path}: row 4, ...)" in caplog.text
-    found = [row.row.number for row in iterate_records(path) if isinstance(row, LeftOut)]
+    found = [row.row.number for row in iterate_records(path) if isinstance(row, SkippedRow)]
     assert found == [2, 4, 5]
     path.write_text(json.dumps([bad]))
     with pytest.raises(UserError, match=r"row 1: an observation is never closed; none of the 1"):
@@ -219,12 +219,12 @@ def test_tags_tell_the_protocol_and_a_line_says_so(story, tmp_path, caplog):
 def test_instructions_tell_the_protocol_where_the_trajectory_is_silent(protocol, style):
     prompt = render_prompt(get_protocol(protocol), "Is <code> a tag?", style)
     row = {"instruction": prompt, "output": "<think>x</think>\n<answer>yes</answer>"}
-    found = made_of(row, "x")
+    found = convert_row(row, "x")
     assert (found.record.protocol, found.record.question) == (protocol, "Is <code> a tag?")
     row["instruction"] = "Is <code> a tag?"
     with pytest.raises(Unusable, match="are those of several protocols"):
-        made_of(row, "x")
-    assert made_of({**row, "protocol": protocol}, "x").record.protocol == protocol
+        convert_row(row, "x")
+    assert convert_row({**row, "protocol": protocol}, "x").record.protocol == protocol
 
 
 def test_a_system_message_and_earlier_turns_are_read_and_not_learned():
@@ -232,7 +232,7 @@ def test_a_system_message_and_earlier_turns_are_read_and_not_learned():
     turns = [("system", "Be brief."), ("human", "Hello"), ("gpt", "Hello, what is it?")]
     chat = [{"from": who, "value": text} for who, text in turns] + sharegpt(RIVER)
     context = (("system", "Be brief."), ("user", "Hello"), ("assistant", "Hello, what is it?"))
-    for found in (made_of(row, "x").record, made_of({"conversations": chat}, "x").record):
+    for found in (convert_row(row, "x").record, convert_row({"conversations": chat}, "x").record):
         assert found.context == context
         assert_same(found, wanted(RIVER, context=context))
     made = example(found)
@@ -240,12 +240,12 @@ def test_a_system_message_and_earlier_turns_are_read_and_not_learned():
     assert shown.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello")
     assert not made.mask[: len(made.tokens) - len(example(wanted(RIVER)).tokens)].any()
     beside = {"system": "Be brief.", "messages": sharegpt(RIVER)}
-    assert made_of(beside, "x").record.context == context[:1]
+    assert convert_row(beside, "x").record.context == context[:1]
 
 
 def test_input_follows_the_instruction_on_a_line_of_its_own():
     row = {"instruction": "Answer.", "input": "Which sea?", "output": RIVER.text()}
-    found = made_of(row, "x").record
+    found = convert_row(row, "x").record
     assert (found.prompt, found.question) == ("Answer.\nWhich sea?", "Which sea?")
 
 
@@ -320,11 +320,11 @@ def test_spans_of_the_policy_decide_what_is_learned():
     output = "<think>x</think><observation>mine</observation>yours<answer>a</answer>"
     cut = [[0, 47], [52, len(output)]]
     row = {"instruction": "q", "output": output, "protocol": "web"}
-    found = made_of({**row, "policy": cut}, "x").record
+    found = convert_row({**row, "policy": cut}, "x").record
     assert [text for author, text in found.parts if author == "environment"] == ["yours"]
     for damaged in ([[5, 2]], [[0, 9999]], [[0]], "0-5", [[0, 5], [3, 9]], [[-1, 3]], [[0, True]]):
         with pytest.raises(ValueError, match="'policy' must be a list of ascending"):
-            made_of({**row, "policy": damaged}, "x")
+            convert_row({**row, "policy": damaged}, "x")
 
 
 # --- files ---------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_a_conversation_without_tags_and_tools_is_learned_as_it_is(thought):
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     alpaca_row = {"history": [["Hello", turns[1][1]]], "instruction": "2 + 2?"}
     for row in (chat, {**alpaca_row, "output": turns[3][1]}):
-        made = made_of(row, "x")
+        made = convert_row(row, "x")
         assert made.record.parts == (
             ("policy", turns[1][1]), ("environment", "2 + 2?"), ("policy", turns[3][1])
         )  # fmt: skip
@@ -450,4 +450,4 @@ def test_a_conversation_without_tags_and_tools_is_learned_as_it_is(thought):
 def test_a_reply_without_the_tags_that_its_instructions_ask_for_is_left_out():
     row = {"instruction": "Write <answer>.\n\nQuestion: 2 + 2?", "output": "4"}
     with pytest.raises(Unusable, match="several protocols"):
-        made_of(row, "x")
+        convert_row(row, "x")

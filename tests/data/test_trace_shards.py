@@ -163,7 +163,7 @@ def test_a_shard_that_does_not_fit_leaves_nothing(tmp_path, form):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError):
-        trace_shards.write(tmp_path, form, "rl", 1, rows())
+        trace_shards.write_shard(tmp_path, form, "rl", 1, rows())
     assert not list(tmp_path.iterdir())
 
 

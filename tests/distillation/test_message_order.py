@@ -5,7 +5,12 @@ import pytest
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import write_records
 from coa_jax.distillation.inspect import page
-from coa_jax.distillation.message_order import Completion, Unconvertible, arrange, trajectory_of
+from coa_jax.distillation.message_order import (
+    Completion,
+    Unconvertible,
+    reorder_messages,
+    trajectory_of,
+)
 from coa_jax.distillation.messages import Kind
 from coa_jax.distillation.readers.base import Trace
 from coa_jax.distillation.recorded import log_of as log_of_record
@@ -18,7 +23,7 @@ def reviewed(words):
     """(review, thought before the answer) of a run of the code protocol."""
     rows = [("plan", "1. compute"), ("call", "```py\n1\n```", "I do.", "code")]
     rows += [("observation", "42", "", "code"), ("answer", "42", words)]
-    messages = arrange(log_of(*rows), "code").messages
+    messages = reorder_messages(log_of(*rows), "code").messages
     (review,) = (m.content for m in messages if m.kind is Kind.REFLECTION)
     return review, messages[-1].thought
 
@@ -103,7 +108,7 @@ def test_a_verdict_without_a_score_is_refused():
 
 def test_what_the_level_paper_demands_is_written_out_or_refused():
     found = [("call", "capital of Peru", "I look."), ("observation", "Lima."), ("answer", "Lima")]
-    assert [m.kind for m in arrange(log_of(*found), "mhqa").messages][1] is Kind.CALL
+    assert [m.kind for m in reorder_messages(log_of(*found), "mhqa").messages][1] is Kind.CALL
     log, record = trajectory_of(Trace(log_of(*found), ("Lima",)), "mhqa:paper", INVENTING)
     assert [m.kind for m in log.messages][1] is Kind.PLAN
     assert record.protocol == "mhqa:paper"

@@ -11,34 +11,40 @@ import pytest
 from coa_jax.data.trajectory import Reward, StopReason
 from coa_jax.evaluation.exposure import BLOCKED, exposure_of
 from coa_jax.evaluation.metrics import rate
-from coa_jax.evaluation.results import blocks, figures, result, table, training_metrics
-from coa_jax.evaluation.sample import Measured, sample_of
+from coa_jax.evaluation.results import (
+    compute_results,
+    result_file_content,
+    summary_blocks,
+    table,
+    training_metrics,
+)
+from coa_jax.evaluation.sample import TaskSamples, sample_of
 from coa_jax.report.evaluation_page import page
 from tests.evaluation.made import group, sample, task, trajectory
 
 CODE = ("code", "1", "2", "ok")
 GROUPS = [
-    Measured(
+    TaskSamples(
         task("a", hops=1, level=2),
         (
             sample(1.0, 0, "a", calls=[CODE], tokens=10),
             sample(0.0, 1, "a", calls=[("code", "1", "x", "error")] * 2, tokens=30),
         ),
     ),
-    Measured(
+    TaskSamples(
         task("b", hops=2, level=1),
         (
             sample(0.0, 0, "b", answer=None, stop=StopReason.LENGTH, tokens=10),
             sample(None, 1, "b", calls=[("wiki_search", "q", "", "fault")], tokens=5000),
         ),
     ),
-    Measured(task("c", hops=2), (sample(None, 0, "c"), sample(None, 1, "c"))),
-    Measured(task("d", hops=2), (sample(1.0, 0, "d"), sample(1.0, 1, "d"))),
+    TaskSamples(task("c", hops=2), (sample(None, 0, "c"), sample(None, 1, "c"))),
+    TaskSamples(task("d", hops=2), (sample(1.0, 0, "d"), sample(1.0, 1, "d"))),
 ]
 
 
 def test_what_has_no_grade_is_counted_apart_and_in_no_figure():
-    found = figures(GROUPS, 2)
+    found = compute_results(GROUPS, 2)
     assert found["pass_at_1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
     assert (found["n"], found["tasks"]) == (3, 4)
     assert found["samples"] == {
@@ -64,7 +70,7 @@ def test_metrics_of_training_have_intervals_faults_and_pass_at_k():
     assert found.pop("eval/pass_at_1") == pytest.approx((0.5 + 0.0 + 1.0) / 3)
     assert found.pop("eval/pass_at_1_se") == pytest.approx(np.std([0.5, 0, 1], ddof=1) / 3**0.5)
     low, high = found.pop("eval/pass_at_1_low"), found.pop("eval/pass_at_1_high")
-    assert [low, high] == figures(GROUPS, 2)["ci95"]
+    assert [low, high] == compute_results(GROUPS, 2)["ci95"]
     assert found.pop("eval/any_right") == pytest.approx(2 / 3)
     assert found.pop("eval/len_mean") == pytest.approx((10 + 30 + 10 + 5000 + 4 * 4) / 8)
     assert found == {
@@ -74,25 +80,25 @@ def test_metrics_of_training_have_intervals_faults_and_pass_at_k():
     assert training_metrics(GROUPS[2:3], 2)["eval/tasks"] == 0
     assert "eval/pass_at_1" not in training_metrics(GROUPS[2:3], 2)
     other = dataclasses.replace(GROUPS[3].task, source="other")
-    found = training_metrics([*GROUPS[:3], Measured(other, GROUPS[3].samples)], 2)
+    found = training_metrics([*GROUPS[:3], TaskSamples(other, GROUPS[3].samples)], 2)
     rates = [found[f"eval/{name}pass_at_1"] for name in ("", "made/", "other/")]
     assert rates == [0.5, 0.25, 1.0]
 
 
 def test_nothing_graded_gives_figures_without_a_claim():
-    found = figures(GROUPS[2:3], 2)
+    found = compute_results(GROUPS[2:3], 2)
     assert (found["pass_at_1"], found["ci95"], found["n"]) == (None, [0.0, 1.0], 0)
     assert found["rounds"] == [None, None] and found["costs"]["tokens_per_solved"] is None
     assert found["mean_value"] is found["format_valid"] is None
     scaling = {"best-of-2": {**rate([]), "ungraded": 1}}
-    outcome = json.loads(json.dumps(result("gaia", {}, GROUPS[2:3], 2, scaling)))
-    assert blocks(outcome)["gaia"]["pass_at_1"] is None
+    outcome = json.loads(json.dumps(result_file_content("gaia", {}, GROUPS[2:3], 2, scaling)))
+    assert summary_blocks(outcome)["gaia"]["pass_at_1"] is None
     lines = table(outcome).splitlines()
     assert lines[0] == "gaia: not graded (2 samples are finished)"
     assert "  by hops: 2 not graded (n 0)" in lines
     assert "  best-of-2 not graded (n 0, 1 tasks ungraded)" in lines
     assert "0.000" not in table(outcome)
-    assert figures([], 1)["tasks"] == 0
+    assert compute_results([], 1)["tasks"] == 0
 
 
 def test_a_broken_sample_keeps_no_grade():
@@ -115,15 +121,17 @@ def test_tokens_of_a_policy_behind_an_endpoint_are_those_that_its_server_counted
 
 def test_a_result_file_holds_no_question_and_no_answer():
     secret = dataclasses.replace(task("a"), question="SECRET?", gold=("SECRET",))
-    groups = [Measured(secret, (sample(1.0, 0, "a", answer="SECRET"),))]
-    assert "SECRET" not in json.dumps(result("s", {"policy": "p"}, groups, 1, {}))
+    groups = [TaskSamples(secret, (sample(1.0, 0, "a", answer="SECRET"),))]
+    assert "SECRET" not in json.dumps(result_file_content("s", {"policy": "p"}, groups, 1, {}))
 
 
 def test_the_blocks_of_a_run_and_the_table_come_from_the_result_file():
     scaling = {"majority@2": {"pass_at_1": 0.5, "se": 0.1, "ci95": [0, 1], "n": 3, "ungraded": 1,
                               "why": {"no server": 1}}}  # fmt: skip
-    outcome = json.loads(json.dumps(result("sft", {}, GROUPS, 2, scaling, {"too late": 2})))
-    both = blocks(outcome)
+    outcome = json.loads(
+        json.dumps(result_file_content("sft", {}, GROUPS, 2, scaling, {"too late": 2}))
+    )
+    both = summary_blocks(outcome)
     assert both["sft"]["n"] == 3 and both["sft_details"]["ungraded"] == 3
     assert both["sft_details"]["pass_at_k"] == {"1": pytest.approx(0.5), "2": 1.0}
     lines = table(outcome).splitlines()
@@ -180,8 +188,8 @@ def test_observations_that_show_a_question_are_counted(tool, text, shown):
 
 def test_figures_are_given_without_the_samples_that_met_the_benchmark():
     clean, met = group([1.0, 0.0], "a"), group([1.0, 1.0], "b")
-    met = Measured(met.task, tuple(dataclasses.replace(s, blocked=1) for s in met.samples))
-    found = figures([clean, met], 2)
+    met = TaskSamples(met.task, tuple(dataclasses.replace(s, blocked=1) for s in met.samples))
+    found = compute_results([clean, met], 2)
     assert found["pass_at_1"] == 0.75
     assert found["exposure"]["named_blocked_address"] == 2
     assert found["exposure"]["unexposed"]["pass_at_1"] == 0.5
@@ -190,10 +198,10 @@ def test_figures_are_given_without_the_samples_that_met_the_benchmark():
 def test_a_breakdown_with_many_values_shows_the_largest_on_a_terminal():
     kinds = [f"kind-{i:02d}" for i in range(30) for _ in range(1 + (i % 10 == 3))]
     groups = [
-        Measured(task(str(i), kind=kind, hops=i % 2), (sample(1.0, 0, str(i)),))
+        TaskSamples(task(str(i), kind=kind, hops=i % 2), (sample(1.0, 0, str(i)),))
         for i, kind in enumerate(kinds)
     ]
-    outcome = result("s", {}, groups, 1, {})
+    outcome = result_file_content("s", {}, groups, 1, {})
     (line,) = (line for line in table(outcome).splitlines() if "by kind:" in line)
     assert line.endswith(", and 24 more in results.json") and len(line) < 200
     for kind in ("kind-03", "kind-13", "kind-23"):

@@ -66,8 +66,8 @@ def test_nothing_graded_makes_a_page_without_a_claim():
 
 
 def test_a_breakdown_has_a_table_for_each_field():
-    from coa_jax.evaluation.results import result
+    from coa_jax.evaluation.results import result_file_content
 
     groups = [group([1.0], "a", level=1, hops=2), group([0.0], "b", level=2, hops=2)]
-    text = page(json.loads(json.dumps(result("s", {}, groups, 1, {}))))
+    text = page(json.loads(json.dumps(result_file_content("s", {}, groups, 1, {}))))
     assert "<th>level</th>" in text and "<th>hops</th>" in text

@@ -11,7 +11,7 @@ import pytest
 from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.config import SamplingParams
 from coa_jax.rollout.loop import rollout
-from coa_jax.rollout.request_queue import Inbox
+from coa_jax.rollout.request_queue import RequestQueue
 from coa_jax.rollout.running_sample import unstarted
 from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
@@ -37,14 +37,14 @@ class Slow:
         raise AssertionError
 
 
-def stream(inbox, tools=None):
+def stream(queue, tools=None):
     tokenizer = tiny_policy.policy().tokenizer
     tools = list(tiny_policy.tools().values()) if tools is None else tools
-    return contextlib.aclosing(rollout(engine(), tokenizer, inbox, tools, BUDGET))
+    return contextlib.aclosing(rollout(engine(), tokenizer, queue, tools, BUDGET))
 
 
-async def all_of(inbox, tools=None):
-    async with stream(inbox, tools) as trajectories:
+async def all_of(queue, tools=None):
+    async with stream(queue, tools) as trajectories:
         return [trajectory async for trajectory in trajectories]
 
 
@@ -52,16 +52,16 @@ def test_requests_that_arrive_one_by_one_get_the_tokens_of_a_batch():
     wanted = requests(2, SamplingParams(temperature=1.3))
 
     async def scenario():
-        inbox = Inbox()
+        queue = RequestQueue()
 
         async def visitors():
             for request in wanted:
                 await asyncio.sleep(0.05)
-                inbox.put(request)
-            inbox.close()
+                queue.put(request)
+            queue.close()
 
         visiting = asyncio.create_task(visitors())
-        finished = await all_of(inbox)
+        finished = await all_of(queue)
         await visiting
         return finished
 
@@ -73,15 +73,15 @@ def test_requests_that_arrive_one_by_one_get_the_tokens_of_a_batch():
 
 def test_a_rollout_that_has_nothing_to_do_waits_until_the_inbox_is_closed():
     async def scenario():
-        inbox = Inbox()
-        running = asyncio.create_task(all_of(inbox))
+        queue = RequestQueue()
+        running = asyncio.create_task(all_of(queue))
         await asyncio.sleep(0.05)
         assert not running.done()
-        inbox.close()
+        queue.close()
         return await asyncio.wait_for(running, 5)
 
     assert asyncio.run(scenario()) == []
-    closed = Inbox(closed=True)
+    closed = RequestQueue(closed=True)
     with pytest.raises(RuntimeError, match="closed"):
         closed.put(requests()[0])
 
@@ -91,15 +91,15 @@ def test_a_cancelled_request_frees_its_slots_and_ends_its_tools():
     late = requests()[1]
 
     async def scenario():
-        inbox, tool = Inbox([searching]), Slow("wiki_search")
+        queue, tool = RequestQueue([searching]), Slow("wiki_search")
         code = tiny_policy.tools()["code"]
-        running = asyncio.create_task(all_of(inbox, [tool, code]))
+        running = asyncio.create_task(all_of(queue, [tool, code]))
         await asyncio.wait_for(tool.called.wait(), 60)
-        inbox.put(late)
-        inbox.cancel(late)
-        inbox.cancel(searching)
-        inbox.put(requests()[2])
-        inbox.close()
+        queue.put(late)
+        queue.cancel(late)
+        queue.cancel(searching)
+        queue.put(requests()[2])
+        queue.close()
         finished = await asyncio.wait_for(running, 60)
         assert tool.cancelled.is_set()
         return finished

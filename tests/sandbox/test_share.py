@@ -127,7 +127,7 @@ def test_packages_beside_the_standard_library_are_hidden(job, library):
 
 
 def test_the_largest_program_ends_when_all_together_hold_too_much():
-    pools = memory_pool.Pool(200)
+    pools = memory_pool.MemoryPool(200)
     rival = os.fork()
     if rival == 0:
         pools.take_slot(1)

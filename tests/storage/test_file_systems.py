@@ -28,7 +28,7 @@ from coa_jax.report import watch
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.storage import checkpoint_folders
-from coa_jax.storage.file_systems import opened, telling
+from coa_jax.storage.file_systems import explain_store_errors, url_to_fs
 from coa_jax.train.config import RFTConfig
 from tests import tiny_policy
 from tests.buckets import free_port
@@ -69,7 +69,7 @@ def test_a_copy_has_the_files_that_describe_it_and_no_checkpoints(bucket):
     assert (Path(storage.local(f"{bucket}/run/traces.jsonl")).parent / "protocols.json").is_file()
     names = {path.name for path in Path(storage.local(f"{bucket}/run")).rglob("*")}
     assert names == {"traces.jsonl", "protocols.json"}
-    opened(bucket)[0].rm(f"{bucket}/run/protocols.json")
+    url_to_fs(bucket)[0].rm(f"{bucket}/run/protocols.json")
     copy = Path(storage.local(f"{bucket}/run/traces.jsonl"))
     assert copy.is_file() and not (copy.parent / "protocols.json").exists()
 
@@ -87,7 +87,7 @@ def test_an_object_that_was_removed_from_the_bucket_is_no_input(bucket):
     places = (f"{bucket}/x/*.jsonl", f"{bucket}/x")
     assert len(find_files(places[0])) == 2
     assert len(list(Path(storage.local(places[1])).iterdir())) == 3
-    opened(bucket)[0].rm(f"{bucket}/x/a.jsonl")
+    url_to_fs(bucket)[0].rm(f"{bucket}/x/a.jsonl")
     assert [path.name for path in find_files(places[0])] == ["b.jsonl"]
     left = [path.name for path in Path(storage.local(places[1])).iterdir()]
     assert sorted(left) == ["b.jsonl", "c.json"]
@@ -187,8 +187,8 @@ def test_weights_that_end_too_soon_in_a_bucket_are_named(bucket, tmp_path):
 def test_a_bucket_that_is_not_there_is_named(bucket):
     url = bucket.replace("bucket", f"no-{secrets.token_hex(4)}", 1)
     with pytest.raises(UserError, match=r"there is no bucket 'no-\w+', or these credentials"):
-        storage.check(f"{url}/x")
-    storage.check(f"{bucket}/not/there/yet")
+        storage.check_reachable(f"{url}/x")
+    storage.check_reachable(f"{bucket}/not/there/yet")
     with pytest.raises(UserError, match="there is no such file or folder; correct the address"):
         storage.local(f"{bucket}/not/there/yet")
 
@@ -214,7 +214,7 @@ class NoCredentialsError(Exception):
     ],
 )
 def test_what_a_store_answers_is_one_line(error, why):
-    with pytest.raises(UserError, match=f"^gs://b/x: .*{why}"), telling("gs://b/x"):
+    with pytest.raises(UserError, match=f"^gs://b/x: .*{why}"), explain_store_errors("gs://b/x"):
         raise error
 
 
@@ -230,7 +230,7 @@ def test_what_a_store_answers_is_one_line(error, why):
     ],
 )
 def test_what_passes_by_itself_is_told_from_what_the_user_must_correct(error, passes):
-    with pytest.raises(UserError) as found, telling("gs://b/x"):
+    with pytest.raises(UserError) as found, explain_store_errors("gs://b/x"):
         raise error
     assert isinstance(found.value, Outage) == passes
 
@@ -246,11 +246,11 @@ def test_a_checkpoint_that_a_silent_store_did_not_take_is_told_from_a_damaged_on
 
 
 def test_faults_of_this_machine_are_not_blamed_on_the_store():
-    with pytest.raises(OSError, match="No space left"), telling("gs://b/x"):
+    with pytest.raises(OSError, match="No space left"), explain_store_errors("gs://b/x"):
         raise OSError(28, "No space left on device", "/tmp/x")
-    with pytest.raises(OSError, match="No space left"), telling("gs://b/x"):
+    with pytest.raises(OSError, match="No space left"), explain_store_errors("gs://b/x"):
         raise OSError(28, "No space left on device")  # of `write`, which names no file
-    with pytest.raises(KeyError), telling("gs://b/x"):
+    with pytest.raises(KeyError), explain_store_errors("gs://b/x"):
         raise KeyError("a fault of ours")
 
 
@@ -269,7 +269,10 @@ def test_a_store_out_of_reach_is_said_so(clouds):
         endpoint_url=f"http://127.0.0.1:{free_port()}",
         config_kwargs={"retries": {"max_attempts": 0}},
     )
-    with pytest.raises(UserError, match="s3://b: the store cannot be reached"), telling("s3://b"):
+    with (
+        pytest.raises(UserError, match="s3://b: the store cannot be reached"),
+        explain_store_errors("s3://b"),
+    ):
         fs.ls("b")
 
 

@@ -50,8 +50,8 @@ def test_versions_that_are_not_tested_are_said_first(monkeypatch, capsys):
 
 
 def test_a_program_that_escapes_makes_it_fail(monkeypatch, capsys):
-    escaped = attacks.Canary("escape", "print('BROKEN: escaped')")
-    monkeypatch.setattr(doctor, "canaries", lambda targets: (escaped,))
+    escaped = attacks.Attack("escape", "print('BROKEN: escaped')")
+    monkeypatch.setattr(doctor, "list_attacks", lambda targets: (escaped,))
     monkeypatch.setattr(doctor, "_TIMED_CALLS", 1)
     assert main([]) == 1
     text = capsys.readouterr().out

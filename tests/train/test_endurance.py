@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     folder, steps, me = Path(argv[1]), int(argv[2]), processes.index()
     slow = 0 < me == processes.count() - 1
     clock, tool = VirtualClock(), Faulty(me, 4.0 if slow else 1.0)
-    update, learned, exchange = rl.update, StepLog.learned, processes.exchange
+    update, learned, exchange = rl.update, StepLog.learned, processes.all_gather
 
     def held_update(*arguments, **named):
         with clock.hold():
@@ -115,9 +115,9 @@ def main(argv: list[str]) -> None:
     rl.update, StepLog.learned = held_update, noted
     group_stream._NEWS_S = 1.0  # of the virtual clock, on which an exchange takes no time
     group_stream.processes = types.SimpleNamespace(
-        **{**vars(processes), "exchange_async": timed_exchange}
+        **{**vars(processes), "all_gather_async": timed_exchange}
     )
-    rl.Stream = functools.partial(group_stream.Stream, loop_factory=clock.new_loop)
+    rl.GroupStream = functools.partial(group_stream.GroupStream, loop_factory=clock.new_loop)
     config = rl_config(
         folder / "model",
         folder / "tasks.jsonl",

@@ -21,7 +21,7 @@ from coa_jax.run.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.train import rl
 from coa_jax.train.admission import AdmissionRules, Ledger
-from coa_jax.train.group_stream import Stream
+from coa_jax.train.group_stream import GroupStream
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.run_records import GRADING, Spool, checksum, versions_of
 from tests import forked, tiny_policy
@@ -74,7 +74,7 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
         config = dataclasses.replace(
             config, engine=EngineConfig(1, 192, 8, (64,), page_size=config.engine.page_size)
         )
-    found = rl.repeat(config, folder / name)
+    found = rl.replay_steps(config, folder / name)
     assert found.steps == 8 and found.trajectories > 8 and found.identical, str(found)
 
 
@@ -86,7 +86,7 @@ def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
     first = next(line for line in lines if "used" in line)
     first["samples"][0][0]["reward"]["value"] = 0.75
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = rl.repeat(config, folder / "other")
+    found = rl.replay_steps(config, folder / "other")
     assert not found.identical and found.diverged == 1
     assert "parameters differ from step 1 on" in str(found)
 
@@ -94,7 +94,7 @@ def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
 def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
     config = rl_config(folder / "model", folder / "tasks.jsonl")
     with pytest.raises(UserError, match="has no record of step 1"):
-        rl.repeat(config, tmp_path)
+        rl.replay_steps(config, tmp_path)
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_streams_killed_twenty_times_are_repeated_to_the_bit(folder, kind):
         ended = killed_until_done(kind, folder, name, 3, chance)
         kills += len(ended)
         check_nothing_is_lost(folder, name, ended, config.max_staleness)
-        found = rl.repeat(config, folder / name)
+        found = rl.replay_steps(config, folder / name)
         assert found.steps == 8 and found.identical, str(found)
         if kills >= 20:
             break
@@ -214,7 +214,7 @@ async def complete(request, group):
 def stream_of(folder, rules, sampler, samples, grade=rewarded, **more):
     """Returns a stream of groups of ``samples`` samples, in which every group has a signal."""
     task = Task("task", "?", "generalist", (), "tests")
-    return Stream(
+    return GroupStream(
         Ledger(rules),
         sampler,
         Spool(folder),

@@ -83,7 +83,7 @@ def test_a_step_that_lacks_a_trajectory_leaves_none_of_later_policies(tmp_path, 
         log.learned(step, 7)
         if step != 2:
             spool.add(group[0])
-    source = object.__new__(rl.Source)
+    source = object.__new__(rl.GroupSource)
     source._config = types.SimpleNamespace(
         group_size=1, max_staleness=1, mesh=types.SimpleNamespace(wait_seconds=1.0)
     )
@@ -125,7 +125,7 @@ def test_processes_that_learn_of_a_stop_at_different_times_wait_for_nothing(monk
         return False
 
     monkeypatch.setattr(rl, "_all_say", all_say)
-    source = object.__new__(rl.Source)
+    source = object.__new__(rl.GroupSource)
     source._config = types.SimpleNamespace(mesh=types.SimpleNamespace(wait_seconds=1.0))
     source._records, source._stream, source._abandoned = [object()], None, here
     assert source.step() is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.train.run_warnings import QUIET, Watch, warnings_of
+from coa_jax.train.run_warnings import QUIET, MetricHistory, warnings_of
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from coa_jax.train.run_warnings import QUIET, Watch, warnings_of
     ],
 )
 def test_a_row_that_is_bad_is_warned_of_and_its_neighbour_is_not(row, words):
-    (text,) = Watch().see(row)
+    (text,) = MetricHistory().see(row)
     assert re.search(words, text)
     good = {
         "len/cut_off_frac": 0.2,
@@ -40,14 +40,14 @@ def test_a_row_that_is_bad_is_warned_of_and_its_neighbour_is_not(row, words):
         "reward/masked_frac": 0.05,
         "loss": 1.0,
     }
-    assert Watch().see(good) == []
+    assert MetricHistory().see(good) == []
 
 
 def test_steps_that_wait_for_data_are_warned_of_once_they_are_several():
     def rows(*waits):
         return [{"time/data": wait, "time/step": 2.0} for wait in waits]
 
-    watch = Watch()
+    watch = MetricHistory()
     # The first step waits until reading has begun; one slow read is no sign of a slow pipeline.
     assert [watch.see(row) for row in rows(9.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0)] == [[]] * 7
     found = [text for row in rows(*[0.2] * 5) for text in watch.see(row)]
@@ -102,7 +102,7 @@ def test_a_share_of_masked_trajectories_that_does_not_rise_is_not_warned_of(shar
 
 
 def test_rows_without_a_metric_are_no_sign_that_all_is_well_again():
-    watch = Watch()
+    watch = MetricHistory()
     losses = [1.0, 1.2, 1.3, 1.4]
     rows = [row for x in losses for row in [{"validation/loss": x}, *[{"loss": 0.5}] * 2 * QUIET]]
     texts = [text for row in rows for text in watch.see({**row, "step": 1})]
@@ -122,7 +122,7 @@ def test_an_episode_warns_once_and_a_resumed_run_does_not_warn_again(bad, cut):
             expected.append(step)
         quiet = 0 if is_bad else quiet + 1
     assert [step for _, step, _ in warnings_of(rows)] == expected
-    resumed = Watch(rows[:cut])
+    resumed = MetricHistory(rows[:cut])
     assert [r["step"] for r in rows[cut:] if resumed.see(r)] == [s for s in expected if s >= cut]
 
 

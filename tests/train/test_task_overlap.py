@@ -19,7 +19,7 @@ from coa_jax.train import rl
 from coa_jax.train.config import DistilledConfig
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.task_overlap import find_distilled, trained_on
-from coa_jax.train.training_tasks import questions
+from coa_jax.train.training_tasks import load_training_tasks
 from tests import forked, tiny_policy
 from tests.killing import stopped_after
 from tests.train.test_rl import assert_same_run
@@ -48,7 +48,7 @@ def config_of(folder, **changes):
 
 
 def remaining(config, run=None):
-    parts, _, _, overlap = questions(config, run)
+    parts, _, _, overlap = load_training_tasks(config, run)
     return {task.question for tasks in parts.values() for task in tasks}, overlap
 
 
@@ -76,7 +76,7 @@ def test_a_run_goes_on_and_is_replayed_without_the_records(folder):
     try:
         run_rl(folder / "parts", config)
         assert_same_run(folder / "whole", folder / "parts")
-        found = rl.repeat(config, folder / "whole")
+        found = rl.replay_steps(config, folder / "whole")
         assert found.steps == 3 and found.identical, str(found)
         _, overlap = remaining(config)
         assert str(overlap).startswith("unknown how many of the 3 RL tasks are distilled")
@@ -121,7 +121,7 @@ def test_each_source_of_a_mixture_leaves_out_its_own(folder):
     mixed = pooled(folder / "tasks.jsonl")
     mixed["mixture"]["few"].pop("num_tasks")
     config = config_of(folder, **mixed)
-    parts, _, _, overlap = questions(config)
+    parts, _, _, overlap = load_training_tasks(config)
     assert sorted(overlap.left_out) == ["few/task-0", "many/task-0"]
     stream = stream_of(config, parts, config.seed)
     assert {stream[i].question for i in range(40)} == {t.question for t in tiny_policy.TASKS[1:]}

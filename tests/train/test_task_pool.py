@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coa_jax.errors import UserError
 from coa_jax.tasks import Task
 from coa_jax.train.admission import AdmissionRules, Ledger
-from coa_jax.train.task_pool import Pool, PoolConfig, with_pass_rates
+from coa_jax.train.task_pool import PoolConfig, TaskPool, with_pass_rates
 
 COUNT = 12
 
@@ -26,7 +26,7 @@ def made(count=COUNT, **metadata):
 def pool_of(tasks=None, known=None, **changes):
     tasks = tasks or made()
     stream = [tasks[i % len(tasks)] for i in range(4000)]
-    return Pool(PoolConfig(**changes), stream, tasks, known)
+    return TaskPool(PoolConfig(**changes), stream, tasks, known)
 
 
 def run(rules, pool, chance, solves):
@@ -82,7 +82,7 @@ def test_without_staleness_the_order_in_which_groups_end_decides_nothing(
     rules = AdmissionRules(groups, 4 * groups, 0, False, in_flight, steps=6)
     runs = []
     for seed in (one, two):
-        pool = Pool(config, stream, tasks)
+        pool = TaskPool(config, stream, tasks)
         steps, _ = run(rules, pool, random.Random(seed), solver(0))
         runs.append(([(s.used, s.examined, s.scores) for s in steps], pool.known))
     assert runs[0] == runs[1]
@@ -94,13 +94,13 @@ def test_the_composed_steps_alone_decide_what_a_pool_knows(config, staleness, se
     tasks = made(hops=lambda i: i % 3)
     stream = [tasks[i % COUNT] for i in range(4000)]
     rules = AdmissionRules(2, 8, staleness, False, 0, steps=6)
-    pool = Pool(config, stream, tasks)
+    pool = TaskPool(config, stream, tasks)
     steps, _ = run(rules, pool, random.Random(seed), solver(1))
     # Another process folds the steps; a killed one goes on from a checkpoint of JSON.
-    other = Pool(config, stream, tasks)
+    other = TaskPool(config, stream, tasks)
     for step in steps:
         if step.step == cut + 1:
-            other = Pool(config, stream, tasks, json.loads(json.dumps(other.known)))
+            other = TaskPool(config, stream, tasks, json.loads(json.dumps(other.known)))
         other.learn(step.step, dict(zip(step.examined, step.scores, strict=True)))
     assert other.known == pool.known
     assert [other.next(i, 6) for i in range(50)] == [pool.next(i, 6) for i in range(50)]
@@ -111,7 +111,7 @@ def test_the_composed_steps_alone_decide_what_a_pool_knows(config, staleness, se
 def test_a_task_that_rests_is_not_asked_before_its_time(rest, staleness, seed):
     tasks = made(40)
     stream = [tasks[i % 40] for i in range(4000)]
-    pool = Pool(PoolConfig(rest_steps=rest), stream, tasks)
+    pool = TaskPool(PoolConfig(rest_steps=rest), stream, tasks)
     steps, asked = run(
         AdmissionRules(2, 6, staleness, False, 0, steps=8), pool, random.Random(seed), solver(2)
     )

@@ -38,7 +38,7 @@ from tests.train.tiny_runs import rl_config
 MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
 LENGTH = 40
 COMPUTE = local_compute()
-SCORING = {"model": MODEL, "compute": COMPUTE, "temperature": 1.2}
+SCORING = {"model_config": MODEL, "compute": COMPUTE, "temperature": 1.2}
 DEFAULT = ("gspo",)
 REWARDED = [name for name in presets(LENGTH) if name != "opd"]
 NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in REWARDED]
@@ -456,7 +456,8 @@ def test_a_value_reads_nothing_after_its_state():
     changed = batch._replace(tokens=batch.tokens.copy())
     changed.tokens[0, 5] = (changed.tokens[0, 5] + 1) % 61
     left, right = (
-        np.asarray(token_values(critic, b, model=MODEL, compute=COMPUTE)) for b in (batch, changed)
+        np.asarray(token_values(critic, b, model_config=MODEL, compute=COMPUTE))
+        for b in (batch, changed)
     )
     np.testing.assert_array_equal(left[:, :6], right[:, :6])
     assert (left[0, 6:8] != right[0, 6:8]).all()

@@ -46,7 +46,13 @@ from coa_jax.distillation.readers.base import (
     read_sessions,
     total_usage,
 )
-from coa_jax.distillation.readers.message_formats import Call, Turn, first, is_message, turns_of
+from coa_jax.distillation.readers.message_formats import (
+    Call,
+    Turn,
+    first_present,
+    is_message,
+    turns_of,
+)
 from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (
@@ -101,8 +107,8 @@ class Facts:
 def facts_of(fields: Field) -> Facts:
     """Reads the question, the answers and the id of a run, under any of their usual names."""
     value = fields.mapping()
-    predicted, answered = first(fields, _PREDICTION), first(fields, _ANSWER)
-    gold = first(fields, _GOLD)
+    predicted, answered = first_present(fields, _PREDICTION), first_present(fields, _ANSWER)
+    gold = first_present(fields, _GOLD)
     if predicted and not gold and answered and "answer" in value:
         gold, answered = fields["answer"], Field(None)  # the answer is that of a data set
     answer = predicted or answered
@@ -416,7 +422,7 @@ def _session_of(record: Field) -> str | None:
     if value.get("object") == "trace":
         return record["id"].scalar()
     if isinstance(value.get("payload"), dict) or "sessionId" not in value:
-        return first(record, _SESSION).optional_scalar()
+        return first_present(record, _SESSION).optional_scalar()
     agent = value.get("agentId") if value.get("isSidechain") else None
     return f"{record['sessionId'].scalar()}{f':{agent}' if agent else ''}"
 

@@ -70,7 +70,7 @@ _TEXT = ("content", "text", "message", "value", "words", "output")
 _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
 
 
-def first(fields: Field, names: Iterable[str]) -> Field:
+def first_present(fields: Field, names: Iterable[str]) -> Field:
     """Returns the first of the named fields of an object whose value is not null.
 
     If there is none, the value of the result is None.
@@ -91,8 +91,8 @@ def turns_of(item: Field) -> list[Turn]:
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
         return _ITEMS[kind](item)
-    called = _tool(item) and first(item, _ARGUMENTS) and not first(item, _IDENTITY)
-    if called and first(item, _RESULT) and "tool" in (kind, role):  # a call and its result
+    called = _tool(item) and first_present(item, _ARGUMENTS) and not first_present(item, _IDENTITY)
+    if called and first_present(item, _RESULT) and "tool" in (kind, role):  # a call and its result
         return _step(item)
     if isinstance(role, str) and role in _ROLES:
         return _message(item, _ROLES[role], partial=kind == "message")
@@ -142,7 +142,7 @@ def _message(item: Field, role: str, partial: bool = False) -> list[Turn]:
     speaker = speaker if isinstance(speaker, str) and role != "result" else ""
     if role == "result" and not results:
         failed = item.get("status").value == "error" or item.get("is_error").value
-        identity = first(item, _IDENTITY).optional_scalar()
+        identity = first_present(item, _IDENTITY).optional_scalar()
         return [Turn("result", words, identity=identity, ok=not failed)]
     turns = [Turn("result", text, identity=i, ok=ok) for i, text, ok in results]
     usage = item.get("usage_metadata").value
@@ -174,7 +174,7 @@ def _parts(
         if kind in ("text", "input_text", "output_text") or (kind is None and part.get("text")):
             words.append(part["text"].text())
         elif kind in ("thinking", "reasoning", "redacted_thinking"):
-            thoughts.append(first(part, ("thinking", "reasoning", "text")).optional_text())
+            thoughts.append(first_present(part, ("thinking", "reasoning", "text")).optional_text())
         elif kind == "tool_use":
             calls.append((part["id"].scalar(), part["name"].text(), part["input"].value))
         elif kind == "tool_result":
@@ -314,13 +314,13 @@ def _shell_call(item: Field) -> list[Turn]:
 
 
 def _call_output(item: Field) -> list[Turn]:
-    return [Turn("result", _text(item["output"]), identity=first(item, _IDENTITY).scalar())]
+    return [Turn("result", _text(item["output"]), identity=first_present(item, _IDENTITY).scalar())]
 
 
 def _hosted(item: Field) -> list[Turn]:
     """Reads a call that the provider made, which is complete only if the item has its result."""
     kind = item["type"].text()
-    result = first(item, ("output", "outputs", "results"))
+    result = first_present(item, ("output", "outputs", "results"))
     if not result:
         raise Malformed(f"{item}, a {kind}, ran at the provider: the log lacks its result")
     if kind == "code_interpreter_call":
@@ -361,15 +361,15 @@ def _step(item: Field) -> list[Turn]:
     role = item.get("role").value
     speaker = role if isinstance(role, str) else speaker
     tool = _tool(item)
-    identity = first(item, _IDENTITY).optional_scalar()
-    thought = first(item, _THOUGHT).optional_text() or _log(item)
-    result = first(item, _RESULT)
+    identity = first_present(item, _IDENTITY).optional_scalar()
+    thought = first_present(item, _THOUGHT).optional_text() or _log(item)
+    result = first_present(item, _RESULT)
     kind = item.get("type").value or item.get("event").value or item.get("kind").value
     returns = isinstance(kind, str) and ("result" in kind or "observation" in kind)
     if tool and not returns:
         content = item.get("content").value or item.get("text").value
         words = content if isinstance(content, str) and content != result.value else ""
-        arguments = first(item, _ARGUMENTS)
+        arguments = first_present(item, _ARGUMENTS)
         arguments = Field(None) if arguments.value is result.value else arguments
         call = identity, tool, {} if arguments.value is None else arguments.value
         turns = [Turn("assistant", words, thought, (call,), "", True, speaker)]
@@ -378,7 +378,7 @@ def _step(item: Field) -> list[Turn]:
             turns.append(Turn("result", _text(result), identity=identity, ok=ok))
         return turns
     if returns or speaker == "tool":
-        return [Turn("result", _text(first(item, (*_RESULT, *_TEXT))), identity=identity)]
+        return [Turn("result", _text(first_present(item, (*_RESULT, *_TEXT))), identity=identity)]
     text = next((t.value for t in map(item.get, _TEXT) if isinstance(t.value, str)), "")
     if not (text or thought):
         raise Malformed(f"{item} lacks 'role'" if not speaker else f"{item} lacks 'content'")

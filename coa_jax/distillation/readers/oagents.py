@@ -111,7 +111,7 @@ def _action(
     if program is None:  # nothing ran, because the output could not be parsed
         talk.say(thought)
     elif not program.requests:
-        programs.tell(talk, step, program, thought)
+        programs.add_step(talk, step, program, thought)
     elif program.adds:
         raise Malformed(f"{step} asks {AGENT} and does something besides")
     else:

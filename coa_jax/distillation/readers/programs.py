@@ -164,7 +164,7 @@ def outcome_of(step: Field) -> tuple[str, str]:
     return step.get("observations").optional_text(), error_of(step)
 
 
-def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) -> None:
+def add_step(talk: Conversation, step: Field, program: StepProgram, thought: str) -> None:
     """Adds a step to a conversation; the program of the step must not ask an agent.
 
     If the program only calls a tool, the step becomes a call of this tool. If the program computes

@@ -144,7 +144,7 @@ def _source(calls: Sequence[_Call]) -> str | None:
 
 def _program(talk: Conversation, step: Field, program: StepProgram, runs: Sequence[Field]) -> None:
     if not runs and not program.requests:
-        programs.tell(talk, step, program, _thought(step))
+        programs.add_step(talk, step, program, _thought(step))
     elif program.adds:
         raise Malformed(f"{step} asks a managed agent and does something besides")
     else:

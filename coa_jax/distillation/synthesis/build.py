@@ -25,9 +25,9 @@ from coa_jax.distillation.synthesis.drafts import (
     Draft,
     Duplicates,
     TextRules,
+    contains_answer,
     document_of,
     screen,
-    told,
 )
 from coa_jax.distillation.synthesis.solvers import Verdict
 from coa_jax.tasks.base import SPLITS, Task, fraction
@@ -222,7 +222,7 @@ class Synthesis:
         for hit in self._index.search(answer, 16 * self._config.candidates):
             document = document_of(hit.passage)
             fits = document.split == draft.split and document not in draft.documents
-            speaks = told([answer], f"{document.title}\n{document.text}")
+            speaks = contains_answer([answer], f"{document.title}\n{document.text}")
             if fits and speaks and self._author.reads(document):
                 related.append(document)
 

@@ -59,7 +59,7 @@ def analyse(
     """
     chip, config = setup.where.chip, setup.config
     rows = [_compiled(program, setup.where, kernels) for program in all_programs(setup)]
-    if setup.rollouts_go_on:
+    if setup.rollouts_continue:
         _add_plans(rows)
     usable = chip.hbm_bytes * fraction
     moments = {"resume": resume_bytes(setup), "export": export_bytes(setup)}
