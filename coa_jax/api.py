@@ -28,7 +28,7 @@ from coa_jax.distillation import function_team
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import Comparison, compare
 from coa_jax.evaluation.config import EvaluateConfig, EvaluateRun
-from coa_jax.evaluation.figures import table
+from coa_jax.evaluation.results import table
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import load_weights
@@ -36,7 +36,7 @@ from coa_jax.model.export import save_model
 from coa_jax.model.foreign import Foreign
 from coa_jax.model.policy import Model
 from coa_jax.protocol import find_protocols
-from coa_jax.report.benchmark import write_page
+from coa_jax.report.evaluation_page import write_page
 from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.request import RolloutConfig
@@ -48,7 +48,7 @@ from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.question_rows import Columns, tasks_of_rows
 from coa_jax.tasks.task_protocol import with_task_protocol
 from coa_jax.tools.base import Tool
-from coa_jax.tools.concurrency import apart
+from coa_jax.tools.concurrency import run_outside_event_loop
 from coa_jax.tools.function import FunctionTool, function_schema
 from coa_jax.tools.make import (
     OWN_TOOLS,
@@ -59,7 +59,7 @@ from coa_jax.tools.make import (
     named_tools,
     protocol_of,
 )
-from coa_jax.tools.net.budget import spending
+from coa_jax.tools.net.budget import charge_to_run
 from coa_jax.train import foreign, rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
@@ -307,7 +307,7 @@ def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
 
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
     try:
-        apart(train)
+        run_outside_event_loop(train)
     except KeyboardInterrupt:
         print(f"interrupted; the same call continues the run in {path}", file=sys.stderr)
         raise
@@ -387,7 +387,7 @@ def distill(
             raise UserError(f"no run of the team was right; {number} of {len(loaded)}: {reason}")
         return Distilled(path, records, dropped)
 
-    return apart(solve)
+    return run_outside_event_loop(solve)
 
 
 # --- evaluation ----------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def evaluate(
     settings = build_config(EvaluateRun, values)
 
     def measure() -> Evaluation:
-        with RunDir(path) as run, spending(path / "spent"):
+        with RunDir(path) as run, charge_to_run(path / "spent"):
             if isinstance(policy, Model):
                 save_model(policy, copied, overwrite=True)
             evaluation = Evaluation(path, _measured(settings, run, fresh))
@@ -512,7 +512,7 @@ def evaluate(
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
 
-    return apart(measure)
+    return run_outside_event_loop(measure)
 
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from coa_jax.data.trajectory import DistilledRecord, write_records
 from coa_jax.distillation.endpoint import Endpoint
 from coa_jax.distillation.filters import FilterReport, TeacherRun
 from coa_jax.distillation.journal import open_journal
-from coa_jax.distillation.llm import language_minds
+from coa_jax.distillation.llm import language_model_agents
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher, select
 from coa_jax.files import jsonl
 from coa_jax.tasks.base import Task
@@ -93,8 +93,8 @@ def distill_split(
         if on_done is not None:
             on_done(done)
 
-    minds = language_minds(endpoint) if endpoint else config.minds()
-    work = run_teacher(tasks, tools, config, minds, journal, note)
+    agents = language_model_agents(endpoint) if endpoint else config.agents()
+    work = run_teacher(tasks, tools, config, agents, journal, note)
     logs = asyncio.run(endpoint.closing(work) if endpoint else work)
     runs = graded_runs(tasks, logs, config.judges)
     records, report = write_split(name, runs, config, workdir, count_tokens)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.trajectory import DistilledRecord, Reward
-from coa_jax.distillation.chance import uniform
 from coa_jax.distillation.messages import Kind, MessageLog
+from coa_jax.distillation.random_numbers import uniform
 from coa_jax.tasks.base import Task
 
 

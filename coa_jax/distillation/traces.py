@@ -13,17 +13,17 @@ from absl import logging
 
 from coa_jax.config.extensions import Named
 from coa_jax.config.fields import Bounded, Place, Text
-from coa_jax.data.records import Counts, LeftOut, ProtocolName, iterate_records
+from coa_jax.data.records import Counts, ProtocolName, SkippedRow, iterate_records
 from coa_jax.data.rows import find_files
 from coa_jax.data.trajectory import DistilledRecord
-from coa_jax.distillation.arrange import SEARCHES, Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.convert import invented_segments
 from coa_jax.distillation.dataset import write_split
+from coa_jax.distillation.message_order import SEARCHES, Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.messages import MessageLog
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs
 from coa_jax.distillation.readers import READERS, Trace, TraceFile
 from coa_jax.distillation.readers.base import unused
-from coa_jax.distillation.readers.calls import REQUEST
+from coa_jax.distillation.readers.tool_calls import REQUEST
 from coa_jax.distillation.recorded import log_of, with_figures
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
@@ -242,7 +242,7 @@ def _read_records(config: TraceFilesConfig) -> Converted:
         for row in iterate_records(path, config.protocol):
             counts.add(row)
             rows, line = rows + 1, row.row.number
-            if isinstance(row, LeftOut):
+            if isinstance(row, SkippedRow):
                 made.refuse(str(path), line, row.reason)
                 continue
             name = unused(row.record.id, f"{path.name}:{line}:{row.record.id}", names)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Turns:
+class ConcurrencyLimit:
     """A limit on concurrent calls, with a semaphore of its own for each event loop.
 
     A semaphore belongs to one event loop, but a tool may be used in several loops.
@@ -25,13 +25,13 @@ class Turns:
             weakref.WeakKeyDictionary()
         )
 
-    def here(self) -> asyncio.Semaphore:
+    def semaphore(self) -> asyncio.Semaphore:
         """Returns the semaphore of the running event loop, which is created when first needed."""
         loop = asyncio.get_running_loop()
         return self._by_loop.setdefault(loop, asyncio.Semaphore(self._count))
 
 
-def apart(work: Callable[[], T]) -> T:
+def run_outside_event_loop(work: Callable[[], T]) -> T:
     """Calls a function that starts event loops, and returns its result.
 
     If an event loop is already running in this thread, as in Jupyter, the function runs in another
@@ -63,4 +63,4 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
     This works even if an event loop is already running in this thread, as in Jupyter.
     """
-    return apart(lambda: asyncio.run(coroutine))
+    return run_outside_event_loop(lambda: asyncio.run(coroutine))

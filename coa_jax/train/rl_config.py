@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from coa_jax.config.fields import Between, Bounded, Natural, OneOf, Place, Size, Sparse, Times
 from coa_jax.config.preflight import SECONDS, ProbeSeconds
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -24,8 +24,8 @@ from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.admission import AdmissionRules
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.config import METRICS, DistilledConfig, TeacherConfig, TrainingConfig, check_best
-from coa_jax.train.pool import PoolConfig
 from coa_jax.train.shaping import StopRewards
+from coa_jax.train.task_pool import PoolConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TracesConfig(Bounded):
     """
 
     share: Annotated[float, Between(0, 1)] = 1.0
-    format: Annotated[str, OneOf("jsonl", *shards.SHARD_FORMATS)] = "jsonl"
+    format: Annotated[str, OneOf("jsonl", *trace_shards.SHARD_FORMATS)] = "jsonl"
 
     def kept(self, groups: Iterable[list[Trajectory]]) -> list[list[Trajectory]]:
         """Returns the groups whose trajectories are to be written.

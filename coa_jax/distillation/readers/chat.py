@@ -1,9 +1,9 @@
 """Reads logs of conversations: messages of a user, of one or several agents, and of tools.
 
-The messages may have any shape that `coa_jax.distillation.readers.turns` knows. A run is a list of
-messages, an object with such a list, or the lines of a session that share its id. Sessions of
-Claude Code and Codex and traces of OpenAI's Agents SDK are recognised by their fields. docs/data.md
-describes the forms.
+The messages may have any shape that `coa_jax.distillation.readers.message_formats` knows. A run is
+a list of messages, an object with such a list, or the lines of a session that share its id.
+Sessions of Claude Code and Codex and traces of OpenAI's Agents SDK are recognised by their fields.
+docs/data.md describes the forms.
 
 The result of a call is the message of the same turn with the id of the call. Parallel calls are
 written one after another. If the last call is ``final_answer``, its argument is the answer.
@@ -46,7 +46,13 @@ from coa_jax.distillation.readers.base import (
     read_sessions,
     total_usage,
 )
-from coa_jax.distillation.readers.turns import Call, Turn, first, is_message, turns_of
+from coa_jax.distillation.readers.message_formats import (
+    Call,
+    Turn,
+    first_present,
+    is_message,
+    turns_of,
+)
 from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (
@@ -101,8 +107,8 @@ class Facts:
 def facts_of(fields: Field) -> Facts:
     """Reads the question, the answers and the id of a run, under any of their usual names."""
     value = fields.mapping()
-    predicted, answered = first(fields, _PREDICTION), first(fields, _ANSWER)
-    gold = first(fields, _GOLD)
+    predicted, answered = first_present(fields, _PREDICTION), first_present(fields, _ANSWER)
+    gold = first_present(fields, _GOLD)
     if predicted and not gold and answered and "answer" in value:
         gold, answered = fields["answer"], Field(None)  # the answer is that of a data set
     answer = predicted or answered
@@ -416,7 +422,7 @@ def _session_of(record: Field) -> str | None:
     if value.get("object") == "trace":
         return record["id"].scalar()
     if isinstance(value.get("payload"), dict) or "sessionId" not in value:
-        return first(record, _SESSION).optional_scalar()
+        return first_present(record, _SESSION).optional_scalar()
     agent = value.get("agentId") if value.get("isSidechain") else None
     return f"{record['sessionId'].scalar()}{f':{agent}' if agent else ''}"
 

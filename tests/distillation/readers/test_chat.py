@@ -4,7 +4,7 @@ import json
 import pytest
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distillation.arrange import trajectory_of
+from coa_jax.distillation.message_order import trajectory_of
 from coa_jax.tasks.grading import grade_answer
 from tests.distillation.logs import INVENTING
 from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons
