@@ -40,8 +40,8 @@ class DistilledSplit:
             finished them.
     """
 
-    runs: list[TeacherRun]
-    records: list[DistilledRecord]
+    runs: Sequence[TeacherRun]
+    records: Sequence[DistilledRecord]
     report: FilterReport
     resumed: int
 
@@ -107,7 +107,7 @@ def write_split(
     config: DistillConfig,
     workdir: Path,
     count_tokens: Callable[[str], int] | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
+) -> tuple[Sequence[DistilledRecord], FilterReport]:
     """Filters graded runs, and writes the records of a split and a few dropped runs.
 
     Args:
@@ -122,7 +122,7 @@ def write_split(
         The kept records in the order of ``runs``, and statistics of the filters.
     """
     examples: list[dict[str, Any]] = []
-    records, report = select(runs, config, count_tokens, examples.append)
+    records, report = select(runs, config, count_tokens, examples.append, workdir)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
     return records, report
@@ -141,25 +141,32 @@ def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
     per question), they also contain the number of records, the mean number of tool calls, and the
     mean and maximum number of characters, in total and by the policy.
     """
-    by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
+    reflected = corrected = 0
+    mistakes = Counter[str]()
+    by_hops: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for record in records:
-        by_hops[str(record.metadata.get("hops", "?"))].append(record)
-    mistakes = Counter(m for record in records for m in record.metadata["mistakes"])
+        about = record.metadata
+        sizes = policy_chars(record), len(record.text), about["tool_calls"]
+        by_hops[str(about.get("hops", "?"))].append(sizes)
+        mistakes.update(about["mistakes"])
+        reflected += about["reflections"] > 0
+        corrected += about["corrected"]
     share = 1 / max(len(records), 1)
     return {
         "records": len(records),
-        "with_reflection": share * sum(r.metadata["reflections"] > 0 for r in records),
-        "with_correction": share * sum(r.metadata["corrected"] for r in records),
+        "with_reflection": share * reflected,
+        "with_correction": share * corrected,
         "mistakes": dict(sorted(mistakes.items())),
         "by_hops": {
             hops: {
-                "records": len(group),
-                "policy_chars_mean": statistics.fmean(map(policy_chars, group)),
-                "policy_chars_max": max(map(policy_chars, group)),
-                "text_chars_mean": statistics.fmean(len(r.text) for r in group),
-                "text_chars_max": max(len(r.text) for r in group),
-                "tool_calls_mean": statistics.fmean(r.metadata["tool_calls"] for r in group),
+                "records": len(policy),
+                "policy_chars_mean": statistics.fmean(policy),
+                "policy_chars_max": max(policy),
+                "text_chars_mean": statistics.fmean(text),
+                "text_chars_max": max(text),
+                "tool_calls_mean": statistics.fmean(calls),
             }
             for hops, group in sorted(by_hops.items())
+            for policy, text, calls in [tuple(zip(*group, strict=True))]
         },
     }

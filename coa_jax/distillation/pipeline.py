@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from coa_jax.config.extensions import Named
@@ -24,6 +25,7 @@ from coa_jax.distillation.messages import AGENTS, MessageLog
 from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distillation.team import solve
 from coa_jax.errors import UserError
+from coa_jax.files.spool import Chosen, held
 from coa_jax.tasks.base import Task, tools_of
 from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
@@ -173,7 +175,8 @@ def graded_runs(
     logs: Sequence[MessageLog],
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] = (),
-) -> list[TeacherRun]:
+    folder: Path | None = None,
+) -> Sequence[TeacherRun]:
     """Converts runs to trajectories, and grades their answers.
 
     A configured judge checks answers that the graders find wrong or cannot grade (`JudgesConfig`).
@@ -185,12 +188,15 @@ def graded_runs(
         logs: messages of each run.
         judges: settings of the judges.
         records: trajectory of each run; empty if the function should convert the logs.
+        folder: folder of a temporary file that holds the runs; None to hold them in memory. A judge
+            needs them in memory.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
     """
     records_or_none: Sequence[DistilledRecord | None] = records or [None] * len(logs)
-    runs = [as_run(*run) for run in zip(tasks, logs, records_or_none, strict=True)]
+    given = zip(tasks, logs, records_or_none, strict=True)
+    runs = held((as_run(*run) for run in given), folder)
     return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
 
 
@@ -199,7 +205,8 @@ def select(
     config: DistillConfig,
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
+    folder: Path | None = None,
+) -> tuple[Sequence[DistilledRecord], FilterReport]:
     """Selects the graded runs that become training data.
 
     The result depends only on the runs, on the settings, and on the verdicts of the judge
@@ -212,6 +219,7 @@ def select(
             ``config.selection.max_tokens`` is set.
         on_example: function to call with each example of a dropped run, see
             `filters.dropped_examples`.
+        folder: folder of a temporary file that holds the records; None to hold them in memory.
 
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
@@ -223,9 +231,9 @@ def select(
     if on_example is not None:
         for example in filters.dropped_examples(runs, failures):
             on_example(example)
-    kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
-    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
-    return records, filters.report_of(runs, failures, (*single, *together))
+    kept = Chosen(runs, [number for number, failure in enumerate(failures) if failure is None])
+    records = (record for run in kept for record in filters.copies(run, config.corrected_copies))
+    return held(records, folder), filters.report_of(runs, failures, (*single, *together))
 
 
 def teacher_block(

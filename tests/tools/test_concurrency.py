@@ -43,7 +43,7 @@ def test_work_stays_in_its_thread_where_no_loop_runs():
 
 def test_an_error_of_the_work_has_no_other_error_before_it():
     with pytest.raises(KeyboardInterrupt) as caught:
-        apart(lambda: signal.raise_signal(signal.SIGINT))
+        run_outside_event_loop(lambda: signal.raise_signal(signal.SIGINT))
     assert caught.value.__context__ is None
 
 

@@ -71,7 +71,7 @@ The first format that matches is used.
 """
 
 _GUESSED_FROM = 50
-"""Number of records from which the format of a file is guessed."""
+"""Maximum number of records that are read to guess the format of a file."""
 
 
 def guess_format(values: Iterable[Any]) -> str | None:
@@ -125,7 +125,11 @@ class TraceFile:
             self.read = bind(READERS, form, options or {}, "traces.format")
         lines = _lines(local(self.path), form)
         if not form:
-            head = list(itertools.islice(lines, _GUESSED_FROM))
+            head = list[Line]()
+            for line in itertools.islice(lines, _GUESSED_FROM):
+                head.append(line)
+                if guess_format([line.value]):
+                    break
             lines = itertools.chain(head, lines)
             form = self._guess([line.value for line in head])
             self.read = bind(READERS, form, options or {}, "traces.format")

@@ -17,7 +17,8 @@ The format lacks:
 - plans, reflections and verifications of a single agent, which become thoughts;
 - thoughts of a reasoning model, unless the log has them;
 - whether a tool failed, unless the log says so;
-- text after a marked answer;
+- text after a marked answer, a call of ``final_answer`` that failed, and what Pydantic AI replies
+  to a text that is not the structured output it wants;
 - calls whose arguments are not valid JSON, for example because they are truncated, and calls that
   ran at the provider, whose results are not in the log (such a run is rejected);
 - token counts of a run with several calls of the model, unless the log states them for the run or
@@ -249,22 +250,24 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         thought = "\n".join(filter(None, (turn.reasoning, turn.words)))
         returned = _paired(turn.calls, _results(spoken[number + 1 :]))
         for (_, tool, arguments), result in zip(turn.calls, returned, strict=True):
-            if result is None:
-                final = _final(arguments)
+            if _is_final(tool):
+                final = final if result and not result.ok else _final(arguments)
                 continue
+            assert result
             talk.call(tool, arguments, result.words, result.ok, thought)
             thought = ""
-        if final is not None:
+        if final is not None or turn.calls:
             talk.say(thought)
-        elif not turn.calls and number == len(spoken) - 1:
+        elif number == len(spoken) - 1:
             marked = marked_answer(turn.words)
-            stated = None if marked or facts.answer else stated_answer(turn.words)
+            told = "" if marked or facts.answer else turn.words
+            stated = stated_answer(told, talk.messages[0].content)
             if stated and grade_answer(stated, facts.gold):
                 marked, metadata = (turn.words, stated), {"answer_from": "sentence"}
             before, final = marked or ("", turn.words.strip())
             before = turn.words if facts.answer else before
             talk.say("\n".join(filter(None, (turn.reasoning, before))))
-        elif not turn.calls:
+        else:
             _say(talk, turn, thought)
     if facts.answer or final:
         talk.answer(facts.answer or final or "")
@@ -312,7 +315,7 @@ def _results(following: Sequence[Turn]) -> list[Turn]:
 
 
 def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]:
-    """Returns the result of each call of a turn; None for ``final_answer``, which has no result.
+    """Returns the result of each call of a turn; ``final_answer`` may have no result (None).
 
     Several turns may use the same ids. Calls of one turn with the same id are paired with results
     in their order.
@@ -326,12 +329,14 @@ def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]
             raise Malformed(f"two results of the call {result.identity!r}")
     returned: list[Turn | None] = []
     for identity, tool, _ in calls:
-        is_final = tool.lower().replace("_", "") == "finalanswer"
-        if not waiting[identity] and not is_final:
+        if not waiting[identity] and not _is_final(tool):
             raise Malformed(f"no result of the call {identity!r}")
-        output = waiting[identity].pop(0) if waiting[identity] else None
-        returned.append(None if is_final else output)
+        returned.append(waiting[identity].pop(0) if waiting[identity] else None)
     return returned
+
+
+def _is_final(tool: str) -> bool:
+    return tool.lower().replace("_", "") == "finalanswer"
 
 
 def _final(arguments: Any) -> str:

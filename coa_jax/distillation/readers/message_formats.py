@@ -1,8 +1,9 @@
 """Reads single messages of other systems as turns, the common form of all logs of conversations.
 
-A message has one of many shapes: a chat message of OpenAI, Anthropic, Bedrock, Vercel or ShareGPT,
-a message of LangChain in one of its four serialisations, an item of OpenAI's Responses API, an
-event of AutoGen, or a step with plain fields. `turns_of` recognises the shape by the fields of the
+A message has one of many shapes: a chat message of OpenAI, Anthropic, Gemini, Bedrock, Vercel,
+LlamaIndex or ShareGPT, a message of LangChain in one of its four serialisations, an item of
+OpenAI's Responses API, a message of Pydantic AI, an event of Google's ADK or of AutoGen, or a step
+with plain fields. `turns_of` recognises the shape by the fields of the
 message, so a log may mix shapes. docs/data.md lists the names of plain fields.
 """
 
@@ -67,6 +68,7 @@ _ARGUMENTS = (
 _RESULT = ("result", "observation", "tool_output", "output", "response", "returned", "results")
 _THOUGHT = ("thought", "thoughts", "reasoning", "rationale", "think")
 _TEXT = ("content", "text", "message", "value", "words", "output")
+_GEMINI = ("functionCall", "functionResponse", "function_call", "function_response")
 _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
 
 
@@ -87,6 +89,10 @@ def turns_of(item: Field) -> list[Turn]:
     if isinstance(item.value, list) and len(item.value) == 2:  # LangChain: (action, observation)
         action, result = item.items(f"{item}, part")
         return [*_step(action), Turn("result", _text(result))]
+    if _is_pydantic(item.value):
+        return _pydantic(item)
+    if "author" in item.mapping() and item.get("actions") and not item.get("content"):
+        return []  # an event of ADK that only changes the state
     item = _unwrapped(item)
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
@@ -115,12 +121,17 @@ def is_message(value: Any) -> bool:
     typed = isinstance(kind, str) and (kind in _ITEMS or kind in _ROLES)
     spoken = any(name in value for name in SPEAKER) and any(name in value for name in _TEXT)
     called = any(isinstance(value.get(name), str) for name in _TOOL)
-    return typed or isinstance(role, str) or "lc" in value or spoken or called
+    named = typed or isinstance(role, str) or "lc" in value
+    return named or spoken or called or _is_pydantic(value)
 
 
 def _unwrapped(item: Field) -> Field:
-    """Returns the message inside the wrapper that LangChain writes around it."""
+    """Returns the message inside the wrapper that LangChain or ADK writes around it."""
     value = item.mapping()
+    inner = value.get("content")
+    if isinstance(inner, dict) and isinstance(inner.get("parts"), list):  # ADK
+        agent = value.get("author") if inner.get("role") == "model" else None
+        return Field({"name": agent, **inner}, item.name)
     if "lc" in value and "kwargs" in value:
         inner = dict(item["kwargs"].mapping())
         name = value.get("id")
@@ -142,8 +153,11 @@ def _message(item: Field, role: str, partial: bool = False) -> list[Turn]:
     speaker = speaker if isinstance(speaker, str) and role != "result" else ""
     if role == "result" and not results:
         failed = item.get("status").value == "error" or item.get("is_error").value
-        identity = first_present(item, _IDENTITY).optional_scalar()
-        return [Turn("result", words, identity=identity, ok=not failed)]
+        more = item.get("additional_kwargs")  # LlamaIndex
+        identity = first_present(item, _IDENTITY) or first_present(
+            more if more else Field({}), _IDENTITY
+        )
+        return [Turn("result", words, identity=identity.optional_scalar(), ok=not failed)]
     turns = [Turn("result", text, identity=i, ok=ok) for i, text, ok in results]
     usage = item.get("usage_metadata").value
     if words or calls or thoughts or not turns:
@@ -159,7 +173,7 @@ def _parts(
 ) -> tuple[str, list[str], tuple[Call, ...], list[tuple[str, str, bool]]]:
     """Returns the text, the thoughts, the calls and the results in the content of a message."""
     content = item.get("content")
-    content = content if content else item.get("parts")  # Gemini
+    content = content or first(item, ("parts", "blocks"))  # Gemini, LlamaIndex
     if not isinstance(content.value, list):
         return content.optional_text(), [], (), []
     words, thoughts = list[str](), list[str]()
@@ -170,8 +184,10 @@ def _parts(
             continue
         part = _common_part(part)
         kind = part.get("type").value
-        kind = kind or next((k for k in ("functionCall", "functionResponse") if part.get(k)), None)
-        if kind in ("text", "input_text", "output_text") or (kind is None and part.get("text")):
+        kind = kind or next(filter(part.get, _GEMINI), None)
+        if kind is None and part.get("text") and part.get("thought").value is True:  # Gemini
+            thoughts.append(part["text"].text())
+        elif kind in ("text", "input_text", "output_text") or (kind is None and part.get("text")):
             words.append(part["text"].text())
         elif kind in ("thinking", "reasoning", "redacted_thinking"):
             thoughts.append(first_present(part, ("thinking", "reasoning", "text")).optional_text())
@@ -180,11 +196,11 @@ def _parts(
         elif kind == "tool_result":
             text = _text(part.get("content"))
             results.append((part["tool_use_id"].scalar(), text, not part.get("is_error").value))
-        elif kind == "functionCall":
-            call = part["functionCall"]
+        elif kind in ("functionCall", "function_call"):
+            call = part[kind]
             calls.append(("", call["name"].text(), call.get("args").value))
-        elif kind == "functionResponse":
-            results.append(("", _text(part["functionResponse"]["response"]), True))
+        elif kind in ("functionResponse", "function_response"):
+            results.append(("", *_response(part[kind]["response"])))
         elif kind in ("server_tool_use", "web_search_tool_result"):
             raise Malformed(f"{part} ran at the provider: the log lacks the text of its result")
         else:
@@ -195,12 +211,20 @@ def _parts(
 
 
 def _common_part(part: Field) -> Field:
-    """Returns a call or a result of Bedrock or Vercel in the form of Anthropic; others as is."""
+    """Returns a part of Bedrock, Vercel or LlamaIndex in the form of Anthropic; others as is."""
     value, kind = part.mapping(), part.get("type").value
+    block = value.get("block_type")
     use, given = value.get("toolUse"), value.get("toolResult")
     if kind == "tool-call":
         arguments = value.get("input", value.get("args"))
         made = {"id": value.get("toolCallId"), "name": value.get("toolName"), "input": arguments}
+    elif block == "tool_call":
+        made = {"id": value.get("tool_call_id"), "name": value.get("tool_name")}
+        made["input"] = _arguments(part["tool_kwargs"])
+    elif block == "thinking":
+        return Field({"type": "thinking", "thinking": value.get("content")}, part.name)
+    elif isinstance(block, str):
+        return Field({"type": block, **value}, part.name)
     elif isinstance(use, dict):
         made = {"id": use.get("toolUseId"), "name": use.get("name"), "input": use.get("input")}
     elif kind == "tool-result":
@@ -216,6 +240,15 @@ def _common_part(part: Field) -> Field:
     else:
         return part
     return Field({"type": "tool_use" if "input" in made else "tool_result", **made}, part.name)
+
+
+def _response(response: Field) -> tuple[str, bool]:
+    """Returns the text of a result of Gemini, and whether the call succeeded."""
+    value = response.value if isinstance(response.value, dict) else {}
+    for key in ("result", "output", "error"):
+        if value.keys() == {key} and isinstance(value[key], str):
+            return value[key], key != "error"
+    return _text(response), True
 
 
 def _typed(part: Any) -> Any:
@@ -286,6 +319,66 @@ def _autogen(item: Field, kind: str) -> list[Turn]:
              ok=not part.get("is_error").value)
         for part in parts
     ]  # fmt: skip
+
+
+# --- messages of Pydantic AI ---------------------------------------------------------------
+
+
+def _is_pydantic(value: Any) -> bool:
+    """Returns whether a JSON value is a message of `ModelMessagesTypeAdapter` of Pydantic AI."""
+    if not isinstance(value, dict) or value.get("kind") not in ("request", "response"):
+        return False
+    parts = value.get("parts")
+    return isinstance(parts, list) and all(isinstance(p, dict) and "part_kind" in p for p in parts)
+
+
+def _pydantic(item: Field) -> list[Turn]:
+    """Reads a request (of the user and the tools) or a response (of the model)."""
+    parts = [_pydantic_part(part) for part in item["parts"].items(f"{item}, part")]
+    content = [part for found in parts for part in found]
+    if not content:
+        return []
+    role = "assistant" if item["kind"].value == "response" else "user"
+    return _message(
+        Field({"content": content, "usage_metadata": item.get("usage").value}, item.name), role
+    )
+
+
+def _pydantic_part(part: Field) -> list[Any]:
+    """Returns a part in the form of Anthropic; nothing for a part of the framework.
+
+    A structured output is a call of ``final_result``, whose only field, or else the JSON text of
+    whose fields, is the answer.
+    """
+    kind, content = part["part_kind"].text(), part.get("content")
+    name = part.get("tool_name").optional_text()
+    identity = part.get("tool_call_id").value
+    if kind == "user-prompt":
+        return content.value if isinstance(content.value, list) else [content.text()]
+    if kind == "text":
+        return [content.text()]
+    if kind == "thinking":
+        return [{"type": "thinking", "thinking": content.optional_text()}]
+    if kind == "tool-call":
+        arguments = _arguments(part["args"])
+        if name == "final_result" or name.startswith("final_result_"):
+            name, arguments = "final_answer", {"answer": _output(arguments)}
+        return [{"type": "tool_use", "id": identity, "name": name, "input": arguments}]
+    if kind == "tool-return" or (kind == "retry-prompt" and name):
+        failed = kind == "retry-prompt" or part.get("outcome").value not in (None, "success")
+        text = json.dumps(content.value) if isinstance(content.value, list) else _text(content)
+        made = {"type": "tool_result", "tool_use_id": identity, "content": text}
+        return [{**made, "is_error": failed}]
+    if kind in ("system-prompt", "retry-prompt", "retry-feedback"):
+        return []
+    return [{"type": kind, **part.mapping()}]  # `_parts` refuses it
+
+
+def _output(arguments: Any) -> Any:
+    """Returns the answer in the arguments of a structured output."""
+    values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
+    only = values[0] if len(values) == 1 else arguments
+    return json.dumps(only, ensure_ascii=False) if isinstance(only, dict | list) else only
 
 
 # --- items of the Responses API ------------------------------------------------------------
