@@ -209,8 +209,9 @@ class Ablation:
 
     def _sets(
         self, tasks: Sequence[Task], split: DistilledSplit, seed: int
-    ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
+    ) -> Sequence[tuple[str, Sequence[DistilledRecord], dict[str, int]]]:
         """Returns for each arm (name, records, number of runs that each filter dropped)."""
+        sets: list[tuple[str, Sequence[DistilledRecord], dict[str, int]]]
         sets = [(UNFILTERED, [run.record for run in split.runs], dict[str, int]())]
         for name, arm in self.arms.items():
             runs = split.runs

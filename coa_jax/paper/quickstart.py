@@ -228,7 +228,7 @@ class Pipeline:
         self.run.summary({"teacher": teacher_block(self._teacher_runs, counter)})
 
     @functools.cached_property
-    def _teacher_runs(self) -> list[TeacherRun]:
+    def _teacher_runs(self) -> Sequence[TeacherRun]:
         """The teacher's graded runs of the held-out tasks, written in the format ``tags``."""
         tasks = with_level(self.held_out, "", TAGS)
         logs = asyncio.run(run_teacher(tasks, self.tools_by_name, self.teacher))

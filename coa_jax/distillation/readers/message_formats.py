@@ -173,7 +173,7 @@ def _parts(
 ) -> tuple[str, list[str], tuple[Call, ...], list[tuple[str, str, bool]]]:
     """Returns the text, the thoughts, the calls and the results in the content of a message."""
     content = item.get("content")
-    content = content or first(item, ("parts", "blocks"))  # Gemini, LlamaIndex
+    content = content or first_present(item, ("parts", "blocks"))  # Gemini, LlamaIndex
     if not isinstance(content.value, list):
         return content.optional_text(), [], (), []
     words, thoughts = list[str](), list[str]()
