@@ -117,5 +117,9 @@ def test_a_field_of_the_metadata_precedes_a_column_and_a_value_without_json_is_l
 )
 def test_questions_get_the_protocol_that_an_evaluation_asks_for(asked, protocol):
     own = {"days": {"path": "examples.own_tool.days:Days"}}
-    values = {"tasks": "questions.jsonl", "protocol": asked, "tools": {"names": (), "own": own}}
+    values = {
+        "tasks": "questions.jsonl",
+        "protocol": asked,
+        "tools": {"names": ("days",), "own": own},
+    }
     assert with_task_protocol(values)["task_options"]["protocol"] == protocol
