@@ -29,20 +29,27 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="needs COA_JAX_CLIENTS, with litellm and harbor"),
 ]
-ASKED = {
+REQUEST = {
     "messages": [{"role": "user", "content": tiny_policy.TASKS[0].question}],
     "temperature": 0,
     "max_tokens": 40,
     "stop": ["</plan>"],
 }
+# litellm moves a first <think>...</think> from the content into `reasoning_content`.
 LITELLM = """
 import json, sys, litellm
-url, asked = sys.argv[1], json.loads(sys.argv[2])
-given = {"model": "openai/tiny", "api_base": url, "api_key": "any", **asked}
-whole = litellm.completion(**given)
-parts = [part.choices[0].delta.content or "" for part in litellm.completion(stream=True, **given)]
-said, ended = whole.choices[0].message.content, whole.choices[0].finish_reason
-print(json.dumps([said, "".join(parts), ended, whole.usage.completion_tokens]))
+arguments = {"model": "openai/tiny", "api_base": sys.argv[1], "api_key": "any"}
+arguments |= json.loads(sys.argv[2])
+
+def text(message):
+    thought = getattr(message, "reasoning_content", None)
+    return (f"<think>{thought}</think>" if thought else "") + (message.content or "")
+
+reply = litellm.completion(**arguments)
+parts = [text(part.choices[0].delta) for part in litellm.completion(stream=True, **arguments)]
+choice = reply.choices[0]
+tokens = reply.usage.completion_tokens
+print(json.dumps([text(choice.message), "".join(parts), choice.finish_reason, tokens]))
 """
 HARBOR = """
 import json, sys
@@ -67,11 +74,11 @@ def test_litellm_gets_the_reply_that_openai_gets():
     with server() as address:
         url = f"{address}/v1"
         client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
-        reply = client.chat.completions.create(model="tiny", **ASKED)
-        found = json.loads(output_of(LITELLM, url, json.dumps(ASKED))[-1])
-    said = reply.choices[0].message.content
-    assert said
-    assert found == [said, said, reply.choices[0].finish_reason, reply.usage.completion_tokens]
+        reply = client.chat.completions.create(model="tiny", **REQUEST)
+        printed = json.loads(output_of(LITELLM, url, json.dumps(REQUEST))[-1])
+    text = reply.choices[0].message.content
+    assert text
+    assert printed == [text, text, reply.choices[0].finish_reason, reply.usage.completion_tokens]
 
 
 def test_harbor_finds_exported_trajectories_valid(tmp_path):
