@@ -48,7 +48,7 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=21.0"],
     # Places that begin with gs:// and s3://.
     "gcs": ["gcsfs>=2025.9"],
-    # storage/arrays.py patches private functions of Orbax; their names change in patch versions.
+    # storage/checkpoint_folders.py patches private functions of Orbax, which change with patches.
     "s3": ["s3fs>=2025.9", "orbax-checkpoint>=0.12.8,<0.12.9"],
     # Data sets of the Hugging Face hub as sources of tasks.
     "hub": ["datasets>=4.4"],
@@ -221,7 +221,7 @@ setuptools.setup(
         "coa_jax.task_tools": ["drawn_tools = coa_jax.demo.drawn_tools:tools_of"],
         "coa_jax.agent_programs": ["http = coa_jax.serve.agents:AgentPrograms"],
         "coa_jax.corpora": ["factbook = coa_jax.demo.pages:Factbook"],
-        "coa_jax.teachers": ["scripted = coa_jax.demo.scripted:scripted_minds"],
+        "coa_jax.teachers": ["scripted = coa_jax.demo.scripted:scripted_agents"],
         "coa_jax.authors": ["facts = coa_jax.demo.author:FactsAuthor"],
         "coa_jax.guessers": ["facts = coa_jax.demo.author:Prior"],
     },

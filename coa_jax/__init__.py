@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
     from coa_jax.distillation.readers import Conversation, Malformed, Trace
-    from coa_jax.distillation.smol import as_smolagents_tool
+    from coa_jax.distillation.smolagents_team import as_smolagents_tool
     from coa_jax.engine.config import SamplingParams
     from coa_jax.errors import UserError
     from coa_jax.evaluation.config import EvaluateConfig
@@ -85,7 +85,7 @@ _HOMES = {
     "coa_jax.demo.debug_files": ("make_debug_files",),
     "coa_jax.demo.untrained": ("create_policy",),
     "coa_jax.distillation.readers": ("Conversation", "Malformed", "Trace"),
-    "coa_jax.distillation.smol": ("as_smolagents_tool",),
+    "coa_jax.distillation.smolagents_team": ("as_smolagents_tool",),
     "coa_jax.errors": ("UserError",),
     "coa_jax.evaluation.config": ("EvaluateConfig",),
     "coa_jax.engine.config": ("SamplingParams",),

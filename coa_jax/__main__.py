@@ -18,7 +18,7 @@ from coa_jax.config.installed import VERSION, first_line
 COMMANDS = {
     "quickstart": "paper.quickstart",
     "distill": "cli.distill",
-    "scratch": "demo.scratch",
+    "scratch": "demo.untrained_command",
     "sft": "cli.sft",
     "rl": "cli.rl",
     "rft": "cli.rft",
@@ -35,7 +35,7 @@ COMMANDS = {
     "inspect": "distillation.inspect",
     "export-data": "distillation.export",
     "ablation": "paper.ablation",
-    "economy": "paper.economy",
+    "economy": "paper.token_savings",
     "claims": "paper.claims",
     "proof": "paper.proof",
     "release": "paper.release",

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +28,7 @@ from coa_jax.distillation import function_team
 from coa_jax.errors import UserError
 from coa_jax.evaluation.compare import Comparison, compare
 from coa_jax.evaluation.config import EvaluateConfig, EvaluateRun
-from coa_jax.evaluation.figures import table
+from coa_jax.evaluation.results import table
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import load_weights
@@ -35,7 +36,7 @@ from coa_jax.model.export import save_model
 from coa_jax.model.foreign import Foreign
 from coa_jax.model.policy import Model
 from coa_jax.protocol import find_protocols
-from coa_jax.report.benchmark import write_page
+from coa_jax.report.evaluation_page import write_page
 from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.environments.base import EnvironmentConfig, tags_of
 from coa_jax.rollout.request import RolloutConfig
@@ -47,7 +48,7 @@ from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.question_rows import Columns, tasks_of_rows
 from coa_jax.tasks.task_protocol import with_task_protocol
 from coa_jax.tools.base import Tool
-from coa_jax.tools.concurrency import apart
+from coa_jax.tools.concurrency import run_outside_event_loop
 from coa_jax.tools.function import FunctionTool, function_schema
 from coa_jax.tools.make import (
     OWN_TOOLS,
@@ -58,7 +59,7 @@ from coa_jax.tools.make import (
     named_tools,
     protocol_of,
 )
-from coa_jax.tools.net.budget import spending
+from coa_jax.tools.net.budget import charge_to_run
 from coa_jax.train import foreign, rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
@@ -305,7 +306,11 @@ def _keep_records(path: Path, records: Sequence[DistilledRecord]) -> None:
 
 
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
-    apart(train)
+    try:
+        run_outside_event_loop(train)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same call continues the run in {path}", file=sys.stderr)
+        raise
     rows = jsonl.read_objects(path / "metrics.jsonl")
     return Trained(path, [row for row in rows if row.get("phase") == phase])
 
@@ -335,6 +340,7 @@ def distill(
     tasks: Tasks,
     num_tasks: int = 0,
     tools: Sequence[Callable[..., Any]] = (),
+    task_options: Mapping[str, Any] | None = None,
     concurrency: int = 8,
 ) -> Distilled:
     """Lets a multi-agent system solve tasks, and keeps the runs whose answers are right.
@@ -350,6 +356,7 @@ def distill(
         tasks: as in `train_rl`; each task needs an accepted answer.
         num_tasks: number of tasks to load if ``tasks`` is the name of a source; 0 for all.
         tools: typed functions that the team calls, which the policy's prompt then describes.
+        task_options: which columns of rows hold the question and the answer, as in `train_rl`.
         concurrency: number of tasks that are solved at the same time.
 
     Raises:
@@ -360,8 +367,11 @@ def distill(
             f"team is {type(team).__name__}; give a function that takes a question and returns the "
             "messages of a run (coa-jax distill reads logs)"
         )
-    source = tasks if isinstance(tasks, str) else _source(tasks, {})
-    loaded, path = load_tasks(source, "train", num_tasks or None), run_folder(workdir)
+    columns = {"task_options": dict(task_options or {})}
+    source = tasks if isinstance(tasks, str) else _source(tasks, columns)
+    options = task_options if isinstance(tasks, str) else None
+    loaded = load_tasks(source, "train", num_tasks or None, options=options)
+    path = run_folder(workdir)
     schemas = [{"type": "function", "function": function_schema(tool)} for tool in tools]
 
     def solve() -> Distilled:
@@ -377,7 +387,7 @@ def distill(
             raise UserError(f"no run of the team was right; {number} of {len(loaded)}: {reason}")
         return Distilled(path, records, dropped)
 
-    return apart(solve)
+    return run_outside_event_loop(solve)
 
 
 # --- evaluation ----------------------------------------------------------------------------
@@ -491,7 +501,7 @@ def evaluate(
     settings = build_config(EvaluateRun, values)
 
     def measure() -> Evaluation:
-        with RunDir(path) as run, spending(path / "spent"):
+        with RunDir(path) as run, charge_to_run(path / "spent"):
             if isinstance(policy, Model):
                 save_model(policy, copied, overwrite=True)
             evaluation = Evaluation(path, _measured(settings, run, fresh))
@@ -502,7 +512,7 @@ def evaluate(
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
 
-    return apart(measure)
+    return run_outside_event_loop(measure)
 
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:

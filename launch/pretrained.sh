@@ -26,7 +26,6 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-# setup_env.sh changes the directory, and a directory that is named is meant from where the user stands.
 [ -z "$fetch" ] || (
   source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks web
   python -m coa_jax fetch smollm2 "$COA_ROOT/weights/SmolLM2-135M-Instruct" >&2

@@ -28,5 +28,6 @@ done
 workdir="${workdir+$(absolute "$workdir")}"
 
 source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks web
+cd "$COA_ROOT"
 keep_buffers
 exec python -m coa_jax quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}

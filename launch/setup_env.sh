@@ -6,7 +6,8 @@
 #                                               wandb docs test testjax dev cuda tpu gpucompiler
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
-# Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
+# Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.  The working directory
+# stays the same.
 # PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later).  If there is no
 # such interpreter, uv (if it is installed) installs Python 3.12.
 # The script installs the versions with which the tests run: those of coa_jax/config/constraints/jax-0.10.txt
@@ -243,8 +244,7 @@ coa_complete() {
 coa_setup_env() {
   local file=""
   [ -z "${CONSTRAINTS:-}" ] || file="$(coa_constraints)" || return 1
-  cd "$COA_ROOT" || return 1
-  (coa_complete "$file" "$@") || return 1
+  (cd "$COA_ROOT" && coa_complete "$file" "$@") || return 1
   export PATH="$COA_VENV/bin:$PATH"
   # A training step on a CPU allocates and frees gigabytes.  Touching 3 GiB for the first time takes
   # seconds in pages of 4 KiB and 0.3 s in pages of 2 MiB, so ask malloc for large pages.

@@ -24,6 +24,7 @@ for argument in "$@"; do
 done
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" test
+cd "$COA_ROOT"
 
 failed=()
 if [[ "$parts" = *lint* ]]; then

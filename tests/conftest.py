@@ -19,7 +19,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from coa_jax.parallel.compiled import keep_programs
+from coa_jax.parallel.compilation_cache import enable_compilation_cache
 
 # The suite is meant for a CPU; name the platform explicitly to run it elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -50,7 +50,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # not in the processes that t
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-keep_programs(_PROGRAMS)
+enable_compilation_cache(_PROGRAMS)
 # Most of the suite's time is XLA's work on programs that run for milliseconds.  Tests of what this
 # work decides (bits under other shapes, memory, copies) use the fixture `optimized`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -14,7 +14,7 @@ import pytest
 
 from coa_jax.cli.compare import run
 from coa_jax.report import build_report
-from coa_jax.report.benchmark import write_page
+from coa_jax.report.evaluation_page import write_page
 from coa_jax.report.page import whole_page
 from coa_jax.report.sweep import build_sweep
 from tests.evaluation.made import outcome

@@ -20,12 +20,12 @@ import coa_jax.cli.distill as distill
 import coa_jax.cli.serve as serve
 from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
 from coa_jax.cli import synthesize
-from coa_jax.demo import scratch
+from coa_jax.demo import untrained_command
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateRun
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.config import cpu_dtype
-from coa_jax.model.shapes import architecture_of
-from coa_jax.paper import ablation, economy, quickstart
+from coa_jax.paper import ablation, quickstart, token_savings
 from coa_jax.run.command import load_config
 from coa_jax.run.machines import MACHINES
 from coa_jax.run.settings import build_config
@@ -112,11 +112,11 @@ COMMANDS = {
     "rl": RLRun,
     "evaluate": EvaluateRun,
     "serve": serve.Command,
-    "scratch": scratch.Command,
+    "scratch": untrained_command.Command,
     "distill": distill.Command,
     "synthesize": synthesize.Command,
     "ablation": ablation.Command,
-    "economy": economy.Command,
+    "economy": token_savings.Command,
     "quickstart": quickstart.Command,
     "pretrained": quickstart.Command,
     "few": RLRun,

@@ -324,7 +324,7 @@ BY_NAME = ("import_module", "find_spec", "files")  # functions that get the name
 PRIVATE = {
     "run/command.py": "jax",
     "parallel/processes.py": "jax",
-    "storage/arrays.py": "orbax-checkpoint",
+    "storage/checkpoint_folders.py": "orbax-checkpoint",
     "serve/http/protocol.py": "uvicorn",
 }
 

@@ -43,7 +43,7 @@ def test_every_entry_point_has_a_command():
         if re.search(r'^if __name__ == "__main__":$', path.read_text(), re.MULTILINE)
     }
     # Run by other commands.
-    workers = {"tools.code_libraries", "model.chat_template", "serve.agents.leash"}
+    workers = {"tools.code_libraries", "model.chat_template", "serve.agents.supervisor"}
     assert modules - workers == {*COMMANDS.values(), "__main__"}
 
 

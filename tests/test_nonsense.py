@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from coa_jax.config.fields import Between, Bounded, OneOf, Text, declared, parts, present
+from coa_jax.config.fields import (
+    Between,
+    Bounded,
+    OneOf,
+    Text,
+    field_annotations,
+    parts,
+    without_none,
+)
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
@@ -44,15 +52,15 @@ class Words(Bounded):
 def dataclasses_of(kind: Any) -> Iterator[type[Any]]:
     """A dataclass and those inside it."""
     yield kind
-    for annotation in declared(kind).values():
-        inner, _ = parts(present(annotation))
+    for annotation in field_annotations(kind).values():
+        inner, _ = parts(without_none(annotation))
         if dataclasses.is_dataclass(inner):
             yield from dataclasses_of(inner)
 
 
 def unbounded(annotation: Any) -> str:
     """What of an annotation has no bound; empty if it has those of its type."""
-    kind, bounds = parts(present(annotation))
+    kind, bounds = parts(without_none(annotation))
     if kind is tuple:
         items = typing.get_args(annotation)
         items = typing.get_args(items[0]) if bounds else items
@@ -68,7 +76,7 @@ def test_every_number_and_every_text_of_a_command_has_a_bound():
     without = [
         f"{kind.__name__}.{name}: {lack}"
         for kind in kinds
-        for name, annotation in declared(kind).items()
+        for name, annotation in field_annotations(kind).items()
         if (lack := unbounded(annotation))
     ]
     assert without == []
@@ -76,12 +84,12 @@ def test_every_number_and_every_text_of_a_command_has_a_bound():
 
 def fault(value: Any, annotation: Any) -> str:
     """What is wrong with an accepted value, told without the code under test."""
-    annotation = present(annotation)
+    annotation = without_none(annotation)
     kind, bounds = parts(annotation)
     if dataclasses.is_dataclass(kind):
         return value and " ".join(
             f"{name} {wrong}"
-            for name, inner in declared(kind).items()
+            for name, inner in field_annotations(kind).items()
             if (wrong := fault(getattr(value, name), inner))
         )
     if kind in (int, float):

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from coa_jax.__main__ import COMMANDS
-from coa_jax.config.fields import declared
+from coa_jax.config.fields import field_annotations
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -108,7 +108,9 @@ def groups_of_commands(reference) -> set[type]:
         cls = left.pop()
         if dataclasses.is_dataclass(cls) and cls not in found:
             found.add(cls)
-            left += [reference.parts(reference.present(x))[0] for x in declared(cls).values()]
+            left += [
+                reference.parts(reference.present(x))[0] for x in field_annotations(cls).values()
+            ]
     return found
 
 

@@ -48,8 +48,8 @@ from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.evaluation.run import load
 from coa_jax.files.untrusted import made_by
 from coa_jax.model.api import describe_model, download_once
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel import processes
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 from coa_jax.parallel.slices import TPUS, Slice, default_fraction, devices_of, parse_slice
@@ -61,8 +61,8 @@ from coa_jax.tools.make import make_tools
 from coa_jax.train import arrays
 from coa_jax.train.config import DPOConfig, FitConfig, RFTConfig, SFTConfig
 from coa_jax.train.defaults import completed_for
-from coa_jax.train.questions import questions
 from coa_jax.train.rl_config import RLConfig, RLRun
+from coa_jax.train.training_tasks import load_training_tasks
 
 _RECORDS = 1000
 """Number of records that the check reads from each file of training data."""
@@ -92,7 +92,7 @@ def check(command: str) -> int:
         failures += not each.ok
         host = f"{socket.gethostname()} ({processes.index()}): " if processes.count() > 1 else ""
         print(f"{host}{'ok  ' if each.ok else 'FAIL'} {each.name}: {each.text}", flush=True)
-    counts = processes.exchange(failures, "the check of the other hosts", _WAIT_S)
+    counts = processes.all_gather(failures, "the check of the other hosts", _WAIT_S)
     if not any(counts):
         print("ready", flush=True)
         return 0
@@ -130,7 +130,7 @@ def _run_check(
     processes that loaded a data set together would wait for the failed one.
     """
     try:
-        with contextlib.nullcontext() if together else processes.apart():
+        with contextlib.nullcontext() if together else processes.as_single_process():
             opened, text = function()
         return opened, Check(name, True, text)
     except Exception as error:  # a defect in one check must not hide the other checks
@@ -219,7 +219,7 @@ def _traces(address: str) -> str:
 def _tasks(config: Any) -> tuple[Any, str]:
     """Loads the tasks of the run, and checks that they can be graded on this host."""
     if isinstance(config, RLRun):
-        parts, *_ = questions(config)
+        parts, *_ = load_training_tasks(config)
         tasks = [task for each in parts.values() for task in each]
     elif isinstance(config, EvaluateRun):
         tasks = load(config)
@@ -281,9 +281,9 @@ def _writable(address: str) -> str:
         mine.write_bytes(b"")
     except (UserError, OSError) as error:
         fault = error
-    processes.meet("the check of the work directory", _WAIT_S)
+    processes.barrier("the check of the work directory", _WAIT_S)
     others = [n for n in range(processes.count()) if not (workdir / f".check-of-{n}").exists()]
-    processes.meet("the end of the check of the work directory", _WAIT_S)
+    processes.barrier("the end of the check of the work directory", _WAIT_S)
     with contextlib.suppress(OSError):
         mine.unlink()
     if fault is not None:

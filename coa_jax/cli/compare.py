@@ -27,10 +27,10 @@ from absl import flags
 from coa_jax.data.atif import is_atif
 from coa_jax.data.rows import open_rows
 from coa_jax.errors import UserError
-from coa_jax.evaluation.compare import compare, differing, load, text
+from coa_jax.evaluation.compare import compare, differing_settings, format_comparison, load
 from coa_jax.files import durable
+from coa_jax.report.comparison_page import PairedEvaluation, outcome_of_traces, pair_page
 from coa_jax.report.page import save_page
-from coa_jax.report.pair import PairedEvaluation, outcome_of_traces, pair_page
 from coa_jax.report.run import Run, is_run, read_run
 from coa_jax.report.traces import stage_rank
 from coa_jax.run.command import run_main
@@ -77,9 +77,9 @@ def compared(
             print(f"{first['stage']}: {error}")
             continue
         result = PairedEvaluation(
-            first, second, dataclasses.asdict(comparison), differing(first, second)
+            first, second, dataclasses.asdict(comparison), differing_settings(first, second)
         )
-        results.append((text(first, second, comparison), result))
+        results.append((format_comparison(first, second, comparison), result))
     return results
 
 
@@ -185,7 +185,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
             raise UserError("--page needs two run directories")
         first, second = load(a), load(b)
         comparison = compare(first, second)
-        print(text(first, second, comparison))
+        print(format_comparison(first, second, comparison))
         value = dataclasses.asdict(comparison)
     else:
         value = {"stages": compare_runs(a, b, page)}

@@ -36,10 +36,15 @@ from coa_jax.distillation.dataset import distill_split, statistics_of
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.filters import FilterReport, why_nothing
 from coa_jax.distillation.pipeline import DistillConfig, teacher_block
-from coa_jax.distillation.readers.calls import REQUEST
-from coa_jax.distillation.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
+from coa_jax.distillation.readers.tool_calls import REQUEST
+from coa_jax.distillation.smolagents_runs import (
+    SmolConfig,
+    bind_settings,
+    endpoint_model,
+    run_smolagents,
+)
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.distillation.token_savings import CountTokens, economy
+from coa_jax.distillation.token_savings import CountTokens, compare_tokens
 from coa_jax.distillation.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
@@ -276,7 +281,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             if name == "validation":
                 summary["teacher"] = teacher_block(split.runs, count)
                 if count is not None:
-                    summary["economy"] = economy(split.runs, list(tools), count)
+                    summary["economy"] = compare_tokens(split.runs, list(tools), count)
         run.write_config(config)
         run.summary(summary)
     return _with_records(summary)

@@ -32,7 +32,7 @@ import jax
 from absl import flags
 
 from coa_jax import storage
-from coa_jax.config.renamed import renewed
+from coa_jax.config.renamed import with_present_keys
 from coa_jax.errors import UserError
 from coa_jax.files import durable
 from coa_jax.model.api import Model, describe_model, load_weights, save_model
@@ -45,7 +45,7 @@ from coa_jax.parallel.placement import training_mesh
 from coa_jax.protocol import find_protocols, write_protocols
 from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.run.settings import build_config
-from coa_jax.storage.arrays import checkpoints_of
+from coa_jax.storage.checkpoint_folders import checkpoints_of
 from coa_jax.storage.mirror import NAMES_ONLY
 from coa_jax.train.checkpoint import Checkpoints, Damaged
 from coa_jax.train.optimizer import OptimizerConfig
@@ -88,7 +88,7 @@ def export(
     directory = checkpoints_of(workdir) / phase
     if not directory.is_dir():
         raise UserError(f"{directory} does not exist: the run has no checkpoint of that phase yet")
-    settings = renewed(durable.read_json_object(workdir / "config.json"))
+    settings = with_present_keys(durable.read_json_object(workdir / "config.json"))
     config = _phase_config(settings, phase, workdir)
     metric = config.get("keep_best", "") if best else ""
     checkpoints = Checkpoints(directory, best=metric, read_only=True)

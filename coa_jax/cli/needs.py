@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -121,8 +122,8 @@ def needs_of(config: Any, wandb: bool = False, workdir: str = "") -> Needs:
         workdir: work directory of the run; "" if unknown.
     """
     used, text = used_settings(config), f"{workdir} {config}"
-    # Whether a model is a GGUF file is known only when the model is opened.
-    needs = Needs(("gguf", *(["wandb"] if wandb else [])))
+    gguf = ["gguf"] if _may_be_gguf(str(used.get("model") or "")) else []
+    needs = Needs((*gguf, *(["wandb"] if wandb else [])))
     needs += sum((settings_needs(part).under(name) for name, part in used.items()), Needs())
     needs += sources_need(config) if "task_options" in used else Needs()
     needs += Needs(tuple(e for scheme, (_, e) in storage.SCHEMES.items() if f"{scheme}://" in text))
@@ -130,6 +131,13 @@ def needs_of(config: Any, wandb: bool = False, workdir: str = "") -> Needs:
     # The extras `web` and `distill` contain the client of served models, too.
     spare = {"endpoint"} if {"web", "distill"} & {*needs.extras} else set()
     return dataclasses.replace(needs, extras=tuple(e for e in needs.extras if e not in spare))
+
+
+def _may_be_gguf(place: str) -> bool:
+    """Returns whether a model may be a GGUF file; a bucket is not opened to find out."""
+    if not place:
+        return False
+    return "gguf" in place.lower() or storage.is_url(place) or any(Path(place).glob("*.gguf"))
 
 
 def paths_of(config: Any) -> dict[str, str]:

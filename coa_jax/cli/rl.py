@@ -21,7 +21,7 @@ import functools
 from absl import flags
 
 from coa_jax.cli.needs import check_settings
-from coa_jax.config.renamed import renewed
+from coa_jax.config.renamed import with_present_keys
 from coa_jax.files import durable
 from coa_jax.protocol import find_protocols
 from coa_jax.run.command import need, run_main
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     # Imported here, so that mistakes in settings are told before JAX is loaded.
     from coa_jax.api import train_rl
     from coa_jax.cli.check import check
-    from coa_jax.train.rl import repeat
+    from coa_jax.train.rl import replay_steps
 
     values = flags.FLAGS
     if values.check != "false":
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
     if values.replay:
         with visited(values.replay, (*NAMES_ONLY, "traces.jsonl", "spool")) as run_path:
             find_protocols(run_path)
-            config = renewed(durable.read_json_object(run_path / "config.json"))
-            outcome = repeat(build_config(RLRun, config), run_path)
+            config = with_present_keys(durable.read_json_object(run_path / "config.json"))
+            outcome = replay_steps(build_config(RLRun, config), run_path)
         print(outcome)
         return 0 if outcome.identical else 1
     run = train_rl(values.config, values.workdir, wandb_project=values.wandb_project)

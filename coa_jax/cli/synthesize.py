@@ -27,9 +27,9 @@ from absl import flags
 
 from coa_jax.config.fields import Bounded, Count, Times
 from coa_jax.config.preflight import SECONDS, ProbeSeconds, preflight, require, settings_probes
+from coa_jax.distillation.agent_functions import load_agents
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
-from coa_jax.distillation.llm import language_minds
-from coa_jax.distillation.minds import team_minds
+from coa_jax.distillation.llm import language_model_agents
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.synthesis.build import Item, Synthesis, SynthesisConfig
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig, closed_book
@@ -209,7 +209,7 @@ def _with_tools(
     most = team.max_messages
     return WithTools(
         tools,
-        team_minds() if model is None else language_minds(model),
+        load_agents() if model is None else language_model_agents(model),
         DistillConfig(concurrency=team.concurrency, max_messages=most),
         team.attempts,
         workdir / "runs.jsonl",

@@ -38,7 +38,16 @@ from typing import Annotated, Any
 
 from ml_collections import ConfigDict
 
-from coa_jax.config.fields import Bounded, OneOf, Text, check, frozen, parts, present, shown
+from coa_jax.config.fields import (
+    Bounded,
+    OneOf,
+    Text,
+    check,
+    format_value,
+    freeze,
+    parts,
+    without_none,
+)
 from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError
 
@@ -150,16 +159,16 @@ class Named(OneOf):
         super().__init__(lambda: (*kind.names(), *further))
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
         """Returns whether a value is an allowed name, has the form of a path, or is an object."""
         if isinstance(value, Reference) or value in self.at_hand or is_path(value):  # type: ignore[attr-defined]
             return True
         # Listing the names of installed packages reads from the disk, so this test comes last.
         return value in self.names()
 
-    def wanted(self, kind: type[Any]) -> str:
+    def describe(self, kind: type[Any]) -> str:
         """Describes the allowed names for an error such as "give one of a, b"; ignores ``kind``."""
-        return f"{super().wanted(kind)}, or package.module:name"
+        return f"{super().describe(kind)}, or package.module:name"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +244,9 @@ def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
     if isinstance(target, str):
         target = _load(kind, target, where)
     if not callable(target):
-        raise UserError(f"{where}: {name} is {shown(target)}; {kind.one} is a function or a class")
+        raise UserError(
+            f"{where}: {name} is {format_value(target)}; {kind.one} is a function or a class"
+        )
     return typing.cast(Callable[..., Any], kind.adapt(target))
 
 
@@ -314,7 +325,9 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def blaming(call: BoundFunction, name: str, where: str, advice: str = "") -> Iterator[None]:
+def explain_errors_of(
+    call: BoundFunction, name: str, where: str, advice: str = ""
+) -> Iterator[None]:
     """Turns an exception of a user's function into a `UserError`, as a context manager.
 
     Args:
@@ -408,7 +421,7 @@ def _value(function: Callable[..., Any], name: str, value: Any, where: str, text
     annotation = _types(function).get(name, Any)
     simple = isinstance(annotation, type) or typing.get_origin(annotation) is not None
     try:
-        kind, _ = parts(present(annotation)) if simple else (object, ())
+        kind, _ = parts(without_none(annotation)) if simple else (object, ())
     except ValueError:  # a union of several types
         kind = object
     if text and kind is not str:
@@ -416,7 +429,7 @@ def _value(function: Callable[..., Any], name: str, value: Any, where: str, text
             value = ast.literal_eval(value)
     if kind is bool and value in (0, 1):
         value = bool(value)
-    value = frozen(value)
+    value = freeze(value)
     return check(value, annotation, where) if kind in _CHECKED else value
 
 
@@ -462,5 +475,6 @@ def refuse_result(
         where: name of the setting that names the function.
     """
     return MisfitError(
-        f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {valid}"
+        f"{where}: {name} gave {format_value(result)} ({type(result).__name__}); {kind.one} gives "
+        f"{valid}"
     )

@@ -54,13 +54,13 @@ class Between:
     below: bool = False
     also: tuple[float, ...] = ()
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
         """Returns whether a value, which already has the annotated type, is within the bounds."""
         inside = self.low <= value <= self.high
         edge = (self.above and value == self.low) or (self.below and value == self.high)
         return (inside and not edge) or value in self.also
 
-    def wanted(self, kind: type[Any]) -> str:
+    def describe(self, kind: type[Any]) -> str:
         """Describes the allowed numbers for an error such as "give a number from 0 to 1".
 
         Args:
@@ -95,11 +95,11 @@ class OneOf:
         """Returns the names that are allowed at the time of the call."""
         return tuple(self.known() if callable(self.known) else self.known)
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
         """Returns whether a value of the right type is one of the allowed names."""
         return value in self.names()
 
-    def wanted(self, kind: type[Any]) -> str:
+    def describe(self, kind: type[Any]) -> str:
         """Describes the allowed names for an error such as "give one of a, b"; ignores ``kind``."""
         return "one of " + ", ".join(name or '""' for name in self.names())
 
@@ -120,13 +120,13 @@ class Text:
     what: str = ""
     hidden: bool = False
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
         """Returns whether a string is UTF-8 without NUL, and fits ``longest`` and ``pattern``."""
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None
 
-    def wanted(self, kind: type[Any]) -> str:
+    def describe(self, kind: type[Any]) -> str:
         """Describes the allowed strings for an error such as "give a name"; ignores ``kind``."""
         return self.what or f"at most {self.longest} characters of UTF-8 without NUL"
 
@@ -142,11 +142,11 @@ class Items:
     low: int
     high: int
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
         """Returns whether a tuple or mapping has an allowed number of items."""
         return self.low <= len(value) <= self.high
 
-    def wanted(self, kind: type[Any]) -> str:
+    def describe(self, kind: type[Any]) -> str:
         """Describes the allowed number for an error such as "give 2 items"; ignores ``kind``."""
         number = self.low if self.low == self.high else f"{self.low} to {self.high}"
         return f"{number} items"
@@ -220,7 +220,7 @@ class Bounded:
         """
         cls: Any = type(self)
         errors = []
-        for name, annotation in declared(cls).items():
+        for name, annotation in field_annotations(cls).items():
             try:
                 check(getattr(self, name), annotation, name)
             except UserError as error:
@@ -230,13 +230,13 @@ class Bounded:
 
 
 @functools.cache
-def declared(cls: type[Any]) -> dict[str, Any]:
+def field_annotations(cls: type[Any]) -> dict[str, Any]:
     """Returns the annotation, including bounds, of each field of a dataclass, by name."""
     types_of_fields = typing.get_type_hints(cls, include_extras=True)
     return {field.name: types_of_fields[field.name] for field in dataclasses.fields(cls)}
 
 
-def present(annotation: Any) -> Any:
+def without_none(annotation: Any) -> Any:
     """Removes ``| None`` from an annotation: ``X`` for ``X | None``; others stay unchanged."""
     if not isinstance(annotation, types.UnionType):
         return annotation
@@ -255,21 +255,25 @@ def check(value: T, annotation: Any, where: str) -> T:
     Raises:
         UserError: the value has a wrong type or is out of bounds.
     """
-    if value is None and present(annotation) is not annotation:
+    if value is None and without_none(annotation) is not annotation:
         return value
-    annotation = present(annotation)
+    annotation = without_none(annotation)
     kind, bounds = parts(annotation)
-    if not _has_type(value, kind) or not all(bound.holds(value) for bound in bounds):
-        expected = ", ".join(bound.wanted(kind) for bound in bounds) or _NOUNS.get(kind)
+    if not _has_type(value, kind) or not all(bound.allows(value) for bound in bounds):
+        expected = ", ".join(bound.describe(kind) for bound in bounds) or _NOUNS.get(kind)
         hidden = any(isinstance(bound, Text) and bound.hidden for bound in bounds)
-        text = "a text that may be secret" if hidden and isinstance(value, str) else shown(value)
+        text = (
+            "a text that may be secret"
+            if hidden and isinstance(value, str)
+            else format_value(value)
+        )
         raise UserError(f"{where} is {text}; give {expected or f'a {kind.__name__}'}")
     if isinstance(value, tuple):
         items = typing.get_args(annotation_of(annotation))
         if items[1:] == (...,):
             items = items[:1] * len(value)
         if len(items) != len(value):
-            raise UserError(f"{where} is {shown(value)}; give {len(items)} items")
+            raise UserError(f"{where} is {format_value(value)}; give {len(items)} items")
         for index, (part, item) in enumerate(zip(value, items, strict=True)):
             check(part, item, f"{where}[{index}]")
     return value
@@ -299,12 +303,12 @@ def annotation_of(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if annotated else annotation
 
 
-def frozen(value: Any) -> Any:
+def freeze(value: Any) -> Any:
     """Converts lists in a value to tuples, so that a config is hashable.
 
     Configs must be hashable because they are static arguments of compiled functions.
     """
-    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
@@ -312,7 +316,7 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
     return (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Formats a value for an error message, in one short line."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"

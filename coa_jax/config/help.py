@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.config.fields import declared, is_sparse, parts, present
+from coa_jax.config.fields import field_annotations, is_sparse, parts, without_none
 from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError
 
@@ -82,8 +82,8 @@ def settings_of(
     """
     texts = meanings(cls)
     for field in dataclasses.fields(cls):
-        annotation = declared(cls)[field.name]
-        kind, _ = parts(present(annotation))
+        annotation = field_annotations(cls)[field.name]
+        kind, _ = parts(without_none(annotation))
         make: Any = field.default_factory
         usual = field.default if make is dataclasses.MISSING else make()
         usual = usual if default is None else getattr(default, field.name)

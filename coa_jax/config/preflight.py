@@ -142,12 +142,12 @@ def used_settings(config: Any) -> dict[str, Any]:
     """Returns the settings of a run that have an effect, by name.
 
     For example, the settings of tools are left out if an agent program brings its own tools. In SFT
-    without evaluations, those of tools, graders and held-out tasks are left out.
+    without evaluations, those of tools, graders, held-out tasks and the engine are left out.
     """
     used = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     unused = ["tools"] if used.get("agent") else []
     if "data" in used and not used.get("evaluate_every"):
-        unused = ["tools", "graders", "held_out"]
+        unused = ["tools", "graders", "held_out", "engine"]
     return {name: value for name, value in used.items() if name not in unused}
 
 

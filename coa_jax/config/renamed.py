@@ -80,7 +80,7 @@ def _prefix_of(key: str, old: str) -> str:
     return key.removesuffix(old) if key.endswith(f".{old}") else ""
 
 
-def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_present_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a run, with present keys in place of those of earlier versions."""
     result: dict[str, Any] = {}
     for key, value in _moved(config, ""):

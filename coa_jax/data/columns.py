@@ -29,7 +29,7 @@ def columns_of(path: Path) -> dict[str, Any]:
     return next((entry for entry in entries if entry.get("file_name") == path.name), {})
 
 
-def renamed(row: Any, info: Mapping[str, Any]) -> Any:
+def rename_columns(row: Any, info: Mapping[str, Any]) -> Any:
     """Returns a row with the standard column names of LLaMA-Factory, such as ``output``.
 
     Args:
@@ -61,7 +61,7 @@ _COLUMNS |= {"history": "history", "messages": "conversations"}
 STANDARD_NAMES = frozenset(
     [*_COLUMNS.values(), "messages", "conversation", "prompt", "query", "response", "completion"]
 )
-"""Names of columns from which `data.forms` reads the text of a row."""
+"""Names of columns from which `data.row_formats` reads the text of a row."""
 _ROLES = {f"{name}_tag": name for name in ("user", "assistant", "observation", "system")}
 _ROLES["function_tag"] = "function_call"
 

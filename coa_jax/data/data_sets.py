@@ -74,7 +74,7 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
         datasets = None
     # All processes must find the same faults: if one process failed, the others would wait for it.
     state = [datasets is not None, os.path.exists(name)]
-    installed, present = zip(*processes.exchange(state, where, 60.0), strict=True)
+    installed, present = zip(*processes.all_gather(state, where, 60.0), strict=True)
     if datasets is None or not all(installed):
         raise missing(where, "datasets", "hub")
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from coa_jax.data.split import ENVIRONMENT, POLICY, Parts, Unusable
+from coa_jax.data.text_parts import ENVIRONMENT, POLICY, Parts, Unusable
 from coa_jax.protocol import get_protocol, hermes
 
 PROTOCOL = "turns:hermes"

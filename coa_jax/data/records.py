@@ -23,12 +23,12 @@ from typing import Annotated, Any, NamedTuple
 from absl import logging
 
 from coa_jax.config.fields import OneOf
-from coa_jax.data.columns import columns_of, renamed
-from coa_jax.data.forms import from_tfds as from_tfds
-from coa_jax.data.forms import made_of
+from coa_jax.data.columns import columns_of, rename_columns
+from coa_jax.data.row_formats import convert_row
+from coa_jax.data.row_formats import from_tfds as from_tfds
 from coa_jax.data.rows import Row, find_files, open_rows
-from coa_jax.data.split import Unusable
-from coa_jax.data.split import parts_of_turns as parts_of_turns
+from coa_jax.data.text_parts import Unusable
+from coa_jax.data.text_parts import parts_of_turns as parts_of_turns
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
@@ -44,8 +44,8 @@ The value "" infers the protocol of such a record from its tags.
 """
 
 
-class LeftOut(NamedTuple):
-    """A row that is left out because it cannot be used for training, see `split.Unusable`.
+class SkippedRow(NamedTuple):
+    """A row that is left out because it cannot be used for training, see `text_parts.Unusable`.
 
     Attributes:
         row: where the row is, and its fields.
@@ -56,7 +56,7 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-class Read(NamedTuple):
+class ReadRecord(NamedTuple):
     """A record (a trajectory to train on, as text), with the row from which it was read.
 
     Attributes:
@@ -74,7 +74,9 @@ class Read(NamedTuple):
     dropped: str = ""
 
 
-def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Iterator[Read | LeftOut]:
+def iterate_records(
+    source: str | os.PathLike[str], protocol: str = ""
+) -> Iterator[ReadRecord | SkippedRow]:
     """Reads records one by one, so that only one row is in memory at a time.
 
     Args:
@@ -83,7 +85,7 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
             each row.
 
     Yields:
-        For each row a `Read` with the record, or a `LeftOut` with the reason.
+        For each row a `ReadRecord` with the record, or a `SkippedRow` with the reason.
 
     Raises:
         UserError: a file cannot be read, or a row is damaged. The message names the file and the
@@ -109,22 +111,22 @@ def _find_files(source: str | os.PathLike[str], protocol: str) -> list[Path]:
     return paths
 
 
-def _read_row(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
+def _read_row(row: Row, info: Mapping[str, Any], protocol: str) -> ReadRecord | SkippedRow:
     """Converts a row to a record, see `iterate_records`."""
     value, dropped = row.value, ""
     if value.keys() == {"filter", "record"}:
         value, dropped = value["record"], str(value["filter"])
     try:
-        made = made_of(renamed(value, info), f"{row.path.stem}:{row.number}", protocol)
+        made = convert_row(rename_columns(value, info), f"{row.path.stem}:{row.number}", protocol)
     except Unusable as why:
-        return LeftOut(row, str(why))
+        return SkippedRow(row, str(why))
     except (*untrusted.MALFORMED, UserError) as error:
         raise UserError(f"{row.where}: {untrusted.reason(error)}") from error
-    return Read(made.record, row, made.tags, dropped)
+    return ReadRecord(made.record, row, made.tags, dropped)
 
 
 class Records:
-    """The rows of data files as a sequence of `Read` and `LeftOut`; a row is read when accessed.
+    """The rows of data files, read when accessed, as a sequence of `ReadRecord` and `SkippedRow`.
 
     Only the positions of the rows in the files are kept in memory, which takes at most 24 bytes per
     row. Objects of this class can be pickled.
@@ -150,8 +152,8 @@ class Records:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> Read | LeftOut:
-        """Reads a row; returns a `Read` with the record, or a `LeftOut` with the reason.
+    def __getitem__(self, index: int) -> ReadRecord | SkippedRow:
+        """Reads a row; returns a `ReadRecord` with the record, or a `SkippedRow` with the reason.
 
         Raises:
             UserError: the row is damaged. The message names the file and the row.
@@ -187,7 +189,7 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
     counts, records = Counts(), list[DistilledRecord]()
     for outcome in iterate_records(source, protocol):
         counts.add(outcome)
-        if isinstance(outcome, Read):
+        if isinstance(outcome, ReadRecord):
             records.append(outcome.record)
     if not records:
         counts.check_some()
@@ -208,7 +210,7 @@ def records_of_rows(rows: Iterable[DistilledRecord | Mapping[str, Any]]) -> list
     for index, row in enumerate(rows):
         if not isinstance(row, DistilledRecord):
             try:
-                row = made_of(dict(row), str(index)).record
+                row = convert_row(dict(row), str(index)).record
             except (*untrusted.MALFORMED, UserError) as error:  # Unusable is malformed, too
                 raise UserError(f"data[{index}]: {untrusted.reason(error)}") from error
         records.append(row)
@@ -229,9 +231,9 @@ class Counts:
     inferred: Counter[str] = dataclasses.field(default_factory=Counter)
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
-    def add(self, entry: Read | LeftOut) -> None:
-        """Counts a row, which was either converted to a record (`Read`) or left out (`LeftOut`)."""
-        if isinstance(entry, LeftOut):
+    def add(self, entry: ReadRecord | SkippedRow) -> None:
+        """Counts a row, which was converted (`ReadRecord`) or left out (`SkippedRow`)."""
+        if isinstance(entry, SkippedRow):
             self._leave_out(entry.reason, 1, (entry.row.where,))
         elif entry.tags:
             self.inferred[entry.record.protocol] += 1

@@ -29,7 +29,7 @@ import numpy as np
 from coa_jax.config.installed import missing
 from coa_jax.config.preflight import Needs
 from coa_jax.data.data_sets import is_data_set, is_tfds, local_tfds, open_hub, open_tfds
-from coa_jax.data.shards import AGENT_FILE
+from coa_jax.data.trace_shards import AGENT_FILE
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
 from coa_jax.storage import local

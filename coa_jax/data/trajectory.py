@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl, untrusted
 from coa_jax.protocol import Violation, find_protocols, part_violations
@@ -382,8 +382,8 @@ def iterate_trajectories(
 
     Args:
         path: ``traces.jsonl`` or ``traces/`` of a run, another file in a format of
-            `coa_jax.data.shards`, a ``.json`` file with an object or a list of objects, or a folder
-            of such files.
+            `coa_jax.data.trace_shards`, a ``.json`` file with an object or a list of objects, or a
+            folder of such files.
         decode, growing: as in `jsonl.read_lines`.
 
     Raises:
@@ -393,7 +393,7 @@ def iterate_trajectories(
 
     path = local(os.fspath(path))
     find_protocols(path)
-    for part in shards.shard_files(path):
+    for part in trace_shards.trace_files(path):
         if part.suffix == ".json":
             yield from _documents(part, decode)
         else:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from coa_jax.demo import grammar, relations
 from coa_jax.demo.facts import accepted_answers, compute, to_decimal
 from coa_jax.demo.relations import RELATIONS, Relation
-from coa_jax.distillation.chance import uniform
+from coa_jax.distillation.random_numbers import uniform
 from coa_jax.distillation.synthesis.drafts import Document, Draft, Form
 from coa_jax.tasks.base import Task, fraction
 

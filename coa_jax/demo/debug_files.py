@@ -14,12 +14,12 @@ from pathlib import Path
 from absl import flags
 
 from coa_jax.cli.distill import distill
-from coa_jax.demo.scratch import make_policy
+from coa_jax.demo.untrained_command import create_untrained_policy
 from coa_jax.files import jsonl
 from coa_jax.run.command import load_config, run_main, workdir_flag
 from coa_jax.storage import output
 from coa_jax.tasks.examples import write_examples
-from coa_jax.tools.concurrency import apart
+from coa_jax.tools.concurrency import run_outside_event_loop
 
 QUESTIONS = (
     ("What is the capital of Lesotho?", "Maseru"),
@@ -33,7 +33,9 @@ def make_debug_files(folder: Path) -> None:
     """Writes data, policy, questions and benchmarks of the configs' debug variants to a folder."""
     sizes = {"tasks.train": 40, "tasks.validation": 4}
     config = load_config("configs/distill/factbook.py", sizes)
-    apart(lambda: distill(config, folder / "distill"))  # a notebook has a running event loop
+    run_outside_event_loop(
+        lambda: distill(config, folder / "distill")
+    )  # a notebook has a running event loop
     policy = {
         "data": str(folder / "distill" / "train.jsonl"),
         "policy.hidden_size": 32,
@@ -42,7 +44,7 @@ def make_debug_files(folder: Path) -> None:
         "policy.head_dim": 16,
         "policy.induction": False,
     }
-    make_policy(load_config("configs/scratch/factbook.py", policy), folder / "scratch")
+    create_untrained_policy(load_config("configs/scratch/factbook.py", policy), folder / "scratch")
     rows = [
         # With the protocol ``code``, only answers that are numbers have a grader.
         {"question": question, "answer": answer}

@@ -29,7 +29,7 @@ KINDS: Mapping[str, Any] = _FILE["tools"]
 """Kind of tool -> its names, purposes, slots (arguments), fields (of results) and questions."""
 
 UNKNOWN = "unknown"
-"""The answer of scripted minds if no tool can answer, or if they do not understand the question."""
+"""The answer of scripted agents if no tool can answer, or if the question is of another kind."""
 
 _LEFT_OUT = 0.08  # share of the tasks without the tool that could answer
 _SHAPE = re.compile(r"\b[A-Z]{2,}(?:[ ,;|/]+[A-Z]{2,})*\b")

@@ -23,34 +23,40 @@ from coa_jax.demo.grammar import (
     render,
     understand,
 )
-from coa_jax.demo.scripted import scripted_minds
-from coa_jax.distillation.minds import Action, AgentView, Mind, Minds
+from coa_jax.demo.scripted import scripted_agents
+from coa_jax.distillation.agent_functions import Action, AgentFunction, AgentFunctions, AgentView
 from coa_jax.tasks.base import fraction
 
 REMEMBERED = 0.7
 """Share of the countries about which the team remembers facts."""
 
 
-def recalling_minds(
+def recalling_agents(
     mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
-) -> Minds:
-    """Returns the minds of a scripted team that remembers facts about some countries.
+) -> AgentFunctions:
+    """Returns the agent functions of a scripted team that remembers facts about some countries.
 
-    The mind of an agent is the function that decides the agent's next message.
+    An agent function decides the next message of its agent.
 
     Args:
         mistake_rate, unrecovered_rate, seed: probabilities of mistakes and the seed of the random
-            choices, as in `scripted_minds`.
+            choices, as in `scripted_agents`.
     """
 
-    def remembering(mind: Mind) -> Mind:
+    def remembering(agent_function: AgentFunction) -> AgentFunction:
         async def act(view: AgentView) -> Action:
-            return await mind(dataclasses.replace(view, question=remaining(view.question)))
+            return await agent_function(
+                dataclasses.replace(view, question=remaining(view.question))
+            )
 
         return act
 
-    scripted = scripted_minds(mistake_rate, unrecovered_rate, seed)
-    return {agent: remembering(mind) for agent, mind in scripted.items()}
+    scripted = scripted_agents(mistake_rate, unrecovered_rate, seed)
+    return {agent: remembering(agent_function) for agent, agent_function in scripted.items()}
+
+
+recalling_minds = recalling_agents
+"""The earlier name, which the configs of earlier runs contain."""
 
 
 @functools.lru_cache(maxsize=4096)

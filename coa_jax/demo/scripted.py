@@ -1,23 +1,23 @@
-"""Implements scripted minds, which solve the generated tasks by rules, without a language model.
+"""Implements scripted agents, which solve the generated tasks by rules, without a language model.
 
-The mind of an agent is the function that decides the agent's next message. A scripted mind parses
-the question and the tool results with the grammar of the tasks, and uses nothing else. If the
-question is of another kind, the answer is "unknown". The sentences of scripted minds are short and
-regular, and every name and number is copied from the question or from a tool result. So a small
-policy can learn to write such runs from left to right.
+An agent function decides the next message of its agent. A scripted agent parses the question and
+the tool results with the grammar of the tasks, and uses nothing else. If the question is of another
+kind, the answer is "unknown". The sentences of scripted agents are short and regular, and every
+name and number is copied from the question or from a tool result. So a small policy can learn to
+write such runs from left to right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from coa_jax.demo import drawn_minds, steps
+from coa_jax.demo import drawn_tools_agents, steps
 from coa_jax.demo.drawn_tools import UNKNOWN, understand
 from coa_jax.demo.grammar import Computed
-from coa_jax.demo.slips import Slips, wrong_value
+from coa_jax.demo.mistakes import Mistakes, wrong_value
 from coa_jax.demo.steps import Progress
+from coa_jax.distillation.agent_functions import Action, AgentFunction, AgentFunctions, AgentView
 from coa_jax.distillation.messages import Kind
-from coa_jax.distillation.minds import Action, AgentView, Mind, Minds
 from coa_jax.protocol import (
     CRITERIA,
     format_code,
@@ -32,7 +32,7 @@ from coa_jax.protocol import (
 def _state(view: AgentView) -> Progress:
     state = steps.run_progress(view.question, view.messages)
     if state is None:
-        raise ValueError("the scripted minds do not understand this question")
+        raise ValueError("the scripted agents do not understand this question")
     return state
 
 
@@ -48,7 +48,7 @@ def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Acti
     return Action(steps.tool_for(state.step), Kind.REQUEST, text)
 
 
-def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
+def _conclude(mistakes: Mistakes, view: AgentView, state: Progress) -> Action:
     """Suggests the last answer for verification, or answers if the protocol has no verification."""
     protocol, value = get_protocol(view.protocol), state.answers[-1]
     if protocol.form(protocol.answer) == "solution":
@@ -56,20 +56,20 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
     if "suggested_answer" not in protocol.roles:
         return Action("user", Kind.ANSWER, value)
     second = bool(view.of_kind(Kind.VERDICT))
-    if not second and slips.happens(view.episode, "suggestion"):
+    if not second and mistakes.happens(view.episode, "suggestion"):
         wrong = wrong_value(steps.bound(state.steps[-1], state.answers), state.answers)
         return Action("verification", Kind.SUGGESTION, wrong, slip="suggestion")
     thought = f"#{len(state.steps)} is {value}." if second else ""
     return Action("verification", Kind.SUGGESTION, value, thought)
 
 
-def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
+def _after_report(mistakes: Mistakes, view: AgentView, state: Progress) -> Action:
     called = view.of_kind(Kind.CALL)[-1].recipient
     following = get_protocol(view.protocol).next_actions.get(called)
     reviewed = following == frozenset({"reflection"})  # the protocol reviews every result
     if reviewed or state.problem:
         return Action("reflection", Kind.REQUEST, "")
-    return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
+    return _conclude(mistakes, view, state) if state.complete else _ask_for_step(view, state)
 
 
 def _next_call(view: AgentView, state: Progress) -> str | None:
@@ -82,9 +82,9 @@ def _next_call(view: AgentView, state: Progress) -> str | None:
     return next((way for way in ways if way not in made), None)
 
 
-def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
+def _after_reflection(mistakes: Mistakes, view: AgentView, state: Progress) -> Action:
     if state.complete:
-        return _conclude(slips, view, state)
+        return _conclude(mistakes, view, state)
     if _next_call(view, state) is None:
         return Action("user", Kind.ANSWER, UNKNOWN)
     grades = parse_reflection(view.last.content) or {}
@@ -93,7 +93,7 @@ def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
     return _ask_for_step(view, state, again=bool(state.problem))
 
 
-def manage(slips: Slips, view: AgentView) -> Action:
+def manage(mistakes: Mistakes, view: AgentView) -> Action:
     """Decides the next message of the manager, the agent that directs the others.
 
     The manager first asks for a plan, and then for each step in order. Then the manager suggests an
@@ -101,7 +101,7 @@ def manage(slips: Slips, view: AgentView) -> Action:
     expected, the manager asks for a reflection.
 
     Args:
-        slips: decides which decisions become deliberate mistakes.
+        mistakes: decides which decisions become deliberate mistakes.
         view: what the agent knows about the run.
     """
     state = steps.run_progress(view.question, view.messages)
@@ -115,11 +115,13 @@ def manage(slips: Slips, view: AgentView) -> Action:
                 text = "One program computes it."
             return Action("planner", Kind.REQUEST, text)
         case Kind.PLAN:
-            return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
+            return (
+                _conclude(mistakes, view, state) if state.complete else _ask_for_step(view, state)
+            )
         case Kind.REPORT:
-            return _after_report(slips, view, state)
+            return _after_report(mistakes, view, state)
         case Kind.REFLECTION:
-            return _after_reflection(slips, view, state)
+            return _after_reflection(mistakes, view, state)
         case Kind.VERDICT:
             if (parse_double_check(view.last.content) or 0) >= 3:
                 return Action("user", Kind.ANSWER, view.of_kind(Kind.SUGGESTION)[-1].content)
@@ -131,13 +133,13 @@ def manage(slips: Slips, view: AgentView) -> Action:
 # --- the other agents ---------------------------------------------------------------------
 
 
-def plan(slips: Slips, view: AgentView) -> Action:
+def plan(mistakes: Mistakes, view: AgentView) -> Action:
     """Decides the message of the planner: the remaining steps, one per line.
 
     In the plan, "#k" stands for the answer of step k.
 
     Args:
-        slips: not used, because the planner makes no mistakes.
+        mistakes: not used, because the planner makes no mistakes.
         view: what the agent knows about the run.
     """
     state = _state(view)
@@ -154,14 +156,14 @@ def _report(view: AgentView, state: Progress) -> Action:
     return Action("manager", Kind.REPORT, text)
 
 
-def search(slips: Slips, view: AgentView) -> Action:
+def search(mistakes: Mistakes, view: AgentView) -> Action:
     """Decides the next message of the search agent: a query for the current step, or a report.
 
     On the web, the agent opens the search result that fits the step before it reports what the page
     says.
 
     Args:
-        slips: decides which decisions become deliberate mistakes.
+        mistakes: decides which decisions become deliberate mistakes.
         view: what the agent knows about the run.
     """
     state = _state(view)
@@ -171,31 +173,31 @@ def search(slips: Slips, view: AgentView) -> Action:
         return _report(view, state)
     tool = "web_search" if "web_search" in view.tools else "wiki_search"
     decision = f"query/{state.number}"
-    if state.failures == 0 and slips.happens(view.episode, decision):
-        query = slips.wrong_query(view.episode, decision, state.steps, state.step)
+    if state.failures == 0 and mistakes.happens(view.episode, decision):
+        query = mistakes.wrong_query(view.episode, decision, state.steps, state.step)
         if all(query != message.content for message in view.of_kind(Kind.CALL)):
             return Action(tool, Kind.CALL, query, slip="query")
     return Action(tool, Kind.CALL, _next_call(view, state) or "")
 
 
-def code(slips: Slips, view: AgentView) -> Action:
+def code(mistakes: Mistakes, view: AgentView) -> Action:
     """Decides the next message of the code agent: a program, or a report of its output.
 
     Args:
-        slips: decides which decisions become deliberate mistakes.
+        mistakes: decides which decisions become deliberate mistakes.
         view: what the agent knows about the run.
     """
     state = _state(view)
     if view.last.kind is Kind.OBSERVATION:
         return _report(view, state)
     decision = f"program/{state.number}"
-    if state.failures == 0 and slips.happens(view.episode, decision):
-        source = slips.wrong_program(view.episode, decision, state.step, state.answers)
+    if state.failures == 0 and mistakes.happens(view.episode, decision):
+        source = mistakes.wrong_program(view.episode, decision, state.step, state.answers)
         return Action("code", Kind.CALL, format_code(source), slip="program")
     return Action("code", Kind.CALL, _next_call(view, state) or "")
 
 
-def reflect(slips: Slips, view: AgentView) -> Action:
+def reflect(mistakes: Mistakes, view: AgentView) -> Action:
     """Decides the message of the reflection agent, which grades the last call by its result.
 
     If the result is as expected, all three grades are Good. Otherwise ``information_conflict`` is
@@ -204,7 +206,7 @@ def reflect(slips: Slips, view: AgentView) -> Action:
     new plan.
 
     Args:
-        slips: not used, because grades contain no mistakes.
+        mistakes: not used, because grades contain no mistakes.
         view: what the agent knows about the run.
     """
     state = _state(view)
@@ -229,13 +231,13 @@ def reflect(slips: Slips, view: AgentView) -> Action:
     return Action("manager", Kind.REFLECTION, format_reflection(grades), thought)
 
 
-def verify(slips: Slips, view: AgentView) -> Action:
+def verify(mistakes: Mistakes, view: AgentView) -> Action:
     """Decides the message of the verification agent: whether the results support the answer.
 
     The message is a verdict on the suggested answer.
 
     Args:
-        slips: decides whether a wrong suggested answer is overlooked.
+        mistakes: decides whether a wrong suggested answer is overlooked.
         view: what the agent knows about the run.
     """
     state, suggested = _state(view), view.last.content
@@ -243,7 +245,7 @@ def verify(slips: Slips, view: AgentView) -> Action:
     verb = "printed" if steps.tool_for(state.steps[-1]) == "code" else "states"
     if suggested == right:
         score, thought = 4, f"{state.evidence} {verb} it."
-    elif slips.stays_unseen(view.episode):
+    elif mistakes.stays_unseen(view.episode):
         score, thought = 3, f"{state.evidence} {verb} it."
     else:
         score = 2 if _digits(suggested) == _digits(right) != [] else 1
@@ -256,32 +258,36 @@ def _digits(text: str) -> list[str]:
     return sorted(filter(str.isdigit, text))
 
 
-def scripted_minds(
+def scripted_agents(
     mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
-) -> Minds:
-    """Returns the minds of a team whose agents all follow scripted rules.
+) -> AgentFunctions:
+    """Returns the agent functions of a team whose agents all follow scripted rules.
 
-    The mind of an agent is the function that decides the agent's next message.
+    An agent function decides the next message of its agent.
 
     Args:
-        mistake_rate: probability that a decision of a mind is a deliberate mistake.
+        mistake_rate: probability that a decision of an agent function is a deliberate mistake.
         unrecovered_rate: probability that a wrong suggested answer passes the double check.
         seed: seed of these random choices.
     """
-    slips = Slips(mistake_rate, unrecovered_rate, seed)
+    mistakes = Mistakes(mistake_rate, unrecovered_rate, seed)
 
-    def mind(rule: Callable[[Slips, AgentView], Action]) -> Mind:
+    def agent_function(rule: Callable[[Mistakes, AgentView], Action]) -> AgentFunction:
         async def act(view: AgentView) -> Action:
             use = understand(view.question)
-            return rule(slips, view) if use is None else drawn_minds.act(view, use)
+            return rule(mistakes, view) if use is None else drawn_tools_agents.act(view, use)
 
         return act
 
     return {
-        "manager": mind(manage),
-        "planner": mind(plan),
-        "search": mind(search),
-        "code": mind(code),
-        "reflection": mind(reflect),
-        "verification": mind(verify),
+        "manager": agent_function(manage),
+        "planner": agent_function(plan),
+        "search": agent_function(search),
+        "code": agent_function(code),
+        "reflection": agent_function(reflect),
+        "verification": agent_function(verify),
     }
+
+
+scripted_minds = scripted_agents
+"""The earlier name, which the entry points of earlier installations contain."""

@@ -1,7 +1,7 @@
 """Determines the progress of a scripted run from its messages.
 
 A question is parsed to a tuple of steps (`coa_jax.demo.grammar`), or to one `Expression`.
-Replaying the tool results in the log gives the answers of the completed steps, so scripted minds
+Replaying the tool results in the log gives the answers of the completed steps, so scripted agents
 need no state. The progress depends only on the question and the tool results, not on stored facts
 or gold answers.
 """

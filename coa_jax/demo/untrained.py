@@ -13,7 +13,7 @@ from coa_jax.config.fields import Bounded, Positive, Seed, Share, Size, Times
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.demo.bpe import train_bpe
 from coa_jax.demo.induction import add_induction
-from coa_jax.engine.memory import free_memory, size
+from coa_jax.engine.memory import format_bytes, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
@@ -21,7 +21,7 @@ from coa_jax.model.params import init_params, num_params
 from coa_jax.protocol import Prompt, get_protocol
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.prompts import load_prompt, make_card
-from coa_jax.tools.concurrency import apart
+from coa_jax.tools.concurrency import run_outside_event_loop
 from coa_jax.train.renaming import template_words, texts_of
 
 
@@ -92,7 +92,8 @@ def write_policy(
     needed, free = 4 * num_params(model), free_memory(jax.local_devices()[0])
     if free is not None and needed > free:
         raise UserError(
-            f"the policy's parameters need {size(needed)}, and {size(free)} are free; lower a size"
+            f"the policy's parameters need {format_bytes(needed)}, and {format_bytes(free)} are "
+            "free; lower a size"
         )
     params = init_params(model, jax.random.key(config.seed))
     if config.induction:
@@ -123,5 +124,7 @@ def create_policy(
         UserError: a size is invalid, or the free memory is too small for the parameters.
     """
     config = build_config(ScratchConfig, sizes)
-    apart(lambda: write_policy(config, records, load_prompt(prompt_style), Path(path)))
+    run_outside_event_loop(
+        lambda: write_policy(config, records, load_prompt(prompt_style), Path(path))
+    )
     return Path(path)

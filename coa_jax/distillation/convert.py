@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.data.split import ENVIRONMENT, POLICY
+from coa_jax.data.text_parts import ENVIRONMENT, POLICY
 from coa_jax.data.trajectory import (
     Author,
     DistilledRecord,

@@ -21,7 +21,7 @@ from coa_jax.data.trajectory import DistilledRecord, write_records
 from coa_jax.distillation.endpoint import Endpoint
 from coa_jax.distillation.filters import FilterReport, TeacherRun
 from coa_jax.distillation.journal import open_journal
-from coa_jax.distillation.llm import language_minds
+from coa_jax.distillation.llm import language_model_agents
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher, select
 from coa_jax.files import jsonl
 from coa_jax.tasks.base import Task
@@ -40,8 +40,8 @@ class DistilledSplit:
             finished them.
     """
 
-    runs: list[TeacherRun]
-    records: list[DistilledRecord]
+    runs: Sequence[TeacherRun]
+    records: Sequence[DistilledRecord]
     report: FilterReport
     resumed: int
 
@@ -93,8 +93,8 @@ def distill_split(
         if on_done is not None:
             on_done(done)
 
-    minds = language_minds(endpoint) if endpoint else config.minds()
-    work = run_teacher(tasks, tools, config, minds, journal, note)
+    agents = language_model_agents(endpoint) if endpoint else config.agents()
+    work = run_teacher(tasks, tools, config, agents, journal, note)
     logs = asyncio.run(endpoint.closing(work) if endpoint else work)
     runs = graded_runs(tasks, logs, config.judges)
     records, report = write_split(name, runs, config, workdir, count_tokens)
@@ -107,7 +107,7 @@ def write_split(
     config: DistillConfig,
     workdir: Path,
     count_tokens: Callable[[str], int] | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
+) -> tuple[Sequence[DistilledRecord], FilterReport]:
     """Filters graded runs, and writes the records of a split and a few dropped runs.
 
     Args:
@@ -122,7 +122,7 @@ def write_split(
         The kept records in the order of ``runs``, and statistics of the filters.
     """
     examples: list[dict[str, Any]] = []
-    records, report = select(runs, config, count_tokens, examples.append)
+    records, report = select(runs, config, count_tokens, examples.append, workdir)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
     return records, report
@@ -141,25 +141,32 @@ def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
     per question), they also contain the number of records, the mean number of tool calls, and the
     mean and maximum number of characters, in total and by the policy.
     """
-    by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
+    reflected = corrected = 0
+    mistakes = Counter[str]()
+    by_hops: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for record in records:
-        by_hops[str(record.metadata.get("hops", "?"))].append(record)
-    mistakes = Counter(m for record in records for m in record.metadata["mistakes"])
+        about = record.metadata
+        sizes = policy_chars(record), len(record.text), about["tool_calls"]
+        by_hops[str(about.get("hops", "?"))].append(sizes)
+        mistakes.update(about["mistakes"])
+        reflected += about["reflections"] > 0
+        corrected += about["corrected"]
     share = 1 / max(len(records), 1)
     return {
         "records": len(records),
-        "with_reflection": share * sum(r.metadata["reflections"] > 0 for r in records),
-        "with_correction": share * sum(r.metadata["corrected"] for r in records),
+        "with_reflection": share * reflected,
+        "with_correction": share * corrected,
         "mistakes": dict(sorted(mistakes.items())),
         "by_hops": {
             hops: {
-                "records": len(group),
-                "policy_chars_mean": statistics.fmean(map(policy_chars, group)),
-                "policy_chars_max": max(map(policy_chars, group)),
-                "text_chars_mean": statistics.fmean(len(r.text) for r in group),
-                "text_chars_max": max(len(r.text) for r in group),
-                "tool_calls_mean": statistics.fmean(r.metadata["tool_calls"] for r in group),
+                "records": len(policy),
+                "policy_chars_mean": statistics.fmean(policy),
+                "policy_chars_max": max(policy),
+                "text_chars_mean": statistics.fmean(text),
+                "text_chars_max": max(text),
+                "tool_calls_mean": statistics.fmean(calls),
             }
             for hops, group in sorted(by_hops.items())
+            for policy, text, calls in [tuple(zip(*group, strict=True))]
         },
     }

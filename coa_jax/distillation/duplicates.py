@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from coa_jax.config.installed import missing
 from coa_jax.distillation.contamination import ngrams
 from coa_jax.distillation.filters import TeacherRun
@@ -16,6 +18,11 @@ _PERMUTATIONS = 128
 def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
     """Returns the Jaccard similarity of two sets; 1 for two empty sets."""
     return len(a & b) / len(a | b) if a or b else 1.0
+
+
+def _similarity_of_hashes(a: np.ndarray, b: np.ndarray) -> float:
+    common = len(np.intersect1d(a, b, assume_unique=True))
+    return common / (len(a) + len(b) - common) if len(a) or len(b) else 1.0
 
 
 def policy_shingles(run: TeacherRun) -> frozenset[tuple[str, ...]]:
@@ -52,15 +59,21 @@ def repeats_another(runs: Sequence[TeacherRun], threshold: float, seed: int) -> 
     # The hash uses half the threshold, so that it misses few pairs: a missed pair leaves a
     # duplicate, but a false candidate only costs one comparison.
     index = datasketch.MinHashLSH(threshold=threshold / 2, num_perm=_PERMUTATIONS)
-    kept_shingles: dict[int, frozenset[tuple[str, ...]]] = {}
+    kept: dict[int, np.ndarray] = {}
     repeated = []
     for number, run in enumerate(runs):
         shingles = policy_shingles(run)
         sketch = datasketch.MinHash(num_perm=_PERMUTATIONS, seed=seed + 1)
         sketch.update_batch([" ".join(shingle).encode() for shingle in sorted(shingles)])
-        near = any(similarity(shingles, kept_shingles[k]) >= threshold for k in index.query(sketch))
+        hashes = np.fromiter(map(hash, shingles), np.int64, len(shingles))
+        near = any(
+            # The hashes take little memory, but only the words are exact.
+            _similarity_of_hashes(hashes, kept[k]) >= threshold
+            and similarity(shingles, policy_shingles(runs[k])) >= threshold
+            for k in index.query(sketch)
+        )
         repeated.append(near)
         if not near:
-            kept_shingles[number] = shingles
+            kept[number] = hashes
             index.insert(number, sketch)
     return repeated

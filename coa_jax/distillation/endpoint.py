@@ -21,7 +21,7 @@ from coa_jax.config.fields import Temperature, Times, Variable
 from coa_jax.distillation.messages import clean
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
-from coa_jax.tools.net.budget import Purse, Spent, counts_of
+from coa_jax.tools.net.budget import BudgetTracker, Spent, counts_of
 from coa_jax.tools.net.chat import ChatConfig, Client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.secrets import Secret
@@ -131,9 +131,9 @@ class Endpoint:
         """
         config.check(where)
         self.config, self.record, self.spent = config, record, Spent()
-        self._purse = Purse(config, config.model, where)
+        self._tracker = BudgetTracker(config, config.model, where)
         chat = config if Secret(config.key_env) else dataclasses.replace(config, key_env="")
-        self._client = Client(chat, self._purse)
+        self._client = Client(chat, self._tracker)
         jsonl.append_lines(record, [])  # creates the file, or removes a partial last line
         self._stopping = False
         self._answered = False  # in this process; earlier processes may have had other settings
@@ -142,10 +142,10 @@ class Endpoint:
         for other in filter(Path.exists, beside):
             rows = {row["key"]: row for row in jsonl.read_lines(other, _exchange, growing=True)}
             for row in rows.values():
-                self._purse.spent.add(row, self._purse.price)
+                self._tracker.spent.add(row, self._tracker.price)
         for row in jsonl.read_lines(record, _exchange):
             if row["key"] not in self._replies:
-                self._purse.spent.add(row, self._purse.price)
+                self._tracker.spent.add(row, self._tracker.price)
             self._add_cost(row)
 
     async def complete(self, chat: Chat, episode: str, turn: str) -> str:
@@ -215,7 +215,7 @@ class Endpoint:
             reply, counts = await self._client.ask(
                 {**self.config.options, "messages": messages},
                 _reply,
-                go_on=lambda: not self._stopping,
+                may_retry=lambda: not self._stopping,
             )
         except FetchError as error:
             raise self._error_of(error) from error
@@ -250,7 +250,7 @@ class Endpoint:
     def _add_cost(self, row: Mapping[str, Any]) -> None:
         if row["key"] not in self._replies:
             self._replies[row["key"]] = row["reply"]
-            self.spent.add(row, self._purse.price)
+            self.spent.add(row, self._tracker.price)
 
     def _error_of(self, error: FetchError) -> Exception:
         """Converts a failed request to an exception about this request or about the endpoint."""

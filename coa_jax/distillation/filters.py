@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.trajectory import DistilledRecord, Reward
-from coa_jax.distillation.chance import uniform
 from coa_jax.distillation.messages import Kind, MessageLog
+from coa_jax.distillation.random_numbers import uniform
+from coa_jax.files.spool import Chosen
 from coa_jax.tasks.base import Task
 
 
@@ -279,7 +280,7 @@ def failures_of(
     failures = [first_failure(run, filters) for run in runs]
     for each in set_filters:
         passing = [number for number, failure in enumerate(failures) if failure is None]
-        dropped = each.drops([runs[number] for number in passing])
+        dropped = each.drops(Chosen(runs, passing))
         for number, drop in zip(passing, dropped, strict=True):
             failures[number] = each.name if drop else None
     return failures
@@ -297,10 +298,10 @@ def dropped_examples(
     """
     counts: Counter[str] = Counter()
     examples = []
-    for run, failure in zip(runs, failures, strict=True):
+    for at, failure in enumerate(failures):
         if failure is not None and counts[failure] < number:
             counts[failure] += 1
-            examples.append({"filter": failure, "record": run.record.to_json()})
+            examples.append({"filter": failure, "record": runs[at].record.to_json()})
     return examples
 
 
@@ -319,9 +320,9 @@ def report_of(
     counts = Counter(failures)
     dropped = {f.name: counts[f.name] for f in filters}
     examples: dict[str, str] = {}
-    for run, failure in zip(runs, failures, strict=True):
+    for at, failure in enumerate(failures):
         if failure is not None and failure not in examples:
-            examples[failure] = _in_one_line(run)
+            examples[failure] = _in_one_line(runs[at])
     return FilterReport(len(failures), counts[None], dropped, examples)
 
 

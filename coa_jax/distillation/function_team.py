@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from coa_jax.data.forms import made_of
 from coa_jax.data.function_calls import PROTOCOL
-from coa_jax.data.split import Unusable
+from coa_jax.data.row_formats import convert_row
+from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distillation.convert import as_trajectory
 from coa_jax.distillation.filters import grade_of
@@ -119,7 +119,7 @@ def select(
         row = {"id": task.id, "messages": run["messages"], "tools": list(tools)}
         try:
             row |= {"protocol": PROTOCOL, "gold": list(task.gold)}
-            record = made_of(row, task.id).record
+            record = convert_row(row, task.id).record
         except Unusable as error:
             dropped[str(error)] += 1
             continue

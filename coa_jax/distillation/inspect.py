@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from coa_jax.data.records import Counts, LeftOut, iterate_records
+from coa_jax.data.records import Counts, SkippedRow, iterate_records
 from coa_jax.data.trajectory import DistilledRecord, part_violations
 from coa_jax.distillation.convert import invented_segments
 from coa_jax.errors import UserError
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     values, shown, left_out, counts = flags.FLAGS, 0, 0, Counts()
     for row in iterate_records(values.data, values.protocol):
         counts.add(row)
-        if isinstance(row, LeftOut):
+        if isinstance(row, SkippedRow):
             left_out += 1
             if left_out <= values.number:
                 print(f"!! {row.row.where}: left out: {row.reason}\n")

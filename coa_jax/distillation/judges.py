@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from coa_jax.config.fields import Bounded
 from coa_jax.distillation.filters import Filter, TeacherRun, first_failure, has_no_fault
-from coa_jax.distillation.together import gather
+from coa_jax.distillation.gather import gather
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.judge import Judge, JudgeConfig

@@ -1,6 +1,6 @@
-"""Implements the minds of agents by a language model behind an endpoint.
+"""Implements the agents of a team by a language model behind an endpoint.
 
-A mind is a function that decides the next message of its agent. A reply of the model is a JSON
+An agent function decides the next message of its agent. A reply of the model is a JSON
 object that names this message. The reply is validated before use: it must have the required form,
 the agent must be allowed to send this message, and grades and scores must be parseable. After an
 invalid reply, the model receives the error and tries again. After three invalid replies, the run
@@ -15,9 +15,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from coa_jax.distillation.agent_functions import (
+    ALLOWED_MESSAGES,
+    ROLE_DESCRIPTIONS,
+    Action,
+    AgentFunctions,
+    AgentView,
+)
 from coa_jax.distillation.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distillation.messages import AGENTS, Kind
-from coa_jax.distillation.minds import DUTIES, MOVES, Action, AgentView, Minds
 from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_reflection
 from coa_jax.protocol.bodies import without_thought
 
@@ -34,11 +40,11 @@ _FORMS = {
 }
 
 
-def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
+def allowed_messages(view: AgentView) -> list[tuple[str, Kind]]:
     """Returns the messages that an agent may send next, as pairs (recipient, kind of message)."""
     return [
         (to, kind)
-        for name, kind in MOVES[view.role]
+        for name, kind in ALLOWED_MESSAGES[view.role]
         for to in (view.tools if name == "tool" else (name,))
     ]
 
@@ -49,7 +55,7 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
     The chat describes the role of the agent and the required form of the reply, and contains the
     messages of the run so far.
     """
-    moves = moves_of(view)
+    moves = allowed_messages(view)
     forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
     if any(to == "code" and kind is Kind.CALL for to, kind in moves):
         forms.append("content of a call of code: the Python program, which prints its result")
@@ -58,7 +64,7 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
     )
     system = "\n".join(
         [
-            f"You are the {view.role} agent of a team. {DUTIES[view.role]}",
+            f"You are the {view.role} agent of a team. {ROLE_DESCRIPTIONS[view.role]}",
             "Reply with one JSON object and nothing else:",
             '{"thought": "one or two sentences", "to": "...", "kind": "...", "content": "..."}',
             "Allowed (to, kind): " + "; ".join(f"({to}, {kind})" for to, kind in moves),
@@ -111,7 +117,7 @@ def read_action(reply: str, view: AgentView) -> Action:
     thought = value.get("thought") or ""
     if not isinstance(thought, str):
         raise ValueError("'thought' is not text")
-    allowed = moves_of(view)
+    allowed = allowed_messages(view)
     move = next(((t, k) for t, k in allowed if (t, str(k)) == (value["to"], value["kind"])), None)
     if move is None:
         moves = "; ".join(f"({to}, {kind})" for to, kind in allowed)
@@ -188,23 +194,23 @@ async def ask(
     raise UnusableReplyError(f"no usable reply in {attempts} attempts: {problem}")
 
 
-def language_minds(endpoint: Endpoint) -> Minds:
-    """Returns the minds of a team whose agents all ask the same language model.
+def language_model_agents(endpoint: Endpoint) -> AgentFunctions:
+    """Returns the agent functions of a team whose agents all ask the same language model.
 
-    The mind of an agent is the function that decides the agent's next message.
+    An agent function decides the next message of its agent.
 
-    A mind asks the model up to three times for a message that its agent may send. It raises
-    `UnusableReplyError`, which ends the run, if all three replies are invalid, or if the endpoint
-    refuses the request. It raises UserError if the endpoint does not answer, or if its limit of
-    calls, tokens or money is reached.
+    An agent function asks the model up to three times for a message that its agent may send. It
+    raises `UnusableReplyError`, which ends the run, if all three replies are invalid, or if the
+    endpoint refuses the request. It raises UserError if the endpoint does not answer, or if its
+    limit of calls, tokens or money is reached.
 
     Args:
         endpoint: the model.
     """
 
-    async def mind(view: AgentView) -> Action:
+    async def agent_function(view: AgentView) -> Action:
         turn = f"{len(view.messages)}/{view.role}"
         read = functools.partial(read_action, view=view)
         return await ask(endpoint, chat_of(view), view.episode, turn, read)
 
-    return dict.fromkeys(AGENTS, mind)
+    return dict.fromkeys(AGENTS, agent_function)

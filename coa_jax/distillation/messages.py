@@ -51,7 +51,7 @@ class Ending(enum.StrEnum):
     ANSWER = "answer"
     LIMIT = "limit"  # too many messages
     ILLEGAL = "illegal"  # an agent sent what its role may not send
-    MIND_ERROR = "mind_error"  # a mind raised an exception or gave no valid reply
+    MIND_ERROR = "mind_error"  # an agent function raised an exception or gave no valid reply
 
 
 @dataclasses.dataclass(frozen=True)

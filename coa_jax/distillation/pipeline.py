@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from coa_jax.config.extensions import Named
@@ -14,16 +15,17 @@ from coa_jax.config.fields import Bounded, Count, Natural, Seed, Share, Times
 from coa_jax.data.intervals import wilson_interval
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distillation import filters
+from coa_jax.distillation.agent_functions import TEACHERS, AgentFunctions, load_agents
 from coa_jax.distillation.convert import as_trajectory, convert
 from coa_jax.distillation.filters import Filter, FilterReport, TeacherRun
+from coa_jax.distillation.gather import gather
 from coa_jax.distillation.journal import TeacherJournal
 from coa_jax.distillation.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distillation.messages import AGENTS, MessageLog
-from coa_jax.distillation.minds import TEACHERS, Minds, team_minds
 from coa_jax.distillation.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.distillation.team import solve
-from coa_jax.distillation.together import gather
 from coa_jax.errors import UserError
+from coa_jax.files.spool import Chosen, held
 from coa_jax.tasks.base import Task, tools_of
 from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
@@ -36,7 +38,7 @@ class DistillConfig(Bounded):
 
     Attributes:
         team: name, or path ``package.module:name``, of a function that makes a team without a
-            language model, see `minds.TEACHERS`.
+            language model, see `agent_functions.TEACHERS`.
         mistake_rate: probability that a decision of a scripted agent is a deliberate mistake.
         unrecovered_rate: probability that the scripted double check overlooks a wrong suggested
             answer. The filter ``wrong_answer`` drops the runs that end with this answer.
@@ -69,9 +71,9 @@ class DistillConfig(Bounded):
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
-    def minds(self) -> Minds:
-        """Returns the minds of ``team``: for each agent, the function that decides its messages."""
-        return team_minds(self.team, self.mistake_rate, self.unrecovered_rate, self.seed)
+    def agents(self) -> AgentFunctions:
+        """Returns the agent function of each agent of ``team``, by name of the agent."""
+        return load_agents(self.team, self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
         """Returns the filters of single runs with these settings.
@@ -90,7 +92,7 @@ async def run_teacher(
     tasks: Sequence[Task],
     tools: Mapping[str, Tool],
     config: DistillConfig,
-    minds: Minds | None = None,
+    agents: AgentFunctions | None = None,
     journal: TeacherJournal | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[MessageLog]:
@@ -100,8 +102,8 @@ async def run_teacher(
         tasks: the tasks. The agents do not see the accepted answers of the tasks.
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
-        minds: maps the name of each agent to its mind, the function that decides the agent's next
-            message; None for the minds of ``config.team``.
+        agents: maps the name of each agent to its agent function, which decides the agent's next
+            message; None for the agent functions of ``config.team``.
         journal: journal of finished runs, to which new runs are appended. A task whose run the
             journal contains is not solved again. None to store no runs.
         on_done: function to call whenever a new run ends, with the number of finished runs.
@@ -110,13 +112,15 @@ async def run_teacher(
         The messages of each run, in the order of ``tasks``.
 
     Raises:
-        UserError: tasks or minds are invalid, or a mind cannot continue because its budget is
-            spent. Then the journal contains all runs that had ended.
+        UserError: tasks or agent functions are invalid, or an agent function cannot continue
+            because its budget is spent. Then the journal contains all runs that had ended.
     """
-    minds = config.minds() if minds is None else minds
-    missing = [name for name in AGENTS if name not in minds]
+    agents = config.agents() if agents is None else agents
+    missing = [name for name in AGENTS if name not in agents]
     if missing:
-        raise UserError(f"teacher: no mind for {', '.join(missing)}; give one for each agent")
+        raise UserError(
+            f"teacher: no agent function for {', '.join(missing)}; give one for each agent"
+        )
     repeated = len(tasks) - len({task.id for task in tasks})
     if repeated:
         raise UserError(f"teacher: {repeated} task ids occur twice; make ids unique")
@@ -133,7 +137,7 @@ async def run_teacher(
         for task in waiting:
             request = task.question, task.protocol, task.id
             callable_tools = {**tools, **tools_of(task)}
-            log = await solve(*request, minds, callable_tools, config.max_messages)
+            log = await solve(*request, agents, callable_tools, config.max_messages)
             logs[task.id] = log
             if journal is not None:
                 journal.append(log)
@@ -171,7 +175,8 @@ def graded_runs(
     logs: Sequence[MessageLog],
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] = (),
-) -> list[TeacherRun]:
+    folder: Path | None = None,
+) -> Sequence[TeacherRun]:
     """Converts runs to trajectories, and grades their answers.
 
     A configured judge checks answers that the graders find wrong or cannot grade (`JudgesConfig`).
@@ -183,12 +188,15 @@ def graded_runs(
         logs: messages of each run.
         judges: settings of the judges.
         records: trajectory of each run; empty if the function should convert the logs.
+        folder: folder of a temporary file that holds the runs; None to hold them in memory. A judge
+            needs them in memory.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
     """
     records_or_none: Sequence[DistilledRecord | None] = records or [None] * len(logs)
-    runs = [as_run(*run) for run in zip(tasks, logs, records_or_none, strict=True)]
+    given = zip(tasks, logs, records_or_none, strict=True)
+    runs = held((as_run(*run) for run in given), folder)
     return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
 
 
@@ -197,7 +205,8 @@ def select(
     config: DistillConfig,
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
+    folder: Path | None = None,
+) -> tuple[Sequence[DistilledRecord], FilterReport]:
     """Selects the graded runs that become training data.
 
     The result depends only on the runs, on the settings, and on the verdicts of the judge
@@ -210,6 +219,7 @@ def select(
             ``config.selection.max_tokens`` is set.
         on_example: function to call with each example of a dropped run, see
             `filters.dropped_examples`.
+        folder: folder of a temporary file that holds the records; None to hold them in memory.
 
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
@@ -221,9 +231,9 @@ def select(
     if on_example is not None:
         for example in filters.dropped_examples(runs, failures):
             on_example(example)
-    kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
-    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
-    return records, filters.report_of(runs, failures, (*single, *together))
+    kept = Chosen(runs, [number for number, failure in enumerate(failures) if failure is None])
+    records = (record for run in kept for record in filters.copies(run, config.corrected_copies))
+    return held(records, folder), filters.report_of(runs, failures, (*single, *together))
 
 
 def teacher_block(

@@ -1,17 +1,17 @@
 """Runs the teacher: its agents exchange messages until the manager answers the user.
 
-The loop works with any minds. In each iteration it activates the recipient of the last message,
-checks that this agent may send the message that its mind returns, and runs tool calls with real
-tools. (In the paper: state update, action of the teacher and observation of the environment, §2 eq.
-2 and §3.2.1 eq. 6.)
+The loop works with any team. In each iteration it activates the recipient of the last message,
+checks that this agent may send the message that its agent function returns, and runs tool calls
+with real tools. (In the paper: state update, action of the teacher and observation of the
+environment, §2 eq. 2 and §3.2.1 eq. 6.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from coa_jax.distillation.agent_functions import ALLOWED_MESSAGES, AgentFunctions, AgentView
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of
-from coa_jax.distillation.minds import MOVES, AgentView, Minds
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tools.base import Tool, ToolContext, call_tool
@@ -39,7 +39,7 @@ async def solve(
     question: str,
     protocol: str,
     episode: str,
-    minds: Minds,
+    agents: AgentFunctions,
     tools: Mapping[str, Tool],
     max_messages: int = 80,
 ) -> MessageLog:
@@ -49,18 +49,19 @@ async def solve(
         question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
         episode: id of the run, from which scripted agents derive their random choices.
-        minds: maps the name of each agent to its mind, the function that decides the agent's next
+        agents: maps the name of each agent to its agent function, which decides the agent's next
             message.
         tools: maps the name of each tool to the tool. Agents may call the tools for which the
             protocol has a tag.
         max_messages: number of messages after which the run ends without an answer.
 
     Returns:
-        The messages of the run. The run ends early if a mind raises an exception other than
-        UserError, or sends a message that its agent may not send.
+        The messages of the run. The run ends early if an agent function raises an exception other
+        than UserError, or sends a message that its agent may not send.
 
     Raises:
-        UserError: the protocol is unknown, or a mind raised UserError, so the run is unfinished.
+        UserError: the protocol is unknown, or an agent function raised UserError, so the run is
+        unfinished.
     """
     messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
 
@@ -72,14 +73,14 @@ async def solve(
         own_tools = tools_of(role, protocol, tools)
         view = AgentView(role, question, protocol, episode, tuple(messages), own_tools)
         try:
-            action = await minds[role](view)
+            action = await agents[role](view)
         except UserError:  # a spent budget, for example, leaves the run unfinished
             raise
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
         is_tool = action.recipient in own_tools  # a tool may be called "tool"
         to = "tool" if is_tool else action.recipient
-        if (to, action.kind) not in MOVES[role] or is_tool != (to == "tool"):
+        if (to, action.kind) not in ALLOWED_MESSAGES[role] or is_tool != (to == "tool"):
             move = f"{action.kind} to {action.recipient}"
             return finish(Ending.ILLEGAL, f"{role} may not send {move}")
         messages.append(Message(len(messages), role, **vars(action)))

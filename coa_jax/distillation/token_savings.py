@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from coa_jax.data.trajectory import Author, Trajectory
+from coa_jax.distillation.agent_functions import AgentView
 from coa_jax.distillation.filters import TeacherRun, is_correct
 from coa_jax.distillation.llm import chat_of
 from coa_jax.distillation.messages import AGENTS, MessageLog
-from coa_jax.distillation.minds import AgentView
 from coa_jax.distillation.team import tools_of
 from coa_jax.files import jsonl
 from coa_jax.protocol import Prompt, messages_of
@@ -53,7 +53,9 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
     return prompt, completion
 
 
-def economy(runs: Iterable[TeacherRun], tools: Sequence[str], count: CountTokens) -> dict[str, Any]:
+def compare_tokens(
+    runs: Iterable[TeacherRun], tools: Sequence[str], count: CountTokens
+) -> dict[str, Any]:
     """Compares the tokens that the team and the distilled trajectories take per solved question.
 
     Args:
@@ -95,7 +97,7 @@ def resent_tokens(trajectory: Trajectory) -> int:
     return int(ends.sum())
 
 
-def policy_economy(
+def compare_policy_tokens(
     runs: Mapping[str, TeacherRun],
     trajectories: Iterable[Trajectory],
     tools: Sequence[str],

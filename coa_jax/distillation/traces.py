@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,20 +13,21 @@ from absl import logging
 
 from coa_jax.config.extensions import Named
 from coa_jax.config.fields import Bounded, Place, Text
-from coa_jax.data.records import Counts, LeftOut, ProtocolName, iterate_records
+from coa_jax.data.records import Counts, ProtocolName, SkippedRow, iterate_records
 from coa_jax.data.rows import find_files
 from coa_jax.data.trajectory import DistilledRecord
-from coa_jax.distillation.arrange import SEARCHES, Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.convert import invented_segments
 from coa_jax.distillation.dataset import write_split
+from coa_jax.distillation.message_order import SEARCHES, Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.messages import MessageLog
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs
 from coa_jax.distillation.readers import READERS, Trace, TraceFile
 from coa_jax.distillation.readers.base import unused
-from coa_jax.distillation.readers.calls import REQUEST
+from coa_jax.distillation.readers.tool_calls import REQUEST
 from coa_jax.distillation.recorded import log_of, with_figures
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
+from coa_jax.files.spool import Spool, held
 from coa_jax.protocol import (
     TOOL_FORMS,
     add_protocol,
@@ -104,8 +105,10 @@ class Converted:
     """
 
     tasks: list[Task] = dataclasses.field(default_factory=list)
-    logs: list[MessageLog] = dataclasses.field(default_factory=list)
-    records: list[DistilledRecord] = dataclasses.field(default_factory=list)
+    logs: list[MessageLog] | Spool[MessageLog] = dataclasses.field(default_factory=list)
+    records: list[DistilledRecord] | Spool[DistilledRecord] = dataclasses.field(
+        default_factory=list
+    )
     tokens: list[int] = dataclasses.field(default_factory=list)
     reading: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -135,13 +138,18 @@ class Converted:
             self.tokens.append(sum(usage.values()))
 
 
-def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = None) -> Converted:
+def convert_files(
+    config: TraceFilesConfig,
+    tasks: Mapping[str, Task] | None = None,
+    folder: Path | None = None,
+) -> Converted:
     """Reads files of logs, and converts every run that can be converted.
 
     Args:
         config: the files, and how to convert them.
         tasks: maps ids to known tasks. A run gets the task whose id its log states; runs of other
             tasks are left out. If ``tasks`` is None, the tasks are taken from the files.
+        folder: folder of temporary files that hold logs and records; None to hold them in memory.
 
     Raises:
         UserError: a file cannot be read, or the format or the protocol is unknown.
@@ -149,24 +157,25 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
     if not any(config.files):
         raise UserError("give the files to read in config.traces.files")
     if config.format == RECORDS:
-        return _read_records(config)
-    made, names, tools = Converted(), set[str](), config.tags()
-    runs: list[tuple[str, str, Trace]] = []
-    for path in _paths(config.files):
-        file = TraceFile(path, config.format, config.options, tools)
-        runs += ((path, file.report["format"], trace) for trace in file)
-        for problem in file.report["problems"]:
-            made.refuse(**problem)
-        made.reading.append({**file.report, "problems": len(file.report["problems"])})
+        return _read_records(config, folder)
+    made, names, tools = _nothing(folder), set[str](), config.tags()
     if config.protocol:
         tags = {*get_protocol(config.protocol).tools}
         tags |= {*SEARCHES} if tags & {*SEARCHES} else set()
     else:
         tags = {*TOOL_FORMS, *tools.values()}
-    unknown = [[t for t, _ in trace.log.calls if t not in tags] for *_, trace in runs]
-    traces = [trace for (*_, trace), missing in zip(runs, unknown, strict=True) if not missing]
-    protocol = config.protocol or _free_protocol(traces)
-    for (path, form, trace), missing in zip(runs, unknown, strict=True):
+    runs, called = held(list[tuple[str, str, Trace, list[str]]](), folder), set[str]()
+    for path in _paths(config.files):
+        file = TraceFile(path, config.format, config.options, tools)
+        for trace in file:
+            missing = [tool for tool, _ in trace.log.calls if tool not in tags]
+            called.update(() if missing else (tool for tool, _ in trace.log.calls))
+            runs.append((path, file.report["format"], trace, missing))
+        for problem in file.report["problems"]:
+            made.refuse(**problem)
+        made.reading.append({**file.report, "problems": len(file.report["problems"])})
+    protocol = config.protocol or _free_protocol(called)
+    for path, form, trace, missing in runs:
         made.unknown.update(missing)
         name, task = trace.log.episode, None
         if tasks is not None:
@@ -212,9 +221,8 @@ def _task_of(
     return Task(name, trace.log.question, protocol, trace.gold, form, about)
 
 
-def _free_protocol(traces: Iterable[Trace]) -> str:
+def _free_protocol(called: Set[str]) -> str:
     """Registers the protocol with the tools that traces call; returns its name."""
-    called = {tool for trace in traces for tool, _ in trace.log.calls}
     tools = (*(t for t in TOOL_FORMS if t in called), *sorted(called - {*TOOL_FORMS}))
     described = {
         tool: "A tool of the system. The body is a JSON object with its arguments."
@@ -234,15 +242,19 @@ def _grader(protocol: str, gold: Sequence[str]) -> dict[str, Any]:
     return {"grader": "code" if any(one.lstrip().startswith("{") for one in gold) else "math"}
 
 
-def _read_records(config: TraceFilesConfig) -> Converted:
+def _nothing(folder: Path | None) -> Converted:
+    return Converted(logs=held((), folder), records=held((), folder))
+
+
+def _read_records(config: TraceFilesConfig, folder: Path | None) -> Converted:
     """Reads trajectories like `convert_files`; changes nothing but ids that are not unique."""
-    made, names, counts = Converted(), set[str](), Counts()
+    made, names, counts = _nothing(folder), set[str](), Counts()
     for path in (path for source in filter(None, config.files) for path in find_files(source)):
         used = rows = 0
         for row in iterate_records(path, config.protocol):
             counts.add(row)
             rows, line = rows + 1, row.row.number
-            if isinstance(row, LeftOut):
+            if isinstance(row, SkippedRow):
                 made.refuse(str(path), line, row.reason)
                 continue
             name = unused(row.record.id, f"{path.name}:{line}:{row.record.id}", names)
@@ -270,7 +282,7 @@ def distill_traces(
     count_tokens: Callable[[str], int] | None = None,
     name: str = "train",
     tasks: Mapping[str, Task] | None = None,
-) -> tuple[list[DistilledRecord], dict[str, Any]]:
+) -> tuple[Sequence[DistilledRecord], dict[str, Any]]:
     """Creates a data set from logs of another system.
 
     The function writes ``NAME.jsonl`` (the data set), ``dropped/NAME.jsonl`` (runs that filters
@@ -288,10 +300,11 @@ def distill_traces(
     Returns:
         The records of the data set, and statistics of reading, conversion and filters.
     """
-    made = convert_files(config, tasks)
-    runs = graded_runs(made.tasks, made.logs, filters.judges, made.records)
+    folder = workdir if tasks is None else None  # a known task may hold functions
+    made = convert_files(config, tasks, folder)
+    runs = graded_runs(made.tasks, made.logs, filters.judges, made.records, folder)
     records, report = write_split(name, runs, filters, workdir, count_tokens)
-    invented = [invented_segments(record) for record in records]
+    invented = [len(invented_segments(record)) for record in records]
     jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", made.refusals)
     return records, {
         "reading": made.reading,
@@ -301,7 +314,7 @@ def distill_traces(
         "filters": dataclasses.asdict(report),
         "teacher_tokens": sum(made.tokens) or None,
         "invented": {
-            "records": sum(bool(numbers) for numbers in invented),
-            "segments": sum(map(len, invented)),
+            "records": sum(map(bool, invented)),
+            "segments": sum(invented),
         },
     }

@@ -50,7 +50,7 @@ class EngineConfig(Bounded):
 
     Attributes:
         slots: number of sequences in progress; 0 for as many as memory holds, at most the
-            samples of an RL step or of an evaluation (`memory.fitted`).
+            samples of an RL step or of an evaluation (`memory.fit_engine_config`).
         max_length: maximum number of tokens of a sequence (the positions of a slot).
         chunk: number of tokens that the device decodes for each sequence before control returns to
             the host.

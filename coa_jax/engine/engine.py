@@ -18,7 +18,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig, warn_of_positions
 from coa_jax.model.params import Adapted, DecodeParams, Params
-from coa_jax.parallel.launch_order import in_turn
+from coa_jax.parallel.launch_order import launch_alone
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
     def __init__(
         self,
         params: Params | Adapted | DecodeParams,
-        model: ModelConfig,
+        model_config: ModelConfig,
         config: EngineConfig,
         stop_tokens: Sequence[int] = (),
         constraint: Constraint | None = None,
@@ -49,7 +49,7 @@ class Engine:
         Args:
             params: parameters, see `publish`. The engine runs on their devices; several devices
                 form one group, see `engine.layout`.
-            model: the architecture.
+            model_config: the architecture.
             config: shapes of the engine.
             stop_tokens: ids of the tokens that end a sequence.
             constraint: limits the tokens that may be sampled, or only detects the ends of turns
@@ -64,13 +64,13 @@ class Engine:
         (platform,) = {d.platform for d in jax.tree.leaves(params)[0].devices()}
         config = config.on_platform(platform)
         check_shapes(config)
-        warn_of_positions(model, config.max_length, "engine.max_length")
-        self.model, self.config = model, config
-        check_room(params, model, config, len(jax.tree.leaves(params)[0].devices()))
+        warn_of_positions(model_config, config.max_length, "engine.max_length")
+        self.model, self.config = model_config, config
+        check_room(params, model_config, config, len(jax.tree.leaves(params)[0].devices()))
         if not isinstance(params, DecodeParams):
-            (params,) = layout.publish(params, model, config)
+            (params,) = layout.publish(params, model_config, config)
         self.params = params
-        self.compute = compute or layout.engine_compute(model, config, self.params)
+        self.compute = compute or layout.engine_compute(model_config, config, self.params)
         slots = config.slots
         # The state of all slots, as NumPy arrays: JAX arrays would be placed on the first device,
         # where an update may be running.
@@ -89,11 +89,13 @@ class Engine:
         self.length: np.ndarray = state["length"]
         self.constraint, self._tables = constraint, None
         if constraint is not None:
-            self._tables = jax.device_put(constraint.tables, layout.replicated(self.params))
+            self._tables = jax.device_put(
+                constraint.tables, layout.replicated_sharding(self.params)
+            )
         self.stop_tokens = tuple(stop_tokens)
         self.meter = Meter()
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
-        self._pages: Any = layout.new_pages(self.params, model, config, self.compute)
+        self._pages: Any = layout.new_pages(self.params, model_config, config, self.compute)
 
     def publish(self, params: Params | Adapted | DecodeParams) -> None:
         """Replaces the parameters of the engine.
@@ -108,7 +110,7 @@ class Engine:
         if self._pages is None:
             self._pages = layout.new_pages(params, self.model, self.config, self.compute)
 
-    def give_back(self, places: DecodeParams) -> None:
+    def free_memory(self, places: DecodeParams) -> None:
         """Frees the memory of the engine's parameters and cache until the next `publish`.
 
         All slots must be free.
@@ -322,7 +324,7 @@ class Engine:
             slots[row] = slot
             tokens[row, : len(ids)] = ids
             positions[row, : len(ids)] = np.arange(start, start + len(ids))
-        self._pages = in_turn(
+        self._pages = launch_alone(
             self.compute.mesh,
             programs.extend,
             self.params,
@@ -365,7 +367,7 @@ class Engine:
         padded = np.zeros((2, self._copy_rows), np.int32)
         padded[1] = self.pages.pages  # outside the pool, so not copied
         padded[:, : len(pairs)] = np.asarray(pairs, np.int32).reshape(-1, 2).T
-        self._pages = in_turn(
+        self._pages = launch_alone(
             self.compute.mesh,
             programs.copy_pages,
             self._pages,
@@ -420,7 +422,7 @@ class Engine:
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
         """Decodes a chunk in the given slots, with the program that has ``rows`` rows."""
         arguments, static = self._decode_arguments(slots, rows)
-        decoded = in_turn(self.compute.mesh, programs.decode_chunk, *arguments, **static)
+        decoded = launch_alone(self.compute.mesh, programs.decode_chunk, *arguments, **static)
         self._pages, state, chunk = decoded
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
         self.length[slots], self._state.token[slots] = length[: slots.size], token[: slots.size]

@@ -18,7 +18,7 @@ from coa_jax.model.params import Adapted, DecodeParams, Params, select
 
 def make_engines(
     params: Params | Adapted,
-    model: ModelConfig,
+    model_config: ModelConfig,
     config: EngineConfig,
     stop_tokens: Sequence[int] = (),
     constraint: Constraint | None = None,
@@ -48,31 +48,34 @@ def make_engines(
     check_shapes(resolved)
     config = dataclasses.replace(config, dtype=resolved.dtype)
     groups = layout.run_groups(layout.mesh_of(params), tensor, aside)
-    places = layout.places_of(model, groups) if groups is not None and aside else []
+    places = layout.places_of(model_config, groups) if groups is not None and aside else []
     size = 1 if groups is None else layout.tensor_size(groups)
-    check_room(params, model, config, size, places)
+    check_room(params, model_config, config, size, places)
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
     # Several CPU devices are simulated and already share the cores.
     count = config.num_engines(platform) if len(devices) == 1 else config.engines or 1
     config = config.share(count)
-    parts = layout.publish(params, model, config, size)
-    parts = layout.move(parts, places) if places else parts
+    parts = layout.publish(params, model_config, config, size)
+    parts = layout.copy_to_devices(parts, places) if places else parts
     return [
-        Engine(part, model, config, stop_tokens, constraint) for part in parts for _ in range(count)
+        Engine(part, model_config, config, stop_tokens, constraint)
+        for part in parts
+        for _ in range(count)
     ]
 
 
-def copies(engines: Sequence[Engine]) -> list[DecodeParams]:
+def parameter_copies(engines: Sequence[Engine]) -> list[DecodeParams]:
     """Returns the parameters that engines from `make_engines` use, one copy per device group."""
     return list({id(engine.params): engine.params for engine in engines}.values())
 
 
-def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
+def install_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
     """Replaces the parameters of engines from `make_engines`, given one copy per device group.
 
     Args:
         engines: engines from `make_engines`.
-        parts: copies from `copies`, `new_copies` or `layout.publish`, in the order of the groups.
+        parts: copies from `parameter_copies`, `new_copies` or `layout.publish`, in the order of the
+        groups.
     """
     count, rest = divmod(len(engines), len(parts))
     if rest:
@@ -81,7 +84,7 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
         engine.publish(parts[index // count])
 
 
-def sharing(
+def engines_sharing_parameters(
     engines: Sequence[Engine],
     parts: Sequence[DecodeParams],
     slots: int = 0,
@@ -92,7 +95,8 @@ def sharing(
 
     Args:
         engines: engines from `make_engines`; they may be decoding.
-        parts: parameters in the layout for decoding, one copy per device group, see `take_copies`.
+        parts: parameters in the layout for decoding, one copy per device group, see
+        `install_copies`.
         slots: number of slots of all new engines together; 0 for the number of slots of the given
             engines.
         whole: whether every slot of the new engines has pages of its own. If False, their slots
@@ -120,10 +124,10 @@ def sharing(
     ]
 
 
-def adapted(
+def engines_with_adapters(
     engines: Sequence[Engine],
     adapters: Params,
-    model: ModelConfig,
+    model_config: ModelConfig,
     stop_tokens: Sequence[int] = (),
     constraint: Constraint | None = None,
 ) -> list[Engine]:
@@ -134,18 +138,18 @@ def adapted(
     Args:
         engines: engines from `make_engines`, of a model without adapters; they may be decoding.
         adapters: training parameters of the adapters, on one device or on the mesh of the base.
-        model: the architecture, with the adapters.
+        model_config: the architecture, with the adapters.
         stop_tokens, constraint: arguments of `Engine`.
 
     Raises:
         UserError: there is no memory for another cache.
     """
-    first, bases = engines[0], copies(engines)
-    parts = layout.publish(adapters, model, first.config, _group_size(first))
+    first, bases = engines[0], parameter_copies(engines)
+    parts = layout.publish(adapters, model_config, first.config, _group_size(first))
     parts = [base.with_adapters(part) for base, part in zip(bases, parts, strict=True)]
     count = len(engines) // len(parts)
     return [
-        Engine(parts[index // count], model, engine.config, stop_tokens, constraint)
+        Engine(parts[index // count], model_config, engine.config, stop_tokens, constraint)
         for index, engine in enumerate(engines)
     ]
 
@@ -154,21 +158,21 @@ def publish_all(engines: Sequence[Engine], params: Params | Adapted) -> None:
     """Gives new training parameters to all engines from `make_engines`.
 
     - If only adapters are trained, engines keep the other parameters and get new adapters. After
-      `give_back`, they get a new copy of the other parameters, unless these are shared.
+      `free_engine_memory`, they get a new copy of the other parameters, unless these are shared.
     - Otherwise, engines on devices that do not train keep the old parameters until the new copy is
       complete, and may decode until then. On devices that also train, the old copy is deleted
       first, because the two copies might not fit in memory together.
     """
-    if apart(engines, params) or _keeps_base(engines):
-        take_copies(engines, new_copies(engines, params))
+    if on_separate_devices(engines, params) or _keeps_base(engines):
+        install_copies(engines, new_copies(engines, params))
         return
     first, tensor = engines[0], _group_size(engines[0])
     for engine in engines:
         engine.params = DecodeParams({}, ())
-    take_copies(engines, layout.publish(params, first.model, first.config, tensor))
+    install_copies(engines, layout.publish(params, first.model, first.config, tensor))
 
 
-def give_back(engines: Sequence[Engine]) -> None:
+def free_engine_memory(engines: Sequence[Engine]) -> None:
     """Frees the memory of engines on their devices until the next `publish_all`.
 
     In the meantime, an update can use this memory. No slot of the engines may be in use.
@@ -177,13 +181,13 @@ def give_back(engines: Sequence[Engine]) -> None:
         id(params): jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
-        for params in copies(engines)
+        for params in parameter_copies(engines)
     }
     for engine in engines:
-        engine.give_back(places[id(engine.params)])
+        engine.free_memory(places[id(engine.params)])
 
 
-def apart(engines: Sequence[Engine], params: Params | Adapted) -> bool:
+def on_separate_devices(engines: Sequence[Engine], params: Params | Adapted) -> bool:
     """Returns whether the engines decode on other devices than those that hold ``params``.
 
     ``params`` are the training parameters.
@@ -193,23 +197,23 @@ def apart(engines: Sequence[Engine], params: Params | Adapted) -> bool:
 
 
 def new_copies(engines: Sequence[Engine], params: Params | Adapted) -> list[DecodeParams]:
-    """Copies new training parameters to the devices of the engines, for `take_copies`.
+    """Copies new training parameters to the devices of the engines, for `install_copies`.
 
-    The engines keep their old parameters, and may be decoding at the same time. Until `take_copies`
-    is called, their devices hold both copies. If only adapters are trained, only the adapters are
-    held twice. If the engines run on devices of their own, the function waits until the new copies
-    are complete.
+    The engines keep their old parameters, and may be decoding at the same time. Until
+    `install_copies` is called, their devices hold both copies. If only adapters are trained, only
+    the adapters are held twice. If the engines run on devices of their own, the function waits
+    until the new copies are complete.
     """
     first = engines[0]
     if isinstance(params, Adapted):
         return layout.publish(params, first.model, first.config, _group_size(first))
-    old, adapted = copies(engines), _keeps_base(engines)
+    old, adapted = parameter_copies(engines), _keeps_base(engines)
     published = select(first.model, params, adapter=True) if adapted else params
     parts = layout.publish(published, first.model, first.config, _group_size(first))
-    if apart(engines, params):
+    if on_separate_devices(engines, params):
         replaced = [part.adapters() if adapted else part for part in old]
         places = [jax.tree.map(lambda x: x.sharding, part) for part in replaced]
-        parts = jax.block_until_ready(layout.move(parts, places))
+        parts = jax.block_until_ready(layout.copy_to_devices(parts, places))
     if adapted:
         parts = [one.with_adapters(new) for one, new in zip(old, parts, strict=True)]
     return parts
@@ -217,7 +221,7 @@ def new_copies(engines: Sequence[Engine], params: Params | Adapted) -> list[Deco
 
 def _keeps_base(engines: Sequence[Engine]) -> bool:
     """Returns whether the engines hold parameters that no update changes."""
-    arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves(copies(engines)))
+    arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves(parameter_copies(engines)))
     return arrays and engines[0].model.lora.rank > 0
 
 

@@ -38,7 +38,7 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.parallel import launch_order
-from coa_jax.parallel.launch_order import in_turn
+from coa_jax.parallel.launch_order import launch_alone
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
 
 
@@ -177,7 +177,7 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def shares_base(
-    model: ModelConfig, mesh: Mesh | None, dtype: str, decode_dtype: str, tensor: int = 0
+    model_config: ModelConfig, mesh: Mesh | None, dtype: str, decode_dtype: str, tensor: int = 0
 ) -> bool:
     """Returns whether engines can decode with the very arrays that are frozen in training.
 
@@ -186,12 +186,12 @@ def shares_base(
     split parameters over ``fsdp`` and whose ``tensor`` groups are the device groups.
 
     Args:
-        model: the architecture, with the adapters.
+        model_config: the architecture, with the adapters.
         mesh: training mesh, on which the engines decode too; None for one device.
         dtype, decode_dtype: dtype of the frozen parameters, and of the engines.
         tensor: number of devices of a device group, see `decode_mesh`.
     """
-    if not model.lora.rank or dtype != decode_dtype:
+    if not model_config.lora.rank or dtype != decode_dtype:
         return False
     if mesh is None:
         return True
@@ -201,24 +201,24 @@ def shares_base(
     return bool((groups_of(decode_mesh(mesh, size), size) == mesh.devices.reshape(-1, size)).all())
 
 
-def share_base(base: Params, model: ModelConfig) -> DecodeParams:
+def share_base(base: Params, model_config: ModelConfig) -> DecodeParams:
     """Converts frozen parameters to the layout for decoding, and deletes those of the layers.
 
     One array after the other is converted, so that there are never two copies of all layers.
 
     Args:
         base: parameters without adapters in the layout for training, placed as `shares_base` needs.
-        model: the architecture, without adapters.
+        model_config: the architecture, without adapters.
     """
     mesh, (device, *_) = mesh_of(base), jax.tree.leaves(base)[0].devices()
     kernels = kernels_for(device.platform, alone=mesh is None)
-    places = None if mesh is None else decode_shardings(model, mesh, kernels)
+    places = None if mesh is None else decode_shardings(model_config, mesh, kernels)
     shared: Params = {}
-    layers: list[Params] = [{} for _ in range(model.num_layers)]
+    layers: list[Params] = [{} for _ in range(model_config.num_layers)]
     for path, array in flatten_dict(base).items():
-        change = functools.partial(unstack, config=model, kernels=kernels)
+        change = functools.partial(unstack, config=model_config, kernels=kernels)
         program = jax.jit(change, out_shardings=None if places is None else _only(places, path))
-        part = in_turn(mesh, program, unflatten_dict({path: array}))
+        part = launch_alone(mesh, program, unflatten_dict({path: array}))
         shared = join(shared, part.shared)
         layers = list(map(join, layers, part.layers))
         if path[0] == "layers":  # other arrays may be results themselves
@@ -238,7 +238,7 @@ def _only(params: DecodeParams, path: tuple[str, ...]) -> DecodeParams:
 
 
 def publish(
-    params: Params | Adapted, model: ModelConfig, config: EngineConfig, tensor: int = 0
+    params: Params | Adapted, model_config: ModelConfig, config: EngineConfig, tensor: int = 0
 ) -> list[DecodeParams]:
     """Copies training parameters into the layout for decoding, one copy per device group.
 
@@ -251,28 +251,30 @@ def publish(
         params: training parameters, on one device or on a mesh; or the adapters alone. Then the
             result holds adapters, which `DecodeParams.with_adapters` joins to other parameters. A
             base that is shared with the engines is not copied, see `shares_base`.
-        model: the architecture.
+        model_config: the architecture.
         config: settings of the engines that will use the copies.
         tensor: number of devices of a device group, see `decode_mesh`.
     """
     if isinstance(params, Adapted):
-        new = publish(params.adapters, model, config, tensor)
+        new = publish(params.adapters, model_config, config, tensor)
         return [
             base.with_adapters(part)
-            for base, part in zip(_local_parts(params.base, model), new, strict=True)
+            for base, part in zip(_local_parts(params.base, model_config), new, strict=True)
         ]
     alone = "embed" not in params
     dtype, mesh = config.dtype, mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
         kernels = kernels_for(device.platform, alone=True)
-        return [publish_program(model, dtype, None, kernels, alone)(params)]
+        return [publish_program(model_config, dtype, None, kernels, alone)(params)]
     groups = decode_mesh(mesh, tensor)
     kernels = kernels_for(mesh.devices.flat[0].platform)
-    everywhere = in_turn(mesh, publish_program(model, dtype, groups, kernels, alone), params)
+    everywhere = launch_alone(
+        mesh, publish_program(model_config, dtype, groups, kernels, alone), params
+    )
 
     def places(group: np.ndarray) -> DecodeParams:
-        shardings = decode_shardings(model, _group_mesh(group), kernels)
+        shardings = decode_shardings(model_config, _group_mesh(group), kernels)
         return shardings.adapters() if alone else shardings
 
     return [
@@ -282,14 +284,14 @@ def publish(
     ]
 
 
-def _local_parts(base: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
+def _local_parts(base: DecodeParams, model_config: ModelConfig) -> list[DecodeParams]:
     """Returns the parts of a shared base on the device groups of this process, without copies."""
     mesh = mesh_of(base)
     if mesh is None:
         return [base]
-    model = without_adapters(model)
+    model_config = without_adapters(model_config)
     return [
-        jax.tree.map(_part, base, decode_shardings(model, _group_mesh(group), base.kernels))
+        jax.tree.map(_part, base, decode_shardings(model_config, _group_mesh(group), base.kernels))
         for group in mesh.devices.reshape(-1, mesh.shape["tensor"])
         if group[0].process_index == jax.process_index()
     ]
@@ -307,7 +309,7 @@ def kernels_for(platform: str, alone: bool = False) -> KernelLayout:
     return "matrices" if platform == "tpu" else "inputs_first"
 
 
-def move(
+def copy_to_devices(
     parts: Sequence[DecodeParams], places: Sequence[Sharding | DecodeParams]
 ) -> list[DecodeParams]:
     """Copies parameters to other devices of this process, in one transfer between devices.
@@ -321,19 +323,19 @@ def move(
     return jax.device_put(sources, list(places))
 
 
-def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
+def places_of(model_config: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
     """Returns the sharding of the engines' parameters on each device group of this process.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         mesh: mesh of the reserved devices, from `rollout_mesh`.
 
     Returns:
-        One entry per group, as `move` expects: a single sharding for a group of one device, else a
-        tree of shardings.
+        One entry per group, as `copy_to_devices` expects: a single sharding for a group of one
+        device, else a tree of shardings.
     """
     return [
-        decode_shardings(model, _group_mesh(group), kernels_for(group[0].platform))
+        decode_shardings(model_config, _group_mesh(group), kernels_for(group[0].platform))
         if group.size > 1
         else jax.sharding.SingleDeviceSharding(group[0])
         for group in mesh.devices
@@ -343,7 +345,7 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
 @functools.lru_cache
 def publish_program(
-    model: ModelConfig,
+    model_config: ModelConfig,
     dtype: str,
     mesh: Mesh | None,
     kernels: KernelLayout = "inputs_first",
@@ -352,7 +354,7 @@ def publish_program(
     """Returns the compiled program that converts the training layout to the decoding layout.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         dtype: dtype of the copies, except for adapters.
         mesh: mesh of all device groups, see `decode_mesh`; None for one device.
         kernels: order of the axes of weight matrices in the copies.
@@ -360,7 +362,7 @@ def publish_program(
     """
 
     def program(params: Params) -> DecodeParams:
-        copies = unstack(params, model, kernels)
+        copies = unstack(params, model_config, kernels)
         return jax.tree.map(lambda x: x.astype(dtype), copies).with_adapters(copies.adapters())
 
     if mesh is None:
@@ -369,12 +371,12 @@ def publish_program(
     # memory (7B model on v5e:2x4: 5.8 GB of temporary arrays instead of 3.9).
     tpu = mesh.devices.flat[0].platform == "tpu"
     options = {"xla_tpu_enable_latency_hiding_scheduler": "false"} if tpu else None
-    places = _places(model, mesh, kernels)
+    places = _places(model_config, mesh, kernels)
     places = places.adapters() if adapters else places
     return jax.jit(program, out_shardings=places, compiler_options=options)
 
 
-def _places(model: ModelConfig, mesh: Mesh, kernels: KernelLayout) -> DecodeParams:
+def _places(model_config: ModelConfig, mesh: Mesh, kernels: KernelLayout) -> DecodeParams:
     """Returns the shardings of the copies of all groups of a `decode_mesh`."""
     names, size = _split_axes(mesh), tensor_size(mesh)
 
@@ -383,7 +385,7 @@ def _places(model: ModelConfig, mesh: Mesh, kernels: KernelLayout) -> DecodePara
         return NamedSharding(mesh, spec)
 
     group = AbstractMesh((1, 1, size), AXES, axis_types=(AxisType.Auto,) * 3)
-    return jax.tree.map(everywhere, decode_shardings(model, group, kernels))
+    return jax.tree.map(everywhere, decode_shardings(model_config, group, kernels))
 
 
 def tensor_size(mesh: Mesh) -> int:
@@ -411,7 +413,7 @@ def _part(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     )
 
 
-def replicated(params: DecodeParams) -> Sharding:
+def replicated_sharding(params: DecodeParams) -> Sharding:
     """Returns the sharding that replicates an array on all devices that hold ``params``."""
     mesh = mesh_of(params)
     if mesh is None:
@@ -420,11 +422,13 @@ def replicated(params: DecodeParams) -> Sharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParams) -> Compute:
+def engine_compute(
+    model_config: ModelConfig, config: EngineConfig, params: DecodeParams
+) -> Compute:
     """Returns the dtype, operations and sharding of an engine on the devices of its parameters.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         config: settings of the engine.
         params: parameters in the layout for decoding.
 
@@ -434,7 +438,7 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
     mesh = mesh_of(params)
     platform, capability = platform_of(next(iter(jax.tree.leaves(params)[0].devices())))
     split = mesh.shape["tensor"] if mesh is not None else 1
-    case = paged_case(model, config, split, platform, capability)
+    case = paged_case(model_config, config, split, platform, capability)
     return Compute(
         config.dtype,
         attention=resolve("paged", config.attention, case, "engine.attention"),
@@ -446,7 +450,11 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
 
 
 def paged_case(
-    model: ModelConfig, config: EngineConfig, tensor: int, platform: str, capability: float = 0.0
+    model_config: ModelConfig,
+    config: EngineConfig,
+    tensor: int,
+    platform: str,
+    capability: float = 0.0,
 ) -> Case:
     """Returns the platform, dtype and shapes of an engine's attention over the cache.
 
@@ -456,48 +464,48 @@ def paged_case(
         platform, capability: platform and compute capability of the devices, see
             `model.attention.choice.Case`.
     """
-    heads = model.num_kv_heads
+    heads = model_config.num_kv_heads
     dtypes = (config.dtype, config.cache_dtype or config.dtype)
     # A kernel has one dtype for operands and cache; the case names the dtype that the kernel will
     # reject.
     dtype = next((name for name in dtypes if name not in ("bfloat16", "float16")), config.dtype)
     heads = heads if heads % tensor else heads // tensor  # all heads if they cannot be sharded
-    shape = (heads, model.num_groups, model.head_dim, config.page_size)
-    return Case(platform, dtype, *shape, capability, windowed=model.local is not None)
+    shape = (heads, model_config.num_groups, model_config.head_dim, config.page_size)
+    return Case(platform, dtype, *shape, capability, windowed=model_config.local is not None)
 
 
 def new_pages(
-    params: DecodeParams, model: ModelConfig, config: EngineConfig, compute: Compute
+    params: DecodeParams, model_config: ModelConfig, config: EngineConfig, compute: Compute
 ) -> tuple[LayerPages, ...]:
     """Allocates empty pages on the devices of the parameters, sharded by key/value heads.
 
     Args:
         params: parameters in the layout for decoding.
-        model: the architecture.
+        model_config: the architecture.
         config: settings of the engine.
         compute: settings of the computation; its attention determines the layout of the pages.
     """
-    return in_turn(compute.mesh, _new_pages(model, config, compute), params)
+    return launch_alone(compute.mesh, _new_pages(model_config, config, compute), params)
 
 
 def abstract_pages(
-    model: ModelConfig, config: EngineConfig, compute: Compute
+    model_config: ModelConfig, config: EngineConfig, compute: Compute
 ) -> tuple[LayerPages, ...]:
     """Returns the shapes and, on a mesh, the shardings of the result of `new_pages`.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         config: settings of the engine.
         compute: settings of the computation; its attention determines the layout of the pages, and
             its mesh their shardings.
     """
     dtype, mesh = config.cache_dtype or config.dtype, compute.mesh
     shapes = jax.eval_shape(
-        lambda: init_layers(model, config.num_pages, config.page_size, dtype, compute)
+        lambda: init_layers(model_config, config.num_pages, config.page_size, dtype, compute)
     )
     if mesh is None:
         return shapes
-    axes = list(layer_axes(model, compute, mesh.shape["tensor"]))
+    axes = list(layer_axes(model_config, compute, mesh.shape["tensor"]))
     while axes and axes[-1] is None:
         axes.pop()  # programs name the sharding of their results in this form
 
@@ -509,14 +517,14 @@ def abstract_pages(
 
 
 @functools.lru_cache
-def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> Any:
+def _new_pages(model_config: ModelConfig, config: EngineConfig, compute: Compute) -> Any:
     dtype, places = config.cache_dtype or config.dtype, None
 
     def program(params: DecodeParams) -> tuple[LayerPages, ...]:
-        return init_layers(model, config.num_pages, config.page_size, dtype, compute)
+        return init_layers(model_config, config.num_pages, config.page_size, dtype, compute)
 
     if compute.mesh is not None:
-        places = jax.tree.map(lambda x: x.sharding, abstract_pages(model, config, compute))
+        places = jax.tree.map(lambda x: x.sharding, abstract_pages(model_config, config, compute))
     # The parameters remain arguments of the program. Otherwise JAX would not tie the cache to their
     # devices, and would compile programs twice: for a new cache, and for a cache that a program
     # returned.

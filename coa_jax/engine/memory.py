@@ -50,12 +50,13 @@ class Memory:
     def __str__(self) -> str:
         """Describes the memory in one line."""
         return (
-            f"{size(self.total)}: parameters {size(self.parameters)}, cache {size(self.cache)} "
-            f"({self.pages} pages of {size(self.page)}), scratch {size(self.scratch)}"
+            f"{format_bytes(self.total)}: parameters {format_bytes(self.parameters)}, "
+            f"cache {format_bytes(self.cache)} ({self.pages} pages of {format_bytes(self.page)}), "
+            f"scratch {format_bytes(self.scratch)}"
         )
 
 
-def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> Memory:
+def engine_memory(model_config: ModelConfig, config: EngineConfig, tensor: int = 1) -> Memory:
     """Computes the memory that an engine will need.
 
     The sizes of parameters and cache are exact. The size of the scratch memory is an estimate that
@@ -64,35 +65,35 @@ def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> 
     neglects small replicated arrays such as norms.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         config: settings of the engine.
         tensor: number of devices of the engine's group.
     """
     config = config.on_platform(jax.default_backend())
     item = jnp.dtype(config.dtype).itemsize
-    parameters = num_params(model) * item
+    parameters = num_params(model_config) * item
     # Heads that cannot be sharded are replicated on all devices.
-    heads = model.num_kv_heads // (1 if model.num_kv_heads % tensor else tensor)
-    vectors = 2 * model.num_layers * heads * config.page_size
+    heads = model_config.num_kv_heads // (1 if model_config.num_kv_heads % tensor else tensor)
+    vectors = 2 * model_config.num_layers * heads * config.page_size
     kept = jnp.dtype(config.cache_dtype or config.dtype)
-    page = vectors * (model.head_dim * kept.itemsize + (4 if kept == jnp.int8 else 0))
+    page = vectors * (model_config.head_dim * kept.itemsize + (4 if kept == jnp.int8 else 0))
 
     def attention(rows: int, width: int) -> int:
-        read = 2 * 4 * rows * model.num_kv_heads * model.head_dim * config.page_size
-        return read + 2 * 4 * rows * model.num_heads * width * config.page_size
+        read = 2 * 4 * rows * model_config.num_kv_heads * model_config.head_dim * config.page_size
+        return read + 2 * 4 * rows * model_config.num_heads * width * config.page_size
 
     tokens, rows = config.extend_buckets[-1], config.row_sizes[-1]
-    wide = 4 * tokens * (2 * model.intermediate_size + 4 * model.hidden_size)
+    wide = 4 * tokens * (2 * model_config.intermediate_size + 4 * model_config.hidden_size)
     extend = attention(tokens // config.extend_block, config.extend_block) + wide
     # Logits, scaled logits and weights in float32, and the sorted logits for top-p.
-    decode = attention(rows, 1) + 4 * 4 * rows * model.vocab_size
+    decode = attention(rows, 1) + 4 * 4 * rows * model_config.vocab_size
     scratch = max(extend, decode)
     return Memory(-(-parameters // tensor), page, config.num_pages, -(-scratch // tensor))
 
 
-def fitted(
+def fit_engine_config(
     config: EngineConfig,
-    model: ModelConfig,
+    model_config: ModelConfig,
     platform: str,
     samples: int,
     longest: int,
@@ -110,7 +111,7 @@ def fitted(
     Args:
         config: settings of the engine, with the largest allowed shapes; if ``slots`` is 0, at most
             64 slots are allowed on CPUs and 256 on accelerators.
-        model: the architecture.
+        model_config: the architecture.
         platform: JAX platform, such as ``cpu``.
         samples: number of samples to decode.
         longest: maximum number of tokens of a sample.
@@ -132,26 +133,26 @@ def fitted(
             extend_block=fit.extend_block if small else 0,
             chunk=min(fit.chunk, 8),
         )
-    if free is not None and not config.pages and _total(model, fit, 1) > free:
+    if free is not None and not config.pages and _total(model_config, fit, 1) > free:
         least, most = fit.pages_per_slot, slots * fit.pages_per_slot
         counts = range(1, slots + 1)  # scratch memory grows with the slots
         taken = bisect.bisect_right(
-            counts, free, key=lambda n: _total(model, fit, 1, slots=n, pages=least)
+            counts, free, key=lambda n: _total(model_config, fit, 1, slots=n, pages=least)
         )
         fit = dataclasses.replace(fit, slots=max(min(slots, 2), taken))
         fitting = bisect.bisect_right(
-            range(least, most), free, key=lambda n: _total(model, fit, 1, pages=n)
+            range(least, most), free, key=lambda n: _total(model_config, fit, 1, pages=n)
         )
         fit = dataclasses.replace(fit, pages=least + max(fitting - 1, 0))
     return dataclasses.replace(fit, engines=min(fit.engines, fit.slots))
 
 
-def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
-    """Describes, for a log line, the slots, positions and tokens per chunk that `fitted` chose.
+def describe_fit(asked: EngineConfig, fit: EngineConfig) -> str:
+    """Describes, for a log line, the slots, positions and chunk that `fit_engine_config` chose.
 
     Args:
-        asked: the settings before `fitted`.
-        fit: the settings that `fitted` returned.
+        asked: the settings before `fit_engine_config`.
+        fit: the settings that `fit_engine_config` returned.
     """
     names = {"slots": "slots", "max_length": "positions", "chunk": "tokens a chunk"}
     parts = []
@@ -166,7 +167,7 @@ def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
     return ", ".join(parts) + fewer
 
 
-def waves(samples: int, places: int, engines: int) -> str:
+def describe_waves(samples: int, places: int, engines: int) -> str:
     """Describes in how many waves the samples of a step are decoded, for a log line.
 
     Args:
@@ -179,9 +180,9 @@ def waves(samples: int, places: int, engines: int) -> str:
     return text + (f"; engine.slots={slots} makes one" if count > 1 else "")
 
 
-def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) -> int:
+def _total(model_config: ModelConfig, config: EngineConfig, tensor: int, **other: Any) -> int:
     """Returns the bytes of an engine with changed settings, such as another number of slots."""
-    return engine_memory(model, dataclasses.replace(config, **other), tensor).total
+    return engine_memory(model_config, dataclasses.replace(config, **other), tensor).total
 
 
 def free_memory(device: jax.Device) -> int | None:
@@ -233,7 +234,7 @@ def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
 
 def check_room(
     params: Params | Adapted | DecodeParams,
-    model: ModelConfig,
+    model_config: ModelConfig,
     config: EngineConfig,
     tensor: int,
     places: Sequence[Sharding | DecodeParams] = (),
@@ -261,11 +262,11 @@ def check_room(
     shared = len(devices) if any(device.platform == "cpu" for device in devices) else 1
     published = isinstance(params, DecodeParams | Adapted)
     least = min(free) // shared if free else None
-    check_memory(model, config, least, tensor, published=published, twice=bool(places))
+    check_memory(model_config, config, least, tensor, published=published, twice=bool(places))
 
 
 def check_memory(
-    model: ModelConfig,
+    model_config: ModelConfig,
     config: EngineConfig,
     free: int | None,
     tensor: int = 1,
@@ -276,7 +277,7 @@ def check_memory(
     """Checks that an engine fits in the free memory of its devices.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         config: settings of the engine.
         free: number of free bytes on each of the engine's devices; None if unknown, which skips the
             check.
@@ -287,7 +288,7 @@ def check_memory(
     Raises:
         UserError: the engine does not fit; the message names a setting with which it fits.
     """
-    memory = engine_memory(model, config, tensor)
+    memory = engine_memory(model_config, config, tensor)
     if free is None:
         return
     free += memory.parameters * (published - twice)
@@ -296,7 +297,9 @@ def check_memory(
     name, most = ("pages", config.pages) if config.pages else ("slots", config.slots)
     least = config.pages_per_slot if config.pages else 1
     fits = bisect.bisect_right(
-        range(1, most), free, key=lambda count: _total(model, config, tensor, **{name: count})
+        range(1, most),
+        free,
+        key=lambda count: _total(model_config, config, tensor, **{name: count}),
     )
     one_slot = memory.parameters + memory.page * config.pages_per_slot
     if fits >= least:
@@ -316,11 +319,11 @@ def check_memory(
     each = f" on each of {tensor} devices" if tensor > 1 else ""
     taken = " or hold its parameters already" if published else ""
     taken += " beside new parameters while it is given them" if twice else ""
-    there = size(max(free, 0))
+    there = format_bytes(max(free, 0))
     raise UserError(f"the engine needs {memory}{each}; {there} are free{taken}: {advice}")
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Formats a number of bytes as text with a decimal unit, such as ``1.5 GB``."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(int(math.log10(max(count, 1))) // 3, len(units) - 1)

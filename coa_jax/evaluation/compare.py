@@ -23,8 +23,8 @@ import numpy as np
 
 from coa_jax.data.intervals import rates
 from coa_jax.errors import UserError
-from coa_jax.evaluation.figures import FORMAT
 from coa_jax.evaluation.metrics import standard_error
+from coa_jax.evaluation.results import FORMAT
 from coa_jax.files import durable
 from coa_jax.storage import local
 
@@ -180,7 +180,7 @@ def load(path: str) -> dict[str, Any]:
     return outcome
 
 
-def text(a: Mapping[str, Any], b: Mapping[str, Any], result: Comparison) -> str:
+def format_comparison(a: Mapping[str, Any], b: Mapping[str, Any], result: Comparison) -> str:
     """Formats a comparison for a terminal.
 
     Args:
@@ -198,11 +198,11 @@ def text(a: Mapping[str, Any], b: Mapping[str, Any], result: Comparison) -> str:
     for name, count in (("A", result.only_a), ("B", result.only_b)):
         if count:
             lines.append(f"left out: {count} tasks with graded samples in {name} only")
-    lines += [f"note: the two differ in {key} too" for key in differing(a, b)]
+    lines += [f"note: the two differ in {key} too" for key in differing_settings(a, b)]
     return "\n".join(lines)
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Returns the names of the settings in which two result files differ, except the policy.
 
     If such settings differ, the comparison does not compare the policies alone.

@@ -19,9 +19,9 @@ from absl import logging
 from coa_jax.data.trajectory import Reward, Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.evaluation.config import HeldOutConfig
-from coa_jax.evaluation.figures import training_metrics
-from coa_jax.evaluation.measure import finish, missing_requests
-from coa_jax.evaluation.sample import Key, Sample, digest, measured, sample_of
+from coa_jax.evaluation.measure import missing_requests, run_and_grade
+from coa_jax.evaluation.results import training_metrics
+from coa_jax.evaluation.sample import Key, Sample, digest, group_by_task, sample_of
 from coa_jax.files import durable, jsonl
 from coa_jax.model.api import Model
 from coa_jax.parallel import processes
@@ -136,7 +136,10 @@ class HeldOut:
             self.folder / f"{self.phase}-{step:08d}-{processes.index()}.jsonl",
             {"stage": f"{self.phase}-eval", **marks},
         )
-        samples, tasks = self.config.samples, dict(processes.share(list(enumerate(self.tasks))))
+        samples, tasks = (
+            self.config.samples,
+            dict(processes.local_items(list(enumerate(self.tasks)))),
+        )
         missing = missing_requests(
             graded.samples, tasks, self.config, self.prompt, graded.about, self.environments
         )
@@ -147,13 +150,13 @@ class HeldOut:
         if any(incomplete for incomplete, _ in states):
             # All processes help to create the engines, even processes that have nothing to sample.
             sampler = make_sampler(model, engines(), self.tools, self.rollout)
-            work = finish(sampler, lambda _: missing, self.tasks, self.graders, graded)
+            work = run_and_grade(sampler, lambda _: missing, self.tasks, self.graders, graded)
             complete = asyncio.run(self._run(work))
         parts = self._gather((list(graded.samples.values()), complete))
         if not all(complete for _, complete in parts):
             return None
         merged = {sample.key: sample for part, _ in parts for sample in part}
-        return training_metrics(measured(self.tasks, merged, samples), samples)
+        return training_metrics(group_by_task(self.tasks, merged, samples), samples)
 
     def _settings(self) -> str:
         """Returns a hash of everything besides the parameters that the samples depend on."""

@@ -86,7 +86,7 @@ def missing_requests(
     return requests
 
 
-async def finish(
+async def run_and_grade(
     sampler: Sampler | None,
     missing: Callable[[int], Sequence[Request]],
     tasks: Sequence[Task],

@@ -131,7 +131,7 @@ def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def by(
+def rates_by(
     pairs: Sequence[tuple[Mapping[str, Any], Sequence[bool]]], key: str
 ) -> dict[str, dict[str, Any]]:
     """Groups tasks by the value of a metadata field, and returns the `rate` of each group.

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from coa_jax.engine.group import make_engines
-from coa_jax.engine.memory import chosen, engine_memory, fitted, free_memory
+from coa_jax.engine.memory import describe_fit, engine_memory, fit_engine_config, free_memory
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.model.policy import Model
@@ -33,7 +33,8 @@ def load_sampler(
         load: function that loads the model. It is not called if ``config.endpoint`` names the
             server of the policy.
         config: settings of the evaluation. The shapes of its engine are upper bounds, which are
-            reduced to what the samples need and the memory holds, see `engine.memory.fitted`.
+            reduced to what the samples need and the memory holds, see
+            `engine.memory.fit_engine_config`.
         tools: live tools.
         tasks: all tasks of the evaluation. The shapes are derived from all of them, so that a
             resumed evaluation has the same shapes.
@@ -44,8 +45,8 @@ def load_sampler(
     model = load()
     device = jax.tree.leaves(jax.block_until_ready(model.params))[0].devices().pop()
     free, count = free_memory(device), len(tasks) * config.samples
-    fit = fitted(shapes, model.config, device.platform, count, rollout.max_tokens, free)
-    print(f"engine: {chosen(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
+    fit = fit_engine_config(shapes, model.config, device.platform, count, rollout.max_tokens, free)
+    print(f"engine: {describe_fit(shapes, fit)}; {engine_memory(model.config, fit)}", flush=True)
     protocols = (task.protocol for task in tasks)
     constraint = constraint_or_ends(rollout, model.tokenizer, model.config.vocab_size, protocols)
     if constraint is not None and constraint.restricts:

@@ -14,11 +14,11 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.evaluation.exposure import exposure_of
-from coa_jax.evaluation.figures import blocks, check_written, result
 from coa_jax.evaluation.journal import Journal
-from coa_jax.evaluation.measure import finish, missing_requests
+from coa_jax.evaluation.measure import missing_requests, run_and_grade
 from coa_jax.evaluation.policy import load_sampler, weights_name
-from coa_jax.evaluation.sample import Key, Measured, Sample, digest, measured
+from coa_jax.evaluation.results import check_written, result_file_content, summary_blocks
+from coa_jax.evaluation.sample import Key, Sample, TaskSamples, digest, group_by_task
 from coa_jax.evaluation.scaling import choose, pick_name, scaling
 from coa_jax.files import durable
 from coa_jax.model.api import load_model
@@ -203,11 +203,11 @@ def evaluate(
         bar.update()
 
     async def complete() -> dict[str, str]:
-        await finish(
+        await run_and_grade(
             sampler, missing, tasks, graders, journal,
             ungraded=ungraded, attempts=config.attempts, ended=ended,
         )  # fmt: skip
-        groups = measured(tasks, journal.samples, config.samples)
+        groups = group_by_task(tasks, journal.samples, config.samples)
         return await choose(
             config.best_of, graders, groups, config.samples, journal.verdicts,
             lambda sample: journal.trajectory(sample.key), journal.add_verdict,
@@ -218,26 +218,26 @@ def evaluate(
     unfinished = sum(len(request.samples) for request in requests)
     if unfinished < total:
         print(f"{stage}: {total - unfinished} of {total} samples are finished", flush=True)
-    groups = measured(tasks, journal.samples, config.samples)
+    groups = group_by_task(tasks, journal.samples, config.samples)
     ungraded = [s.key for group in groups for s in group.samples if s.is_ungraded(config.attempts)]
     _check_ready(config, groups, journal, requests, ungraded, servers)
     sampler = load() if requests else None  # outside the event loop, because it may take long
     with progress(f"evaluate {stage}", total=total, initial=total - unfinished) as bar:
         why = asyncio.run(complete())
-    groups = measured(tasks, journal.samples, config.samples)
+    groups = group_by_task(tasks, journal.samples, config.samples)
     journal.finish([sample.key for group in groups for sample in group.samples])
     check_written(stage, groups)
     scaled = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)
     described = {**about, "grading": _grading(config)}
     unjudged = graders.judge.no_verdict if graders.judge else {}
-    outcome = result(stage, described, groups, config.samples, scaled, unjudged)
+    outcome = result_file_content(stage, described, groups, config.samples, scaled, unjudged)
     durable.write_json(journal.folder / "results.json", outcome)
-    run.summary(blocks(outcome))
+    run.summary(summary_blocks(outcome))
     return outcome
 
 
 def evaluate_model(
-    model: str | Path,
+    model_path: str | Path,
     tasks: Sequence[Task],
     config: EvaluateConfig,
     run: RunDir,
@@ -251,7 +251,8 @@ def evaluate_model(
     """Evaluates a model, or the policy behind an endpoint; returns the content of the result file.
 
     Args:
-        model: Hugging Face directory of the model; ignored if ``config.endpoint`` names a server.
+        model_path: Hugging Face directory of the model; ignored if ``config.endpoint`` names a
+        server.
         tasks, config, run, stage, servers, fresh: see `evaluate`.
         tools: live tools.
         tool_settings: settings of the tools, on which the samples depend.
@@ -263,17 +264,19 @@ def evaluate_model(
         prompt = load_prompt(config.rollout.prompt_style)
     else:
         # The policy is named by a hash of its weights, which `model_folder` leaves in the bucket.
-        model = Path(local(str(model))) if is_url(str(model)) else model_folder(model)
-        name = f"{model.name} {weights_name(str(model))}"
-        prompt = load_prompt(config.rollout.prompt_style, model)
-    load = functools.partial(load_sampler, lambda: load_model(model), config, tools, tasks)
+        model_path = (
+            Path(local(str(model_path))) if is_url(str(model_path)) else model_folder(model_path)
+        )
+        name = f"{model_path.name} {weights_name(str(model_path))}"
+        prompt = load_prompt(config.rollout.prompt_style, model_path)
+    load = functools.partial(load_sampler, lambda: load_model(model_path), config, tools, tasks)
     about = settings(config, name, tool_settings, prompt)
     return evaluate(load, tasks, config, run, stage, about, prompt, servers=servers, fresh=fresh)
 
 
 def _check_ready(
     config: EvaluateConfig,
-    groups: Sequence[Measured],
+    groups: Sequence[TaskSamples],
     journal: Journal,
     requests: Sequence[Request],
     ungraded: Sequence[Key],

@@ -121,7 +121,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class TaskSamples:
     """A task with its finished samples.
 
     Attributes:
@@ -182,7 +182,9 @@ def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) -> list[Measured]:
+def group_by_task(
+    tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int
+) -> list[TaskSamples]:
     """Groups finished samples by task.
 
     Args:
@@ -191,7 +193,7 @@ def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) ->
         numbers: number of samples per task. Samples whose index is ``numbers`` or more are ignored.
     """
     return [
-        Measured(
+        TaskSamples(
             task, tuple(samples[task.id, n] for n in range(numbers) if (task.id, n) in samples)
         )
         for task in tasks

@@ -21,7 +21,7 @@ from coa_jax.config.fields import MAX_INT, Between, Bounded, Count, Times
 from coa_jax.data.trajectory import Author, SegmentSpan, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.evaluation import metrics
-from coa_jax.evaluation.sample import Measured, Sample
+from coa_jax.evaluation.sample import Sample, TaskSamples
 from coa_jax.rollout.chain import text_trajectory
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.judge import parse_object
@@ -89,7 +89,7 @@ class UnsureError(Exception):
 # --- best of n -----------------------------------------------------------------------------
 
 
-async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
+async def pick_best(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
     """Lets a model choose the best sample of a task (best-of-n), and returns its index.
 
     The order in which the model sees the samples is random and differs between tasks, so that no
@@ -158,7 +158,7 @@ def parse_choice(text: str, n: int) -> int | None:
 # --- majority vote -------------------------------------------------------------------------
 
 
-async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
+async def majority_vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
     """Takes a majority vote over the samples of a task, and returns the number of the winner.
 
     The winner is the first sample with the most frequent answer. The result is None if no sample
@@ -212,7 +212,7 @@ async def _are_equal(graders: Graders, task: Task, first: str, second: str) -> b
 
 
 def scaling(
-    groups: Sequence[Measured],
+    groups: Sequence[TaskSamples],
     numbers: int,
     best_of: int,
     verdicts: Mapping[str, Any],
@@ -241,12 +241,12 @@ def scaling(
     return methods
 
 
-def vote_name(group: Measured) -> str:
+def vote_name(group: TaskSamples) -> str:
     """Returns the name of a task's majority vote, under which the journal stores the result."""
     return f"vote/{group.task.id}/{_sample_numbers(group.samples)}"
 
 
-def pick_name(group: Measured, n: int) -> str:
+def pick_name(group: TaskSamples, n: int) -> str:
     """Returns the name of a task's best-of-n choice, under which the journal stores the result."""
     return f"pick/{group.task.id}/{_sample_numbers(group.samples[:n])}"
 
@@ -256,8 +256,8 @@ def _sample_numbers(samples: Sequence[Sample]) -> str:
 
 
 def _chosen_figures(
-    groups: Sequence[Measured],
-    name: Callable[[Measured], str],
+    groups: Sequence[TaskSamples],
+    name: Callable[[TaskSamples], str],
     verdicts: Mapping[str, Any],
     reasons: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _chosen_figures(
 async def choose(
     config: PickConfig,
     graders: Graders,
-    groups: Sequence[Measured],
+    groups: Sequence[TaskSamples],
     numbers: int,
     verdicts: Mapping[str, Any],
     read: Callable[[Sample], Trajectory],
@@ -307,7 +307,7 @@ async def choose(
     reasons: dict[str, str] = {}
 
     async def decide(
-        name: str, choice: Callable[[Measured], Awaitable[int | None]], group: Measured
+        name: str, choice: Callable[[TaskSamples], Awaitable[int | None]], group: TaskSamples
     ) -> None:
         async with turns:
             try:
@@ -317,11 +317,11 @@ async def choose(
                 return
         say(name, {"sample": number})
 
-    async def voted(group: Measured) -> int | None:
-        return await vote(graders, group.task, group.samples)
+    async def voted(group: TaskSamples) -> int | None:
+        return await majority_vote(graders, group.task, group.samples)
 
-    async def picked(group: Measured) -> int:
-        index = await pick(config, [read(sample) for sample in group.samples[: config.n]])
+    async def picked(group: TaskSamples) -> int:
+        index = await pick_best(config, [read(sample) for sample in group.samples[: config.n]])
         return group.samples[index].number
 
     jobs = []

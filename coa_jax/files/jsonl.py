@@ -204,10 +204,9 @@ def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
         OSError: the file cannot be written, for example because the disk is full. An older file at
             ``path`` is unchanged.
     """
-    data = _encoded(values)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.replace(path, data)
+    durable.replace_with(path, lambda file: file.writelines(_encoded(values)))
 
 
 def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
@@ -220,12 +219,12 @@ def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
         OSError: the file cannot be written, for example because the disk is full. No line was
             appended.
     """
-    data = _encoded(values)
+    data = b"".join(_encoded(values))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     durable.cut_torn_line(path)
     durable.append(path, data)
 
 
-def _encoded(values: Iterable[Any]) -> bytes:
-    return b"".join(dumps(value).encode() + b"\n" for value in values)
+def _encoded(values: Iterable[Any]) -> Iterator[bytes]:
+    return (dumps(value).encode() + b"\n" for value in values)

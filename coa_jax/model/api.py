@@ -63,7 +63,7 @@ def download_once(path: str | Path, *, is_base: bool = False) -> None:
             processes have different commits of the model. All processes raise the error.
     """
     cache, what = hub_cache(path), f"model {path}"
-    if processes.count() == 1 or not all(processes.exchange(cache is not None, what, 60.0)):
+    if processes.count() == 1 or not all(processes.all_gather(cache is not None, what, 60.0)):
         return
     assert cache is not None
     from_first(cache, functools.partial(cached_files, path, weights=False), what)
@@ -73,7 +73,7 @@ def download_once(path: str | Path, *, is_base: bool = False) -> None:
         commit = snapshot_of(path, folder).name
     except UserError as error:
         fault = str(error)
-    states = processes.exchange([commit, fault], f"commit of {path}", 60.0)
+    states = processes.all_gather([commit, fault], f"commit of {path}", 60.0)
     for _, other in states:
         if other:
             raise UserError(other)
@@ -288,7 +288,7 @@ def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:
     if on_hub:
         commit, names = folder.name, shards or (SINGLE_FILE,)  # folders of the cache: commits
         what = f"commit of {path}"
-        _check_commits(path, processes.exchange(commit, what, 60.0, "commit of a model"))
+        _check_commits(path, processes.all_gather(commit, what, 60.0, "commit of a model"))
         if not all((folder / name).exists() for name in names):
             return Checkpoint(str(path), hub_files(path, commit, names))
     return local_checkpoint(folder)

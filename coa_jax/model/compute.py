@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from coa_jax.config.fields import OneOf, check
 from coa_jax.model.attention.choice import Case, platform_of, resolve
 from coa_jax.model.config import ModelConfig
-from coa_jax.parallel.compiled import tell_of_compiling
+from coa_jax.parallel.compilation_cache import log_compilations
 from coa_jax.parallel.mesh import sharding_for
 
 Collectives = Literal["none", "compiler", "manual"]
@@ -141,7 +141,7 @@ def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
         **choices: values of further fields of `Compute`, by name.
     """
     platform, _ = platform_of(jax.local_devices()[0])
-    tell_of_compiling()
+    log_compilations()
     return Compute(jnp.dtype(dtype).name, backend=backend_for(platform), **choices)
 
 
@@ -172,5 +172,5 @@ def training_compute(
     case = Case(platform, name, *heads, capability=capability, windowed=windowed)
     implementation = resolve("causal", attention, case, "config.attention")
     placed = collectives_for(platform, collectives)
-    tell_of_compiling()
+    log_compilations()
     return Compute(name, remat, implementation, backend_for(platform), mesh, placed)

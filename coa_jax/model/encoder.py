@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from coa_jax.config.fields import declared
+from coa_jax.config.fields import field_annotations
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.files.durable import read_json_object
@@ -50,7 +50,9 @@ def read_bert_config(folder: Path) -> BertConfig:
         first = 0 if values["model_type"] == "bert" else values.get("pad_token_id", 1) + 1
         values["first_position"] = first
         values["max_tokens"] = values["max_position_embeddings"] - first
-        needed = [k for k in declared(BertConfig) if k in values or not hasattr(BertConfig, k)]
+        needed = [
+            k for k in field_annotations(BertConfig) if k in values or not hasattr(BertConfig, k)
+        ]
         return BertConfig(**{key: values[key] for key in needed})
     except (UserError, *untrusted.MALFORMED) as error:
         raise UserError(f"{file}: {untrusted.reason(error)}") from None

@@ -30,7 +30,7 @@ from coa_jax.model.hf_table import (
     writing_order,
 )
 from coa_jax.model.params import Params, Path, Specs, merge_layer, specs
-from coa_jax.parallel.launch_order import in_turn, mesh_of, turn
+from coa_jax.parallel.launch_order import launch_alone, launch_lock, mesh_of
 
 
 class TensorSource(Protocol):
@@ -345,7 +345,9 @@ def export_tensors(
     def layer_of(index: int) -> dict[Path, jax.Array]:
         layer = jax.tree.map(lambda x: x[index], params["layers"])
         if config.lora.rank:
-            layer = in_turn(mesh_of(jax.tree.leaves(layer)[0]), merge_layer, config, layer, dtype)
+            layer = launch_alone(
+                mesh_of(jax.tree.leaves(layer)[0]), merge_layer, config, layer, dtype
+            )
         return flatten_dict(layer)
 
     arrays = flatten_dict({key: value for key, value in params.items() if key != "layers"})
@@ -363,5 +365,5 @@ def to_host(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     from jax.experimental import multihost_utils
 
-    with turn(mesh_of(array)):
+    with launch_lock(mesh_of(array)):
         return multihost_utils.process_allgather(array, tiled=True)

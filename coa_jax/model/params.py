@@ -25,7 +25,7 @@ from coa_jax.model.compute import KernelLayout
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer, PickedLayers
 from coa_jax.model.linear import Lora
-from coa_jax.parallel.launch_order import in_turn, mesh_of
+from coa_jax.parallel.launch_order import launch_alone, mesh_of
 from coa_jax.parallel.mesh import DECODE_RULES, sharding_for
 
 Params = dict[str, Any]
@@ -220,7 +220,7 @@ class Adapted(NamedTuple):
         made = flatten_dict(shared)
         for path in flatten_dict(base.layers[0]):
             own = [unflatten_dict({path: flatten_dict(layer)[path]}) for layer in base.layers]
-            made["layers", *path] = in_turn(
+            made["layers", *path] = launch_alone(
                 mesh_of(jax.tree.leaves(own)[0]), _stack, own, config=config, kernels=base.kernels
             )
             for array in jax.tree.leaves(own):
@@ -435,7 +435,7 @@ def merge_adapters(config: ModelConfig, params: Params, dtype: str | None = None
     if not config.lora.rank:
         return params
     mesh = mesh_of(jax.tree.leaves(params)[0])
-    return in_turn(mesh, _merge_program, config, params, dtype or str(param_dtype(params)))
+    return launch_alone(mesh, _merge_program, config, params, dtype or str(param_dtype(params)))
 
 
 # --- placement -----------------------------------------------------------------------------

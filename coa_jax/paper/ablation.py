@@ -25,7 +25,17 @@ import ml_collections
 import numpy as np
 from absl import flags
 
-from coa_jax.config.fields import Bounded, Count, Items, Name, OneOf, Place, Seed, check, shown
+from coa_jax.config.fields import (
+    Bounded,
+    Count,
+    Items,
+    Name,
+    OneOf,
+    Place,
+    Seed,
+    check,
+    format_value,
+)
 from coa_jax.data.intervals import rates
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import DistilledRecord, write_records
@@ -34,8 +44,8 @@ from coa_jax.distillation.dataset import DistilledSplit, distill_split, statisti
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.evaluation.figures import shown_rate
 from coa_jax.evaluation.metrics import student_t
+from coa_jax.evaluation.results import shown_rate
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.files import durable
 from coa_jax.files.markdown import table
@@ -199,8 +209,9 @@ class Ablation:
 
     def _sets(
         self, tasks: Sequence[Task], split: DistilledSplit, seed: int
-    ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
+    ) -> Sequence[tuple[str, Sequence[DistilledRecord], dict[str, int]]]:
         """Returns for each arm (name, records, number of runs that each filter dropped)."""
+        sets: list[tuple[str, Sequence[DistilledRecord], dict[str, int]]]
         sets = [(UNFILTERED, [run.record for run in split.runs], dict[str, int]())]
         for name, arm in self.arms.items():
             runs = split.runs
@@ -255,7 +266,7 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
         UserError: the arm sets something that would change the teacher's runs.
     """
     if not isinstance(arm, Mapping):
-        raise UserError(f"{where} is {shown(arm)}; it is a group of settings of the filters")
+        raise UserError(f"{where} is {format_value(arm)}; it is a group of settings of the filters")
     fixed = next((name for name in _OF_RUNS if name in arm), None)
     if fixed is not None:
         raise UserError(f"{where}.{fixed}: all arms select from the same runs; set config.teacher")

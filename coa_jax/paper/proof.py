@@ -23,11 +23,11 @@ from absl import flags
 
 from coa_jax.data.rows import open_rows
 from coa_jax.errors import UserError
-from coa_jax.evaluation.compare import compare, differing, load
+from coa_jax.evaluation.compare import compare, differing_settings, load
 from coa_jax.files import durable, jsonl, markdown
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import decode_bytes, forward_flops, train_flops
-from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel.chips import CHIPS
 from coa_jax.report.page import escape, fixed, rate_cells, save_page, table, whole_page
 from coa_jax.run.command import load_config, run_main
@@ -248,7 +248,7 @@ def results(workdir: Path) -> dict[str, Any]:
         "differences": {
             f"{one} - {other}": {
                 **dataclasses.asdict(compare(outcomes[other], outcomes[one])),
-                "differs": differing(outcomes[other], outcomes[one]),
+                "differs": differing_settings(outcomes[other], outcomes[one]),
             }
             for one, other in PAIRS
         },

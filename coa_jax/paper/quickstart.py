@@ -28,16 +28,16 @@ from coa_jax.distillation.dataset import distill_split
 from coa_jax.distillation.filters import TeacherRun
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.distillation.token_savings import policy_economy
+from coa_jax.distillation.token_savings import compare_policy_tokens
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.evaluation.figures import shown_rate, table
+from coa_jax.evaluation.results import shown_rate, table
 from coa_jax.evaluation.run import evaluate_model, load
 from coa_jax.model.api import describe_model, load_model
 from coa_jax.model.peft_io import copy_model
 from coa_jax.model.tokenizer import load_tokenizer
-from coa_jax.paper.economy import read_phase, token_counter
 from coa_jax.paper.release import release
+from coa_jax.paper.token_savings import read_phase, token_counter
 from coa_jax.protocol import TAGS, FormatName
 from coa_jax.report import build_report
 from coa_jax.run.command import config_flag, run_main, workdir_flag
@@ -228,7 +228,7 @@ class Pipeline:
         self.run.summary({"teacher": teacher_block(self._teacher_runs, counter)})
 
     @functools.cached_property
-    def _teacher_runs(self) -> list[TeacherRun]:
+    def _teacher_runs(self) -> Sequence[TeacherRun]:
         """The teacher's graded runs of the held-out tasks, written in the format ``tags``."""
         tasks = with_level(self.held_out, "", TAGS)
         logs = asyncio.run(run_teacher(tasks, self.tools_by_name, self.teacher))
@@ -300,7 +300,7 @@ class Pipeline:
         traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
         by_task = {run.task.id: run for run in self._teacher_runs}
         counter = token_counter(tokenizer)
-        savings = policy_economy(by_task, traces, list(self.tools_by_name), counter)
+        savings = compare_policy_tokens(by_task, traces, list(self.tools_by_name), counter)
         self.run.summary({"economy": savings}, anew=True)
 
     def release(self) -> None:

@@ -26,7 +26,7 @@ from absl import flags
 
 from coa_jax import storage
 from coa_jax.config.installed import missing
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import iterate_trajectories
 from coa_jax.distillation.card import card as data_card
@@ -39,7 +39,7 @@ from coa_jax.model.card import CARD, read_card
 from coa_jax.model.hub_card import hub_card
 from coa_jax.protocol.saved import FILE as PROTOCOLS
 from coa_jax.run.command import run_main, workdir_flag
-from coa_jax.train.distilled import FILE, Overlap
+from coa_jax.train.task_overlap import FILE, Overlap
 
 _STAGES = ("sft", "rl")
 _SPLITS = ("train", "validation")
@@ -171,7 +171,7 @@ def _write_data(run: Path, config: dict[str, Any], output: Path) -> None:
             for value in iterate_trajectories(run, dict)
             if value["metadata"].get("phase") == phase
         )
-        shards.write(output / "traces", "jsonl.gz", phase, 0, rows)
+        trace_shards.write_shard(output / "traces", "jsonl.gz", phase, 0, rows)
 
 
 def release_to(workdir: str, target: str) -> int:

@@ -24,11 +24,11 @@ from jax.sharding import Mesh, NamedSharding
 
 T = TypeVar("T")
 
-_TURN = threading.RLock()
+_LAUNCH_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
-def turn(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
+def launch_lock(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
     """Holds a lock while a multi-device program is launched, so that programs cannot deadlock.
 
     Without the lock, two devices could get the programs of two threads in opposite order, and both
@@ -50,7 +50,7 @@ def turn(mesh: Mesh | None) -> Iterator[Callable[[Any], Any]]:
         yield lambda result: result
         return
     waits = mesh.devices.flat[0].platform == "cpu"
-    with _TURN:
+    with _LAUNCH_LOCK:
         yield jax.block_until_ready if waits else lambda result: result
 
 
@@ -62,8 +62,10 @@ def mesh_of(array: Any) -> Mesh | None:
     return None
 
 
-def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Launches a program while no other thread launches a multi-device program; see `turn`.
+def launch_alone(
+    mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any
+) -> T:
+    """Launches a program while no other thread launches a multi-device program; see `launch_lock`.
 
     Args:
         mesh: devices on which the program runs; None for one device.
@@ -74,5 +76,5 @@ def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **opt
     Returns:
         The result of the program, which the devices may still be computing.
     """
-    with turn(mesh) as finish:
+    with launch_lock(mesh) as finish:
         return finish(program(*arguments, **options))

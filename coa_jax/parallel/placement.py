@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from coa_jax.errors import UserError
 from coa_jax.parallel.config import MeshConfig
 from coa_jax.parallel.mesh import make_mesh, sharding_for
-from coa_jax.parallel.processes import meet
+from coa_jax.parallel.processes import barrier
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
         message = f"rows is {rows}, which mesh.data x mesh.fsdp = {parts} does not divide"
         logging.warning("%s: several devices compute the same rows; give a multiple", message)
     if mesh is not None and processes > 1 and devices[0].platform == "cpu":
-        meet("the mesh", config.wait_seconds)
+        barrier("the mesh", config.wait_seconds)
         _find_each_other(mesh)
     return mesh
 

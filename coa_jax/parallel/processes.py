@@ -2,8 +2,8 @@
 
 Each process drives its own devices, engines and tools. Processes cooperate in only two ways: they
 run compiled programs over all devices (also to move data, see `parallel.transfer`), and they
-exchange short values in `exchange` and `meet`. A process that waits there handles signals, and logs
-which processes are missing.
+exchange short values in `all_gather` and `barrier`. A process that waits there handles signals, and
+logs which processes are missing.
 
 A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat ends a
 run: the thread `_watch` then ends every other process with a one-line message.
@@ -219,7 +219,7 @@ def count() -> int:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def as_single_process() -> Iterator[None]:
     """Makes this process act as the only process of its run, inside a ``with`` block.
 
     Use it for work that may fail on one host alone: otherwise the other processes would wait for a
@@ -236,7 +236,7 @@ def apart() -> Iterator[None]:
 # --- working together ----------------------------------------------------------------------
 
 
-def doing(what: str) -> None:
+def set_activity(what: str) -> None:
     """Records what this process is doing, for the logs of processes that wait for it.
 
     Args:
@@ -246,7 +246,7 @@ def doing(what: str) -> None:
         _joined.doing = what
 
 
-def meet(what: str, seconds: float) -> None:
+def barrier(what: str, seconds: float) -> None:
     """Waits until all processes have called this function (a barrier).
 
     Args:
@@ -258,7 +258,7 @@ def meet(what: str, seconds: float) -> None:
         return
     before, here.doing = here.doing, f"waiting at: {what}"
     here.tell()
-    names = exchange(what, what, seconds, "met")
+    names = all_gather(what, what, seconds, "met")
     assert set(names) == {what}, names
     here.doing = before
 
@@ -276,17 +276,17 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
         logging.warning("%s: waiting for %.0f s for %s", what, waited, names)
 
 
-def exchange(value: Any, what: str, seconds: float, channel: str = "") -> list[Any]:
-    """Exchanges a value between all processes, see `exchange_async` for arguments and result.
+def all_gather(value: Any, what: str, seconds: float, channel: str = "") -> list[Any]:
+    """Exchanges a value between all processes, see `all_gather_async` for arguments and result.
 
-    Inside an event loop, call `exchange_async` instead of this function.
+    Inside an event loop, call `all_gather_async` instead of this function.
     """
     if _joined is None:
         return [value]
-    return asyncio.run(exchange_async(value, what, seconds, channel))
+    return asyncio.run(all_gather_async(value, what, seconds, channel))
 
 
-async def exchange_async(value: Any, what: str, seconds: float, channel: str = "") -> list[Any]:
+async def all_gather_async(value: Any, what: str, seconds: float, channel: str = "") -> list[Any]:
     """Exchanges a value between all processes.
 
     The exchange runs no program on the devices. A thread may therefore call this function while
@@ -337,7 +337,7 @@ def asked_to_stop() -> bool:
     return _joined is not None and bool(_joined.client.key_value_dir_get(_STOP))
 
 
-def share(items: Sequence[T]) -> list[T]:
+def local_items(items: Sequence[T]) -> list[T]:
     """Returns this process's share of items: with n processes, every n-th item."""
     return list(items[index() :: count()])
 

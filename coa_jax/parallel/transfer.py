@@ -22,7 +22,7 @@ from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.parallel import processes
-from coa_jax.parallel.launch_order import turn
+from coa_jax.parallel.launch_order import launch_lock
 
 T = TypeVar("T")
 
@@ -43,16 +43,16 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
         seconds: interval at which a waiting process logs which processes are missing.
 
     Returns:
-        The items of all processes. If `processes.share` split a sequence into these items, the
-        items are in the order of the sequence.
+        The items of all processes. If `processes.local_items` split a sequence into these items,
+        the items are in the order of the sequence.
     """
     if processes.count() == 1:
         return list(items)
     from jax.experimental import multihost_utils
 
     payload = np.frombuffer(pickle.dumps(list(items)), np.uint8)
-    processes.meet(what, seconds)
-    with turn(jax.sharding.Mesh(jax.devices(), "all")):
+    processes.barrier(what, seconds)
+    with launch_lock(jax.sharding.Mesh(jax.devices(), "all")):
         sizes = multihost_utils.process_allgather(np.asarray([payload.size], np.int32)).reshape(-1)
         width = max(_SMALLEST, 1 << (int(sizes.max()) - 1).bit_length())
         padded = np.zeros(width, np.uint8)
@@ -90,7 +90,7 @@ def from_first(root: Path, fetch: Callable[[], Iterable[Path]], what: str) -> li
             sizes = {str(path.relative_to(root)): path.stat().st_size for path in fetch()}
         except Exception as error:  # whatever the reason, the other processes must not wait
             fault = _reason(what, error)
-    sizes, fault = processes.exchange([sizes, fault], what, _LOG_SECONDS)[0]
+    sizes, fault = processes.all_gather([sizes, fault], what, _LOG_SECONDS)[0]
     if fault:
         raise UserError(fault)
     absent, location = list[str](), ""
@@ -127,7 +127,7 @@ def _agreed(value: list[Any], what: str) -> list[list[Any]]:
     Raises:
         UserError: a process has a fault. All processes raise the error of the first one.
     """
-    rows = processes.exchange(value, what, _LOG_SECONDS)
+    rows = processes.all_gather(value, what, _LOG_SECONDS)
     for row in rows:
         if row[-1]:
             raise UserError(row[-1])
@@ -217,6 +217,6 @@ def _broadcast(block: bytes, count: int) -> bytes:
     # Padding to powers of two limits the number of compiled programs.
     padded = np.zeros(1 << (count - 1).bit_length(), np.uint8)
     padded[: len(block)] = np.frombuffer(block, np.uint8)
-    with turn(jax.sharding.Mesh(jax.devices(), "all")):
+    with launch_lock(jax.sharding.Mesh(jax.devices(), "all")):
         received: Any = multihost_utils.broadcast_one_to_all(padded)
     return np.asarray(received)[:count].tobytes()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.atif import decode_trajectory
 from coa_jax.data.trajectory import iterate_trajectories
 from coa_jax.data.verdicts import verdict_of
@@ -48,7 +48,7 @@ from coa_jax.report.traces import (
     stage_of,
     stage_rank,
 )
-from coa_jax.train.watch import warnings_of
+from coa_jax.train.run_warnings import warnings_of
 
 TRACES_PER_STAGE = 60
 _WITH_TOKENS = 12  # traces per stage with tokens, which make up most of the page
@@ -112,7 +112,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     run = read_run(Path(run_dir))
     sample = (
         sample_traces(run.path, per_stage)
-        if shards.of_run(run.path)
+        if trace_shards.trace_files_of_run(run.path)
         else ShownTrajectories({}, {}, {})
     )
     page = whole_page(

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.trajectory import Trajectory, read_trajectories
 from coa_jax.errors import UserError
 from coa_jax.files import durable, jsonl
@@ -45,7 +45,7 @@ class Run:
     @cached_property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories of the run, in the order in which they were written."""
-        return read_trajectories(self.path) if shards.of_run(self.path) else []
+        return read_trajectories(self.path) if trace_shards.trace_files_of_run(self.path) else []
 
     def of_stage(self, stage: str) -> list[Trajectory]:
         """Returns the trajectories of a stage of the run.

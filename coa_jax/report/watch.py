@@ -35,8 +35,8 @@ from coa_jax.report.run import check_run
 from coa_jax.report.terminal import COLOURS, clean
 from coa_jax.run.command import run_main, workdir_flag
 from coa_jax.storage.mirror import NAMES_ONLY, visited
-from coa_jax.train.record import GRADING
-from coa_jax.train.watch import warnings_of
+from coa_jax.train.run_records import GRADING
+from coa_jax.train.run_warnings import warnings_of
 
 SHOWN = (
     "loss", "validation/loss", "eval/pass_at_1", "reward/mean", "reward/masked_frac",

@@ -22,7 +22,7 @@ from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
-from coa_jax.tools.concurrency import Turns, run_blocking
+from coa_jax.tools.concurrency import ConcurrencyLimit, run_blocking
 from coa_jax.tools.make import Tools, ToolsConfig, named_tools, protocol_of, tools_for
 
 
@@ -100,7 +100,7 @@ class Agent:
             ),
         )
         self._engine.warm_up()
-        self._turns = Turns(1)
+        self._limit = ConcurrencyLimit(1)
 
     def ask(
         self,
@@ -148,7 +148,7 @@ class Agent:
             number = 0
         request = self._request(question, 0, seed, (number,))
         stream = self._rollout([request], on_text)
-        async with self._turns.here(), contextlib.aclosing(stream) as trajectories:
+        async with self._limit.semaphore(), contextlib.aclosing(stream) as trajectories:
             return await anext(trajectories)
 
     def sample(
@@ -182,7 +182,7 @@ class Agent:
         ]
         groups: list[list[Trajectory]] = [[] for _ in prompts]
         stream = self._rollout(requests)
-        async with self._turns.here(), contextlib.aclosing(stream) as trajectories:
+        async with self._limit.semaphore(), contextlib.aclosing(stream) as trajectories:
             async for trajectory in trajectories:
                 groups[trajectory.metadata["prompt_id"]].append(trajectory)
         return [sorted(group, key=lambda t: t.sample_id) for group in groups]

@@ -10,7 +10,7 @@ import numpy as np
 
 from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.protocol import THINK, Parser, Protocol, Segment
-from coa_jax.rollout.cut import kept_spans
+from coa_jax.rollout.context_truncation import kept_spans
 from coa_jax.tasks import Task
 
 
@@ -89,7 +89,7 @@ class Chain:
 
         A step is the text up to the end of an observation. The newest step is never removed. In
         older steps, plans and reflections are removed last, only if the text is still too long
-        without all other parts, see `coa_jax.rollout.cut`.
+        without all other parts, see `coa_jax.rollout.context_truncation`.
 
         Args:
             share: maximum length of the shortened text, as a share of the present number of

@@ -13,7 +13,7 @@ from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, ToolCall, T
 from coa_jax.model.encode import plain_frame
 from coa_jax.model.tool_chat import Frames
 from coa_jax.protocol import BAD_CALL, Monitor, Parser, Protocol, Segment, make_parser
-from coa_jax.rollout.cut import kept_spans
+from coa_jax.rollout.context_truncation import kept_spans
 from coa_jax.rollout.detokenize import TextStream, TokenTable
 
 
@@ -265,7 +265,7 @@ class Episode:
         called directly after `observe`. The trajectory keeps all tokens.
 
         Args:
-            most: maximum number of tokens of the context, see `cut.kept_spans`.
+            most: maximum number of tokens of the context, see `context_truncation.kept_spans`.
 
         Returns:
             The first position of the context whose token has changed. The KV cache must be computed

@@ -1,7 +1,7 @@
 """Runs the rollout loop, which interleaves compiled decoding with tools that run concurrently.
 
 `Scheduler` runs the loop of one engine. With several engines, each engine has its own loop. All
-loops take requests from the same inbox, and their trajectories are merged into one stream.
+loops take requests from the same queue, and their trajectories are merged into one stream.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.episodes import Episodes, TextEpisodes
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request_queue import RequestQueue
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 async def rollout(
     engine: Engine | Sequence[Engine],
     tokenizer: Any,
-    requests: Iterable[Request] | Inbox,
+    requests: Iterable[Request] | RequestQueue,
     tools: Sequence[Tool],
     config: RolloutConfig,
     on_text: Callable[[Arrival], None] | None = None,
@@ -41,7 +41,8 @@ async def rollout(
             also takes samples that wait for a slot of another engine. Trajectories do not depend on
             the engine that samples them.
         tokenizer: tokenizer of the policy; None if ``episodes`` is given.
-        requests: requests, or an `Inbox` to which requests are added at any time. An iterable is
+        requests: requests, or an `RequestQueue` to which requests are added at any time. An
+        iterable is
             consumed lazily: the next request is taken when a slot is free.
         tools: tools that the policy can call. A call of any other tool gets the observation that
             the tool is unavailable.
@@ -61,11 +62,11 @@ async def rollout(
         ends = frozenset(int(token) for token in engines[0].stop_tokens)
         most = config.max_observation_tokens
         episodes = TextEpisodes(tokenizer, token_table(tokenizer), ends, most, config.strict)
-    inbox = requests if isinstance(requests, Inbox) else Inbox(requests, closed=True)
+    queue = requests if isinstance(requests, RequestQueue) else RequestQueue(requests, closed=True)
     schedulers: list[Scheduler] = []
     try:
         for one in engines:
-            schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text))
+            schedulers.append(Scheduler(one, episodes, queue, tools, config, on_text))
             if on_start is not None:
                 on_start(schedulers[-1])
         async with contextlib.aclosing(_merged(list(map(_run, schedulers)))) as stream:

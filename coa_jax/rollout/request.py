@@ -48,8 +48,8 @@ class RolloutConfig(Bounded):
         constrain: whether decoding allows only tokens that the protocol permits, see
             `rollout.constrain`. The engine must have been created with the constraint.
         cut_context: whether the oldest steps are removed from the context when no room is left for
-            another turn, see `rollout.cut`. ``max_tokens`` then limits the context, not the
-            trajectory. This setting is for evaluation; training refuses it.
+            another turn, see `rollout.context_truncation`. ``max_tokens`` then limits the context,
+            not the trajectory. This setting is for evaluation; training refuses it.
         format: format of calls and answers; "" for that of the task's protocol. The others are
             ``tags`` (a chain of agents), ``hermes``, ``react`` and custom formats
             (docs/formats.md).

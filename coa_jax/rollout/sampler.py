@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import take_copies
+from coa_jax.engine.group import install_copies
 from coa_jax.model.params import DecodeParams
 from coa_jax.model.policy import Model
 from coa_jax.rollout.agent_config import AgentConfig, agent_programs
 from coa_jax.rollout.endpoint import EndpointSampler, PolicyEndpoint
 from coa_jax.rollout.episodes import Episodes
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig
+from coa_jax.rollout.request_queue import RequestQueue
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
 
@@ -102,24 +102,24 @@ class EngineSampler:
             on_text: function that is called with each new piece of text, see `rollout`.
         """
         self.tokenizer, self._engines, self._recompute = tokenizer, engines, recompute
-        self._inbox = Inbox(version=version)
+        self._queue = RequestQueue(version=version)
         self._schedulers: list[Scheduler] = []
         start = self._schedulers.append
         self._stream = rollout(
-            engines, tokenizer, self._inbox, tools, config, on_text, start, episodes
+            engines, tokenizer, self._queue, tools, config, on_text, start, episodes
         )
 
     def submit(self, request: Request) -> None:
         """Adds a request, see `Sampler.submit`."""
-        self._inbox.put(request)
+        self._queue.put(request)
 
     def cancel(self, request: Request) -> None:
         """Ends all samples of a request that have not finished, see `Sampler.cancel`."""
-        self._inbox.cancel(request)
+        self._queue.cancel(request)
 
     def close(self) -> None:
         """Declares that no request will be added, so that `finished` ends after the last sample."""
-        self._inbox.close()
+        self._queue.close()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
         """Loads new weights, see `Sampler.publish`.
@@ -131,14 +131,14 @@ class EngineSampler:
             version: policy version of the weights.
         """
         if weights is None:
-            self._inbox.version = version
+            self._queue.version = version
             for scheduler in self._schedulers:
                 scheduler.restart(version)
         elif not self._schedulers:  # the rollout loops have not started yet
-            self._inbox.version = version
-            take_copies(self._engines, weights)
+            self._queue.version = version
+            install_copies(self._engines, weights)
         else:
-            self._inbox.publish(weights, version, self._recompute)
+            self._queue.publish(weights, version, self._recompute)
 
     def finished(self) -> AsyncGenerator[Trajectory, None]:
         """Yields trajectories as they end, see `Sampler.finished`."""

@@ -27,9 +27,9 @@ from coa_jax.rollout.environments.base import ANSWER, RESET
 from coa_jax.rollout.environments.session import ToolLoop
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, prefills_of, source_of, unstarted
+from coa_jax.rollout.request_queue import RequestQueue
+from coa_jax.rollout.running_sample import RunningSample, prefills_of, source_of, unstarted
 from coa_jax.tools.base import Observation, Tool
 
 _LONG_WAIT_S = 5.0
@@ -37,13 +37,13 @@ _LONG_WAIT_S = 5.0
 
 
 class Scheduler:
-    """Runs the requests of an inbox on one engine: slots, decoding and tool calls."""
+    """Runs the requests of an queue on one engine: slots, decoding and tool calls."""
 
     def __init__(
         self,
         engine: Engine,
         episodes: Episodes,
-        inbox: Inbox,
+        queue: RequestQueue,
         tools: Sequence[Tool],
         config: RolloutConfig,
         on_text: Callable[[Arrival], None] | None,
@@ -53,15 +53,15 @@ class Scheduler:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
-        self.inbox, self.reader = inbox, inbox.reader()
-        self.version = inbox.version
+        self.queue, self.reader = queue, queue.reader()
+        self.version = queue.version
         # Time that samples spent in slots, and the part of this time spent waiting for tools.
         self.occupied_s = self.waiting_s = 0.0
         self._counted = asyncio.get_running_loop().time()
         self.on_text = on_text
         self.free = deque(range(engine.config.slots))
-        self.running: dict[int, Running] = {}
-        self.parked: dict[int, Running] = {}  # number -> sample that gave way
+        self.running: dict[int, RunningSample] = {}
+        self.parked: dict[int, RunningSample] = {}  # number -> sample that gave way
         self.begun = 0  # number of samples so far
         self.gave_way = False  # whether a sample gave way since the last `admit`
         # Slot -> request whose prompt is in the slot's KV cache, even if the sample has ended.
@@ -118,13 +118,13 @@ class Scheduler:
             self._start(request, sample, slot)
         return bool(self.running or self.parked or self.ended)
 
-    def _take_back(self) -> tuple[list[Running], list[tuple[int, int, Sequence[int]]], bool]:
+    def _take_back(self) -> tuple[list[RunningSample], list[tuple[int, int, Sequence[int]]], bool]:
         """Gives slots and pages to samples that gave way and can go on, the oldest first.
 
         Returns:
             The samples, what must be prefilled for them, and whether one of them got no place.
         """
-        back: list[Running] = []
+        back: list[RunningSample] = []
         prefills: list[tuple[int, int, Sequence[int]]] = []
         for number, run in sorted(self.parked.items()):
             if run.must_pause(self.version) or (run.tool is not None and not run.tool.done()):
@@ -142,7 +142,7 @@ class Scheduler:
             back.append(run)
         return back, prefills, False
 
-    def _place(self, run: Running) -> int | None:
+    def _place(self, run: RunningSample) -> int | None:
         """Gives a sample that gave way a slot and pages.
 
         Returns:
@@ -199,7 +199,7 @@ class Scheduler:
         self.cached.pop(longest.slot, None)
         self.parked[longest.number], self.gave_way = longest, True
 
-    def _leave(self, run: Running) -> None:
+    def _leave(self, run: RunningSample) -> None:
         """Takes the slot of a sample."""
         del self.running[run.slot]
         self.free.append(run.slot)
@@ -219,8 +219,8 @@ class Scheduler:
             self.engine.set_active(slot, run.can_decode(self.version))
 
     async def arrival(self) -> bool:
-        """Waits until the inbox changes, and returns True; returns False if the inbox is closed."""
-        if self.inbox.closed:
+        """Waits until the queue changes, and returns True; returns False if the queue is closed."""
+        if self.queue.closed:
             return False
         await self.reader.changed()
         return True
@@ -243,7 +243,7 @@ class Scheduler:
         return paused if self.reader.weights is None else 0
 
     @property
-    def all_begun(self) -> list[Running]:
+    def all_begun(self) -> list[RunningSample]:
         """All samples that have begun and not ended, in slots or not."""
         return [*self.running.values(), *self.parked.values()]
 
@@ -272,7 +272,7 @@ class Scheduler:
             if run.can_decode(self.version):
                 self.engine.set_active(run.slot, True)
 
-    def _computes(self, run: Running) -> None:
+    def _computes(self, run: RunningSample) -> None:
         """Records which policy version computes the next forward pass of a sample."""
         if self.version is not None:
             run.episode.computed_by(self.version)
@@ -284,7 +284,7 @@ class Scheduler:
     def _cancel(self) -> None:
         """Ends the samples of cancelled requests, running or waiting for a slot."""
         for request in self.reader.take_cancelled():
-            if self.inbox.drop(request):
+            if self.queue.drop(request):
                 self.reader.waiting.extend((request, sample) for sample in request.samples)
             for waiting in [pair for pair in self.reader.waiting if pair[0] is request]:
                 self.reader.waiting.remove(waiting)
@@ -346,7 +346,7 @@ class Scheduler:
         environment = opened(sample, self.tools) if opened else ToolLoop(self.tools)
         now, episode = asyncio.get_running_loop().time(), self.episodes.begin(request, sample)
         number, limit = self.begun, self._limit(request)
-        run = Running(request, episode, number, slot, limit, now, environment)
+        run = RunningSample(request, episode, number, slot, limit, now, environment)
         self.begun += 1
         self.running[slot] = run
         self._computes(run)
@@ -355,7 +355,7 @@ class Scheduler:
         else:
             run.tool = asyncio.create_task(self._call(run, None))
 
-    def _write(self, run: Running, rule: int | None = None) -> None:
+    def _write(self, run: RunningSample, rule: int | None = None) -> None:
         """Starts decoding a sample whose prompt, or whole context, is in the KV cache.
 
         Args:
@@ -386,7 +386,7 @@ class Scheduler:
 
     async def _begin(self) -> None:
         """Prefills the prompts that environments have provided, and ends samples without one."""
-        prompts: dict[tuple[int, ...], list[Running]] = {}
+        prompts: dict[tuple[int, ...], list[RunningSample]] = {}
         for run in [run for run in self.running.values() if run.is_reset]:
             observation, start = run.take_result()
             if observation.ok:
@@ -455,7 +455,7 @@ class Scheduler:
                 self._check_ended(run, bool(chunk.active[run.slot]))
         await asyncio.sleep(0)
 
-    def _advance(self, run: Running, tokens: Sequence[int], logps: Sequence[float]) -> None:
+    def _advance(self, run: RunningSample, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Gives a sample its new tokens, up to the token that calls a tool or ends the sample."""
         episode = run.episode
         limit = self.config.max_turn_tokens if run.request.agent else 0
@@ -478,7 +478,7 @@ class Scheduler:
         if spent := self._spent(run):
             self._finish(run, spent)
 
-    def _begin_call(self, run: Running, request: ToolRequest) -> StopReason | None:
+    def _begin_call(self, run: RunningSample, request: ToolRequest) -> StopReason | None:
         """Starts a tool call; returns the stop reason if a budget does not permit the call."""
         calls = len(run.episode.tool_calls)
         if calls >= self.config.max_tool_calls and request.tool != ANSWER:
@@ -489,12 +489,14 @@ class Scheduler:
         run.tool = asyncio.create_task(self._call(run, request))
         return None
 
-    def _check_ended(self, run: Running, active: bool) -> None:
+    def _check_ended(self, run: RunningSample, active: bool) -> None:
         """Checks that each sample decodes, waits for a tool, or waits for parameters."""
         if not active and run.can_decode(self.version) and self.running.get(run.slot) is run:
             raise RuntimeError(f"slot {run.slot} has ended, but its sample has not")
 
-    async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
+    async def _call(
+        self, run: RunningSample, request: ToolRequest | None
+    ) -> tuple[Observation, float]:
         """Runs a tool call, or resets the environment; returns (observation, start time)."""
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -550,23 +552,25 @@ class Scheduler:
         for slot, _, _ in feeds:
             self.engine.set_active(slot, self.running[slot].can_decode(self.version))
 
-    def _tell(self, run: Running, author: Author, text: str, call: ToolCall | None = None) -> None:
+    def _tell(
+        self, run: RunningSample, author: Author, text: str, call: ToolCall | None = None
+    ) -> None:
         if self.on_text and text:
             task, sample = run.request.task, run.episode.sample_id
             self.on_text(Arrival(task.id, sample, author, text, call))
 
-    def _room(self, run: Running) -> int:
+    def _room(self, run: RunningSample) -> int:
         """Returns the number of tokens left for the body of an observation."""
         used = len(run.episode.context)
         if self.config.cut_context:  # removing older steps can make more room
             used = min(used, 2 * self.config.max_turn_tokens + len(run.request.prompt))
         return run.limit - used - self.episodes.frame(run.episode)
 
-    def _spent(self, run: Running) -> StopReason | None:
+    def _spent(self, run: RunningSample) -> StopReason | None:
         """Returns the stop reason if a budget of the trajectory is exhausted, else None."""
         return run.used_up(self.config, asyncio.get_running_loop().time())
 
-    def _finish(self, run: Running, reason: StopReason) -> None:
+    def _finish(self, run: RunningSample, reason: StopReason) -> None:
         if self.parked.pop(run.number, None) is None:
             self.engine.set_active(run.slot, False)
             self._leave(run)
@@ -584,7 +588,7 @@ class Scheduler:
 
     async def close(self) -> None:
         """Cancels running tool calls, closes the environments of samples, and frees every slot."""
-        self.inbox.leave(self.reader)
+        self.queue.leave(self.reader)
         self.thread.shutdown(wait=False)
         if self.device_call is not None:
             await asyncio.wait([self.device_call])

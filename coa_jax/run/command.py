@@ -53,7 +53,7 @@ from coa_jax.config.overrides import (
     wrong_value,
 )
 from coa_jax.errors import Outage, UserError, UserErrors, causes_of
-from coa_jax.parallel.compiled import keep_programs
+from coa_jax.parallel.compilation_cache import enable_compilation_cache
 from coa_jax.run.settings import errors_of
 from coa_jax.storage import closing_caches, with_urls
 from coa_jax.storage.flags import check_places
@@ -113,7 +113,7 @@ def run_main(
 
     def parse(argv: list[str]) -> list[str]:
         importable(Path())
-        keep_programs()
+        enable_compilation_cache()
         rest = _parse_flags(argv, positional, opens_places)
         if not flags.FLAGS["verbosity"].present:
             # Libraries log every checkpoint at the level info; --verbosity=0 shows it.

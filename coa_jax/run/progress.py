@@ -48,7 +48,7 @@ class Bar:
 
     def __post_init__(self) -> None:
         self._before = self.done
-        self._start = self._shown = self.clock()
+        self._start = self._shown = self._timed = self.clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
         """Adds finished units of work, and stores values to show.
@@ -57,6 +57,9 @@ class Bar:
             n: number of finished units.
             **stats: values to show by name: numbers, scalar arrays or text.
         """
+        if n == 1 and self._timed == self._start:
+            # The time of the first unit includes compilation, so the rate leaves it out.
+            self._before, self._timed = self.done + 1, self.clock()
         self.done += n
         self.stats.update(stats)
         self._show_when_due()
@@ -84,8 +87,8 @@ class Bar:
 
     def status(self) -> str:
         """Returns the status: `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
-        seconds = self.clock() - self._start
-        rate = (self.done - self._before) / seconds if seconds > 0 else 0.0
+        seconds, steady = self.clock() - self._start, self.clock() - self._timed
+        rate = (self.done - self._before) / steady if steady > 0 else 0.0
         words = [f"{self.done}" if self.total is None else f"{self.done}/{self.total}"]
         if self.total:
             words.append(f"{100 * self.done // self.total}%")

@@ -25,15 +25,15 @@ from typing import Any
 from absl import logging
 
 from coa_jax import storage
-from coa_jax.config.renamed import renewed
-from coa_jax.data import shards
+from coa_jax.config.renamed import with_present_keys
+from coa_jax.data import trace_shards
 from coa_jax.errors import UserError
 from coa_jax.files import durable, jsonl
 from coa_jax.protocol import write_protocols
 from coa_jax.run.event_file import EventFile
 from coa_jax.run.settings import Change, build_config, changes_of, line_of, matches, plain
 from coa_jax.run.wandb_run import WandbRun
-from coa_jax.storage.arrays import checkpoints_of
+from coa_jax.storage.checkpoint_folders import checkpoints_of
 
 CONFIG_CHANGES = "config_changes.jsonl"
 
@@ -162,8 +162,13 @@ class RunDir:
         """
         path, changes = self.path / "config.json", list[Change]()
         if path.exists():
-            before = renewed(durable.read_json_object(path))
+            before = with_present_keys(durable.read_json_object(path))
             changes = changes_of(_complete(before, config), plain(config))
+            if others := sorted(before.keys() - plain(config).keys()):
+                raise UserError(
+                    f"{self.path} has a run of another command, with the setting {others[0]}: give "
+                    "another --workdir"
+                )
         fixed = [change for change in changes if not matches(change[0], changeable)]
         if fixed:
             more = f" and {len(fixed) - 1} further settings" if fixed[1:] else ""
@@ -298,8 +303,8 @@ class RunDir:
             phase: phase of the step.
             rows: trajectories as JSON objects, each a mapping or a string. The step and phase are
                 added to the `metadata` of each object.
-            form: "jsonl" to append to `traces.jsonl`, or one of `shards.SHARD_FORMATS` to write a
-                shard.
+            form: "jsonl" to append to `traces.jsonl`, or one of `trace_shards.SHARD_FORMATS` to
+                write a shard.
         """
         if not self.active:
             return
@@ -314,7 +319,7 @@ class RunDir:
         if form == "jsonl":
             durable.append(self.path / "traces.jsonl", b"".join(line + b"\n" for line in lines()))
         else:
-            shards.write(self.path / "traces", form, phase, int(step), lines())
+            trace_shards.write_shard(self.path / "traces", form, phase, int(step), lines())
 
     def rewind(self, phase: str, step: int) -> None:
         """Removes the metrics and traces of `phase` that were written after `step`.
@@ -340,7 +345,7 @@ class RunDir:
         durable.drop_last_rows(
             self.path / "traces.jsonl", lambda row: goes(row.get("metadata", {}))
         )
-        shards.rewind(self.path / "traces", phase, step)
+        trace_shards.rewind_shards(self.path / "traces", phase, step)
         self._events.pop(phase, None)
         self._purge_from[phase] = step + 1
 

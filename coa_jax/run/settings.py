@@ -16,12 +16,12 @@ from ml_collections import ConfigDict
 
 from coa_jax.config.fields import (
     check,
-    declared,
-    frozen,
+    field_annotations,
+    format_value,
+    freeze,
     has_default,
     is_sparse,
-    present,
-    shown,
+    without_none,
 )
 from coa_jax.config.overrides import read_tuple, suggest
 from coa_jax.config.renamed import hint
@@ -80,12 +80,12 @@ def _arguments(
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     if not isinstance(values, Mapping | ConfigDict):
         inner = ", ".join(fields)
-        raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
+        raise UserError(f"{where} is {format_value(values)}; it is a group of settings: {inner}")
     arguments, errors = dict[str, Any](), list[UserError]()
     for name in values:
         if name not in fields:
             plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
-            key = f"{where}.{name if plain else shown(name)}"
+            key = f"{where}.{name if plain else format_value(name)}"
             advice = hint(key) or suggest(str(name), fields)
             errors.append(UserError(f"{key} is not a setting{advice}"))
     for name, field in fields.items():
@@ -106,7 +106,7 @@ def _out_of_bounds(cls: type[Any], arguments: Mapping[str, Any], where: str) -> 
     errors = []
     for name, value in arguments.items():
         try:
-            check(value, declared(cast(Any, cls))[name], f"{where}.{name}")
+            check(value, field_annotations(cast(Any, cls))[name], f"{where}.{name}")
         except UserError as error:
             errors.append(error)
     return errors
@@ -127,10 +127,10 @@ def _value(kind: Any, value: Any, where: str, default: Any) -> Any:
         return _parts(value, kind, where)
     if isinstance(value, str) and typing.get_origin(kind) is tuple:
         with contextlib.suppress(ValueError):  # the dataclass refuses the string
-            value = frozen(read_tuple(value))
+            value = freeze(read_tuple(value))
         return value
     try:
-        return frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
+        return freeze(value.to_dict() if isinstance(value, ConfigDict) else value)
     except RecursionError:
         raise UserError(f"{where} is nested too deeply; give a flat value") from None
 
@@ -138,13 +138,13 @@ def _value(kind: Any, value: Any, where: str, default: Any) -> Any:
 @functools.cache
 def _types(cls: type[Any]) -> dict[str, Any]:
     """Returns the types of a dataclass's fields, without bounds and without ``| None``, by name."""
-    return {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
+    return {name: without_none(kind) for name, kind in typing.get_type_hints(cls).items()}
 
 
 def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
     """Parses a tuple of strings or numbers; a config file may give it as one string."""
     convert, number, example = _LISTS[kind]
-    refused = UserError(f"{where} is {shown(value)}; give {number}, such as {example}")
+    refused = UserError(f"{where} is {format_value(value)}; give {number}, such as {example}")
     try:
         value = read_tuple(value) if isinstance(value, str) else value
         if not isinstance(value, tuple | list):
@@ -195,7 +195,7 @@ def _listed(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             values[field.name] = value
-        elif is_sparse(declared(cls)[field.name]):
+        elif is_sparse(field_annotations(cls)[field.name]):
             values[field.name] = _differing(value, _default(field))
         else:
             values[field.name] = _listed(value)
@@ -220,7 +220,7 @@ def default_values(cls: type[Any]) -> dict[str, Any]:
             values[field.name] = value
         else:
             values[field.name] = (
-                {} if is_sparse(declared(cast(Any, cls))[field.name]) else _listed(value)
+                {} if is_sparse(field_annotations(cast(Any, cls))[field.name]) else _listed(value)
             )
     return cast(dict[str, Any], _overridable(values))
 

@@ -7,7 +7,7 @@
 * ``cgroup`` lets the kernel limit the memory of a program. ``watch`` measures the resources that
   the kernel does not limit.
 * ``confine``, ``landlock`` and ``seccomp`` restrict a program with the means of the kernel.
-* ``canaries`` and ``hoards`` are hostile programs that test the isolation.
+* ``attacks`` and ``memory_attacks`` are hostile programs that test the isolation.
 
 All modules use only the standard library and relative imports. So the folder can be copied into
 another project under any name, and the server loads its modules outside the package and without

@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import canaries, landlock
+from . import attacks, landlock
 from .limits import Job, Limits
 from .run import SandboxError, run
 
@@ -153,10 +153,10 @@ def _why_not(backend: str) -> str | None:
         try:
             # In a thread of its own, because this thread may run an event loop.
             with ThreadPoolExecutor(1) as pool:
-                result = pool.submit(asyncio.run, run(job, canaries.probe(secret.name))).result()
+                result = pool.submit(asyncio.run, run(job, attacks.probe(secret.name))).result()
         except SandboxError as error:
             return " ".join(str(error).split())
-    if result.stdout.head != canaries.HELD:
+    if result.stdout.head != attacks.HELD:
         return f"does not hold here: {result.stdout.head[-200:]!r} {result.stderr.head[-200:]!r}"
     return None
 

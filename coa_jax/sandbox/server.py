@@ -14,7 +14,7 @@ import sys
 
 from . import cgroup, supervise
 from .limits import Job, Pipes
-from .pool import Pool
+from .memory_pool import MemoryPool
 
 DESCRIPTORS = 6
 MESSAGE_BYTES = 1 << 16
@@ -26,7 +26,7 @@ def serve(descriptor: int) -> None:
     Args:
         descriptor: file descriptor of the socket.
     """
-    home, programs, number = cgroup.find(), Pool(cgroup.machine_memory()), 0
+    home, programs, number = cgroup.find(), MemoryPool(cgroup.machine_memory()), 0
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     connection = socket.socket(fileno=descriptor)
     while True:

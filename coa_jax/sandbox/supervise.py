@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from . import cgroup, confine, kernel
 from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
-from .pool import Pool
+from .memory_pool import MemoryPool
 from .watch import ProcessWatch, every_descendant, process_ids
 
 # systemd's table of user ids lists this range as unused. It also exists in rootless containers.
@@ -34,14 +34,15 @@ _REMOVAL_S = 2.0
 """Seconds that a report waits for the removal of files; a program may make very many."""
 
 
-def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: Pool) -> None:
+def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: MemoryPool) -> None:
     """Runs a program to its end, and writes the report as JSON.
 
     The report has these keys:
 
     * ``reason``: why the program ended: "exit" (by itself or by a signal); a limit of `Limits`:
       "wall", "memory", "disk" or "processes"; "pool" (all programs together used too much memory,
-      see `Pool`); "cancelled" (see `Pipes.control`); or "fault" (the program could not be run).
+      see `MemoryPool`); "cancelled" (see `Pipes.control`); or "fault" (the program could not be
+      run).
     * ``code``: exit code, or 128 + number of the signal that ended the program. At the limit on
       processor time, the signal is SIGXCPU.
     * ``cpu_s``: processor time in seconds.
@@ -132,7 +133,7 @@ def _run(
     scratch: Scratch,
     group: cgroup.Group | None,
     isolated: bool,
-    pool: Pool,
+    pool: MemoryPool,
 ) -> dict[str, object]:
     failure_read, failure_write = os.pipe2(os.O_CLOEXEC)
     started_read, started_write = os.pipe2(os.O_CLOEXEC)

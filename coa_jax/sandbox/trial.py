@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .canaries import Canary, Targets
-from .hoards import measure
+from .attacks import Attack, Targets
 from .limits import PROGRAM, Job
+from .memory_attacks import measure
 from .run import ProgramResult, SandboxError, run
 
 _SETTLE_S = 3.0
@@ -143,31 +143,31 @@ class Attempt:
     over_s: float = 0.0
 
 
-async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
+async def attempt(job: Job, attack: Attack, around: Scene) -> Attempt:
     """Runs a hostile program, and checks whether it was contained.
 
     Args:
-        job: description of the job, with `canaries.TRIAL_LIMITS`.
-        canary: the hostile program.
+        job: description of the job, with `attacks.TRIAL_LIMITS`.
+        attack: the hostile program.
         around: scene that the program must not change.
     """
     start = time.monotonic()
     try:
-        result = await run(job, canary.source, keep=1 << 17)
+        result = await run(job, attack.source, keep=1 << 17)
     except SandboxError as error:
         return Attempt((f"the sandbox failed: {error}",), time.monotonic() - start)
     seconds = time.monotonic() - start
     faults = around.damage(result)
     over_mb = over_s = 0.0
-    if canary.hoards:
-        limit = job.limits.memory_mb if canary.hoards == "memory" else job.limits.disk_mb
+    if attack.exceeds:
+        limit = job.limits.memory_mb if attack.exceeds == "memory" else job.limits.disk_mb
         most, over_s = measure(result.stdout.head, limit, result.ended)
         over_mb = max(0.0, most - limit)
-    if canary.hoards and over_mb == 0.0:
+    if attack.exceeds and over_mb == 0.0:
         pass  # the program stayed within its limit, so any end is acceptable
-    elif result.reason not in canary.endings:
-        faults.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
-    elif result.reason == "exit" and not result.stdout.head.startswith(canary.says):
+    elif result.reason not in attack.endings:
+        faults.append(f"it ended by {result.reason!r}, not by {' or '.join(attack.endings)}")
+    elif result.reason == "exit" and not result.stdout.head.startswith(attack.says):
         output = result.stdout.head.strip() or result.stderr.tail.strip()
         faults.append(f"it said {output[-300:]!r}")
     after = await run(job, "print(6 * 7)")

@@ -18,7 +18,7 @@ import time
 
 from .cgroup import Group
 from .limits import PRIVATE_TMP, Limits, Scratch
-from .pool import Pool
+from .memory_pool import MemoryPool
 
 SESSION_PARTS = max(1, (os.cpu_count() or 1) // 2)
 """Divisor of the share of a session, for kernels that divide processors among sessions (autogroup).
@@ -53,7 +53,7 @@ class ProcessWatch:
         limits: Limits,
         scratch: Scratch,
         group: Group | None,
-        pool: Pool | None = None,
+        pool: MemoryPool | None = None,
         helpers: int = 0,
     ) -> None:
         """Creates the watch of a program that has not started yet.

@@ -11,7 +11,7 @@ from coa_jax.data.trajectory import StopReason
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.serve.http.errors import Refused
-from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.samples import Event, ServedRequest
 from coa_jax.serve.score import Scored
 
 
@@ -20,13 +20,13 @@ class Choice:
     """A completion of a client's request, assembled from the events of its sample.
 
     Attributes:
-        visit: the request.
+        served: the request.
         text: text so far.
         tokens: sampled tokens so far, without the end token.
         last: last event of the sample; None while the sample is running.
     """
 
-    visit: Visit
+    served: ServedRequest
     text: str = ""
     tokens: list[Scored] = dataclasses.field(default_factory=list)
     last: Event | None = None
@@ -34,7 +34,7 @@ class Choice:
     @property
     def ids(self) -> list[int]:
         """Token ids of the prompt and of the completion, joined."""
-        return [*self.visit.prompt, *(token.id for token in self.tokens)]
+        return [*self.served.prompt, *(token.id for token in self.tokens)]
 
     def add(self, event: Event) -> None:
         """Adds an event of the sample: its text and its tokens.
@@ -55,7 +55,7 @@ class Choice:
         Args:
             scores: scores of all tokens in `ids`, from `Service.score`.
         """
-        pairs = zip(self.tokens, scores[len(self.visit.prompt) :], strict=True)
+        pairs = zip(self.tokens, scores[len(self.served.prompt) :], strict=True)
         return [dataclasses.replace(score, logp=token.logp) for token, score in pairs]
 
 
@@ -71,19 +71,19 @@ def part(event: Event) -> dict[str, Any]:
     return {"author": author, "tool": call.tool, "outcome": call.outcome, "seconds": seconds}
 
 
-def usage(visits: Sequence[Visit], choices: Sequence[Choice]) -> dict[str, int]:
+def usage(served_requests: Sequence[ServedRequest], choices: Sequence[Choice]) -> dict[str, int]:
     """Returns OpenAI's field ``usage``: the numbers of tokens of prompts and completions.
 
     Tokens of observations count as completion tokens, because they use up the context of the
     completion.
 
     Args:
-        visits: one request for each prompt of the client's request.
+        served_requests: one request for each prompt of the client's request.
         choices: the completions of all prompts.
     """
-    prompt = sum(len(visit.prompt) for visit in visits)
+    prompt = sum(len(served.prompt) for served in served_requests)
     generated = sum(
-        len(choice.last.trajectory.tokens) - len(choice.visit.prompt)
+        len(choice.last.trajectory.tokens) - len(choice.served.prompt)
         for choice in choices
         if choice.last is not None and choice.last.trajectory is not None
     )

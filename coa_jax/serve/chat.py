@@ -11,11 +11,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from coa_jax.model.encode import prompt_ids
-from coa_jax.serve import answers, exchange, functions
+from coa_jax.serve import answers, client_requests, functions
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.http.guard import while_connected
-from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.samples import Event, ServedRequest
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
@@ -25,7 +25,7 @@ from coa_jax.tasks import Task
 async def chat_completion(
     services: Sequence[Service],
     request: Request,
-    prepare: Callable[[Service, ChatRequest], Visit] | None = None,
+    prepare: Callable[[Service, ChatRequest], ServedRequest] | None = None,
 ) -> Response:
     """Answers a chat request.
 
@@ -41,35 +41,35 @@ async def chat_completion(
     """
     service = services[0]
     with service.reading():
-        body = await exchange.read_request(service, request, ChatRequest)
+        body = await client_requests.read_request(service, request, ChatRequest)
         if prepare is None:
-            service = exchange.policy_of(services, body.model, agents=True)
-        visit = await service.read(prepare or _visit, service, body)
+            service = client_requests.policy_of(services, body.model, agents=True)
+        served = await service.read(prepare or _served_request, service, body)
     if body.stream:
         write = functools.partial(_stream, service, body)
         kind = "chat.completion.chunk"
-        return await exchange.open_stream(service, visit, request, body, kind, write)
+        return await client_requests.open_stream(service, served, request, body, kind, write)
     with service.scoring(bool(body.top_logprobs) or body.prompt_logprobs is not None):
-        return await while_connected(request.receive, _answer(service, body, visit))
+        return await while_connected(request.receive, _answer(service, body, served))
 
 
-async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response:
-    choices, top = await exchange.gather_completions(service, visit), body.top_logprobs or 0
+async def _answer(service: Service, body: ChatRequest, served: ServedRequest) -> Response:
+    choices, top = await client_requests.gather_completions(service, served), body.top_logprobs or 0
     scored = [
         await service.score(choice.ids) if top and choice.tokens else [] for choice in choices
     ]
     of_prompt = None
     if body.prompt_logprobs is not None:
-        of_prompt = await service.score(visit.prompt)
+        of_prompt = await service.score(served.prompt)
 
     def write() -> dict[str, Any]:
         answer = {
-            **exchange.head("chat.completion", body.model),
+            **client_requests.head("chat.completion", body.model),
             "choices": [
                 _choice(service, body, index, choice, scored[index])
                 for index, choice in enumerate(choices)
             ],
-            "usage": answers.usage([visit], choices),
+            "usage": answers.usage([served], choices),
         }
         if of_prompt is not None:
             answer["prompt_logprobs"] = answers.prompt_logprobs(
@@ -78,7 +78,7 @@ async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response
         return answer
 
     large = bool(body.logprobs) or of_prompt is not None
-    return await exchange.respond(service, write, large=large)
+    return await client_requests.respond(service, write, large=large)
 
 
 def read_messages(body: ChatRequest) -> list[functions.Message]:
@@ -108,7 +108,7 @@ def read_messages(body: ChatRequest) -> list[functions.Message]:
     return messages
 
 
-def _visit(service: Service, body: ChatRequest) -> Visit:
+def _served_request(service: Service, body: ChatRequest) -> ServedRequest:
     """Makes the request for the rollout loop.
 
     The function tokenises the conversation, so callers run it in a thread.
@@ -120,7 +120,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         if 5 * len(texts) > length:  # a message has five tokens or more
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")
-        exchange.check_length(tokenizer, texts, length, "messages")
+        client_requests.check_length(tokenizer, texts, length, "messages")
         prefix: str | None = "" if body.add_generation_prompt else None
         # If the last message is the assistant's, the policy continues it, unless the client asks
         # for a new turn.
@@ -130,7 +130,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         if prefix is None and body.tools:
             raise Refused(400, "tools need a generation prompt", "add_generation_prompt")
         ids = functions.chat_prompt_ids(tokenizer, turns, prefix)
-        return exchange.make_visit(service, body, ids, body.limit, calls=body.calls)
+        return client_requests.make_served_request(service, body, ids, body.limit, calls=body.calls)
     last = body.messages[-1]
     if last.role != "user":
         raise Refused(400, "the agent answers a last message of the user", "messages")
@@ -142,11 +142,11 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
         raise Refused(400, "the agent's log-probabilities are not available", "logprobs")
-    exchange.check_length(tokenizer, texts, length, "messages")
+    client_requests.check_length(tokenizer, texts, length, "messages")
     (question,) = texts
     task = Task("", question, service.config.protocol, (), "serve")
     prompt = prompt_ids(tokenizer, task, service.prompt)
-    return exchange.make_visit(service, body, prompt, body.limit, question=question)
+    return client_requests.make_served_request(service, body, prompt, body.limit, question=question)
 
 
 def _choice(
@@ -161,7 +161,7 @@ def _choice(
         "finish_reason": finish,
         "stop_reason": choice.last.stop,
     }
-    if choice.visit.agent:
+    if choice.served.agent:
         answer["agent"] = _agent(choice.last)
     if body.logprobs:
         tokens = choice.scored(scored) if scored else choice.tokens
@@ -172,10 +172,10 @@ def _choice(
 def _message(index: int, choice: Choice) -> tuple[dict[str, Any], str | None]:
     """Returns the message of a completion, with calls of functions, and the finish reason."""
     assert choice.last is not None
-    visit, finish = choice.visit, choice.last.finish
-    if not visit.calls or finish != "stop":
+    served, finish = choice.served, choice.last.finish
+    if not served.calls or finish != "stop":
         return {"role": "assistant", "content": choice.text, "refusal": None}, finish
-    message = functions.message_of(choice.text, f"{visit.name}_{index}")
+    message = functions.message_of(choice.text, f"{served.name}_{index}")
     return message, "tool_calls" if "tool_calls" in message else finish
 
 
@@ -199,7 +199,7 @@ def _agent(last: Event) -> dict[str, Any]:
 async def _stream(
     service: Service, body: ChatRequest, events: AsyncIterator[Event], choices: list[Choice]
 ) -> AsyncIterator[dict[str, Any]]:
-    visit = choices[0].visit
+    served = choices[0].served
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
@@ -212,18 +212,18 @@ async def _stream(
         more: dict[str, Any] = {}
         if event.tokens and body.logprobs:
             more["logprobs"] = answers.chat_logprobs(event.tokens, 0, service.table)
-        if visit.agent and event.text:
+        if served.agent and event.text:
             more["agent"] = answers.part(event)
         # If the text may contain calls, it is sent only when it is complete.
-        if more or (event.text and not visit.calls):
-            yield chunk(event.sample, {"content": "" if visit.calls else event.text}, **more)
+        if more or (event.text and not served.calls):
+            yield chunk(event.sample, {"content": "" if served.calls else event.text}, **more)
         if event.finish is not None:
             message, finish = _message(event.sample, choice)
-            if visit.calls:
+            if served.calls:
                 for position, call in enumerate(message.get("tool_calls", ())):
                     call["index"] = position
                 yield chunk(event.sample, message)
             ended: dict[str, Any] = {"finish_reason": finish, "stop_reason": event.stop}
-            if visit.agent:
+            if served.agent:
                 ended["agent"] = _agent(event)
             yield chunk(event.sample, {}, **ended)

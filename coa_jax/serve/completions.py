@@ -12,11 +12,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from coa_jax.model.tokenizer import decode_ids, encode_plain
-from coa_jax.serve import answers, exchange
+from coa_jax.serve import answers, client_requests
 from coa_jax.serve.answers import Choice
 from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.http.guard import while_connected
-from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.samples import Event, ServedRequest
 from coa_jax.serve.schema import TextRequest
 from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
@@ -33,8 +33,8 @@ async def text_completion(services: Sequence[Service], request: Request) -> Resp
         Refused: the request is refused; the exception has the HTTP status.
     """
     with services[0].reading():
-        body = await exchange.read_request(services[0], request, TextRequest)
-        service = exchange.policy_of(services, body.model, agents=False)
+        body = await client_requests.read_request(services[0], request, TextRequest)
+        service = client_requests.policy_of(services, body.model, agents=False)
         total, most = len(body.prompt) * (body.n or 1), service.config.max_samples
         if len(body.prompt) > 1 and total > most:
             message = f"{len(body.prompt)} prompts with n of {body.n or 1} are {total} completions"
@@ -46,31 +46,38 @@ async def text_completion(services: Sequence[Service], request: Request) -> Resp
         prompts = [await service.read(_ids, service, prompt) for prompt in body.prompt]
     # The engine needs room for one token even if max_tokens is 0.
     limit = 1 if body.max_tokens == 0 else body.max_tokens
-    visits = [exchange.make_visit(service, body, ids, limit) for ids in prompts]
+    served_requests = [
+        client_requests.make_served_request(service, body, ids, limit) for ids in prompts
+    ]
     if body.stream:
         write = functools.partial(_stream, service, body)
         kind = "text_completion"
-        return await exchange.open_stream(service, visits[0], request, body, kind, write)
+        return await client_requests.open_stream(
+            service, served_requests[0], request, body, kind, write
+        )
     with service.scoring(body.logprobs is not None or body.prompt_logprobs is not None):
-        return await while_connected(request.receive, _answer(service, body, visits))
+        return await while_connected(request.receive, _answer(service, body, served_requests))
 
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     length, size = service.config.engine.max_length, service.engines[0].model.vocab_size
     if isinstance(prompt, str):
-        exchange.check_length(service.model.tokenizer, [prompt], length, "prompt")
+        client_requests.check_length(service.model.tokenizer, [prompt], length, "prompt")
         return encode_plain(service.model.tokenizer, prompt)
     if len(prompt) <= length and max(prompt) >= size:  # longer prompts are refused later
         raise Refused(400, f"prompt: token ids must be less than {size}", "prompt")
     return prompt
 
 
-async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) -> Response:
+async def _answer(
+    service: Service, body: TextRequest, served_requests: Sequence[ServedRequest]
+) -> Response:
     if body.max_tokens == 0:
-        groups = [[Choice(visit)] for visit in visits]
+        groups = [[Choice(served)] for served in served_requests]
     else:
         tasks = [
-            asyncio.ensure_future(exchange.gather_completions(service, visit)) for visit in visits
+            asyncio.ensure_future(client_requests.gather_completions(service, served))
+            for served in served_requests
         ]
         try:
             groups = await asyncio.gather(*tasks)
@@ -83,21 +90,21 @@ async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) 
 
     def write() -> dict[str, Any]:
         return {
-            **exchange.head("text_completion", body.model),
+            **client_requests.head("text_completion", body.model),
             "choices": [
                 _choice(service, body, index, choice, scored[index])
                 for index, choice in enumerate(choices)
             ],
-            "usage": answers.usage(visits, choices),
+            "usage": answers.usage(served_requests, choices),
         }
 
-    return await exchange.respond(service, write, large=with_logprobs or body.echo)
+    return await client_requests.respond(service, write, large=with_logprobs or body.echo)
 
 
 def _choice(
     service: Service, body: TextRequest, index: int, choice: Choice, scored: Sequence[Scored]
 ) -> dict[str, Any]:
-    tokenizer, prompt = service.model.tokenizer, choice.visit.prompt
+    tokenizer, prompt = service.model.tokenizer, choice.served.prompt
     of_prompt = scored[: len(prompt)]
     echoed = decode_ids(tokenizer, prompt) if body.echo else ""
     answer: dict[str, Any] = {

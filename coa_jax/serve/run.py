@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import adapted, make_engines
+from coa_jax.engine.group import engines_with_adapters, make_engines
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
@@ -26,7 +26,7 @@ from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.http.guard import check_exposure
 from coa_jax.serve.http.refusals import RefusalLog
 from coa_jax.serve.http.server import Server, address_of, listen, on_signals
-from coa_jax.serve.meters import Meters
+from coa_jax.serve.prometheus import ServerMetrics
 from coa_jax.serve.service import Service
 from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.make import ToolsConfig, tools_for
@@ -68,7 +68,7 @@ def make_services(config: ServeConfig, tools: ToolsConfig) -> list[Service]:
     protocol = config.protocol or _common_protocol(cards)
     protocol = at_level(protocol, config.rollout.level, config.rollout.format)
     used = tools_for(protocol, tools)  # tools may define the protocol
-    base, meters = load_model(config.model), Meters()
+    base, meters = load_model(config.model), ServerMetrics()
     services: list[Service] = []
     for name, prompt in prompts.items():
         model, adapter = adapters.get(name, (base, {}))
@@ -79,7 +79,7 @@ def make_services(config: ServeConfig, tools: ToolsConfig) -> list[Service]:
         engines: list[Engine]
         if adapter:
             params, rest = jax.device_put(adapter), (model.config, stop, constraint)
-            engines = adapted(services[0].engines, params, *rest)
+            engines = engines_with_adapters(services[0].engines, params, *rest)
         else:
             engines = make_engines(base.params, base.config, config.engine, stop, constraint)
             model = base = base.replace(params={})  # the engines have a copy

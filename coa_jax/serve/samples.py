@@ -45,7 +45,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Visit(Request):
+class ServedRequest(Request):
     """A client's request for completions, in the form that the rollout loop takes.
 
     Attributes:
@@ -78,19 +78,19 @@ class ServedSample(Episode):
     is a completion without tools. It ends at a stop string, an end token or its maximum length.
     """
 
-    def __init__(self, visit: Visit, **options: Any):
+    def __init__(self, served: ServedRequest, **options: Any):
         """Starts a sample.
 
         Args:
-            visit: the request in the rollout loop.
+            served: the request in the rollout loop.
             options: arguments of `Episode`.
         """
         super().__init__(**options)
-        self._visit = visit
-        self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
+        self._served = served
+        self._stops = StopStrings(served.stops, keep=served.keep_stop)
 
     def _send(self, text: str = "", **fields: Any) -> None:
-        self._visit.events.put_nowait(Event(self.sample_id, text, **fields))
+        self._served.events.put_nowait(Event(self.sample_id, text, **fields))
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Adds a sampled token, and sends new text to the client.
@@ -99,7 +99,7 @@ class ServedSample(Episode):
         effect, and a stop string ends the sample.
         """
         event = super().feed(token, logp)
-        if self._visit.agent:
+        if self._served.agent:
             if text := self.take_text():
                 self._send(text)
             return event
@@ -136,7 +136,7 @@ class ServedEpisodes(TextEpisodes):
 
     def begin(self, request: Request, sample: int) -> ServedSample:
         """Starts a sample of a request."""
-        assert isinstance(request, Visit)
+        assert isinstance(request, ServedRequest)
         agent, task = request.agent, request.task
         protocol = get_protocol(task.protocol)
         if not agent:

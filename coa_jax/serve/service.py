@@ -20,8 +20,8 @@ from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.errors import ShuttingDown
 from coa_jax.serve.http.errors import Refused
-from coa_jax.serve.meters import Meters
-from coa_jax.serve.samples import Event, ServedEpisodes, Visit
+from coa_jax.serve.prometheus import ServerMetrics
+from coa_jax.serve.samples import Event, ServedEpisodes, ServedRequest
 from coa_jax.serve.score import Scored, score
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
@@ -44,7 +44,7 @@ class Service:
         prompt: Prompt | None = None,
         version: int | None = None,
         recompute: bool = False,
-        meters: Meters | None = None,
+        meters: ServerMetrics | None = None,
     ):
         """Sets up a service.
 
@@ -63,9 +63,9 @@ class Service:
         self.table = token_table(model.tokenizer)
         self.slots = sum(engine.config.slots for engine in engines)
         self.accepting = True
-        self._visits: set[Visit] = set()
+        self._served_requests: set[ServedRequest] = set()
         self._samples = 0  # number of samples that wait or run
-        self.meters = meters or Meters()
+        self.meters = meters or ServerMetrics()
         self.meters.watch(self.slots, lambda: self._samples)
         self._places = collections.Counter[str]()  # number of requests in each kind of `_limited`
         # Blocking tools may occupy all threads of the event loop, so the service has threads of its
@@ -92,8 +92,8 @@ class Service:
     async def __aexit__(self, *_: object) -> None:
         """Cancels the requests in progress, and ends the rollout loop."""
         self.accepting = False
-        for visit in self._visits:
-            self.sampler.cancel(visit)
+        for served in self._served_requests:
+            self.sampler.cancel(served)
         self.sampler.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -114,7 +114,7 @@ class Service:
     @property
     def busy(self) -> bool:
         """Whether a request is in progress."""
-        return bool(self._visits or self._places["want scores"])
+        return bool(self._served_requests or self._places["want scores"])
 
     async def drain(self, seconds: float) -> None:
         """Shuts the service down gracefully: refuses new requests, and waits for those in progress.
@@ -203,14 +203,14 @@ class Service:
                 self._samples -= 1
                 self._ended(trajectory)
 
-    def _submit(self, visit: Visit) -> None:
+    def _submit(self, served: ServedRequest) -> None:
         """Submits the samples of a request to the rollout loop."""
-        self.sampler.submit(visit)
+        self.sampler.submit(served)
 
     def _ended(self, trajectory: Trajectory) -> None:
         """Is called when a sample has left the engines; subclasses may override it."""
 
-    async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
+    async def events(self, served: ServedRequest) -> AsyncGenerator[Event, None]:
         """Runs a request and yields the events of its samples.
 
         If the generator is closed or its consumer is cancelled, the request is cancelled.
@@ -219,16 +219,16 @@ class Service:
             Refused: too many completions are waiting, or the server is shutting down.
         """
         self._check_accepting()
-        num_samples = len(visit.samples)
+        num_samples = len(served.samples)
         if self._samples + num_samples > self.slots + self.config.max_waiting:
             raise Refused(429, f"{self._samples} completions run or wait already; try again later")
-        self._visits.add(visit)
+        self._served_requests.add(served)
         self._samples += num_samples
-        self._submit(visit)
+        self._submit(served)
         unfinished, began, first = num_samples, time.monotonic(), True
         try:
             while unfinished:
-                event = await visit.events.get()
+                event = await served.events.get()
                 if event is None:
                     self.loop.result()  # raises the exception if the loop failed
                     raise ShuttingDown
@@ -237,15 +237,15 @@ class Service:
                     first = False
                 if event.finish is not None:
                     unfinished -= 1
-                    self.meters.finished(visit, event)
+                    self.meters.finished(served, event)
                 yield event
         finally:
-            self._visits.discard(visit)
+            self._served_requests.discard(served)
             if unfinished:
-                self.sampler.cancel(visit)
+                self.sampler.cancel(served)
             self.meters.seconds.observe(time.monotonic() - began)
 
     def _tell_visits(self, _: asyncio.Task[None]) -> None:
         """Ends the wait of all requests, because the rollout loop has ended."""
-        for visit in self._visits:
-            visit.events.put_nowait(None)
+        for served in self._served_requests:
+            served.events.put_nowait(None)

@@ -15,6 +15,7 @@ from coa_jax.storage.copies import (
     version,
     with_urls,
 )
+from coa_jax.storage.file_systems import SCHEMES, check_reachable, check_writable, is_url, join
 from coa_jax.storage.hub import (
     cached_files,
     check_push,
@@ -37,7 +38,6 @@ from coa_jax.storage.origin import (
     read_header,
     with_header,
 )
-from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
 from coa_jax.storage.shared import SharedCache, closing_caches
 
 __all__ = [
@@ -48,8 +48,8 @@ __all__ = [
     "SharedCache",
     "cache_folder",
     "cached_files",
-    "check",
     "check_push",
+    "check_reachable",
     "check_writable",
     "closing_caches",
     "exists",

@@ -19,7 +19,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.files import durable
-from coa_jax.storage.places import is_url, join, opened, scheme_of, telling
+from coa_jax.storage.file_systems import explain_store_errors, is_url, join, scheme_of, url_to_fs
 
 PART = ".part-"
 """In names of objects, separates the name of a file from the offset of a later part of it."""
@@ -93,9 +93,9 @@ def local(source: str, leave_out: str = "") -> str:
     """
     if not is_url(source):
         return source
-    fs, inside = opened(source)
+    fs, inside = url_to_fs(source)
     root = inside.partition("*")[0].rpartition("/")[0]
-    with telling(source):
+    with explain_store_errors(source):
         below = _objects(fs, inside)
         objects = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
         if not objects:
@@ -233,8 +233,8 @@ def version(path: str) -> str:
     if not is_url(path):
         file = Path(path).expanduser().resolve()
         return f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
-    fs, inside = opened(path)
-    with telling(path):
+    fs, inside = url_to_fs(path)
+    with explain_store_errors(path):
         return f"{path} {_mark(fs.info(inside))}"
 
 
@@ -244,8 +244,8 @@ def exists(url: str) -> bool:
     Raises:
         UserError: the bucket cannot be read.
     """
-    fs, inside = opened(url)
-    with telling(url):
+    fs, inside = url_to_fs(url)
+    with explain_store_errors(url):
         return bool(fs.exists(inside))
 
 
@@ -284,8 +284,8 @@ def upload(path: Path, url: str) -> None:
 
     After the upload of a folder, objects at the URL that do not belong to the folder are removed.
     """
-    fs, inside = opened(url)
-    with telling(url):
+    fs, inside = url_to_fs(url)
+    with explain_store_errors(url):
         if path.is_file():
             fs.put_file(str(path), inside)
             return

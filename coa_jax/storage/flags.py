@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.storage.places import check, is_url
+from coa_jax.storage.file_systems import check_reachable, is_url
 
 _SCHEME = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
 _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
@@ -31,7 +31,7 @@ def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
     Args:
         values: maps the name of a flag or setting, such as ``--workdir`` or ``--config.model``, to
             its value.
-        ask: whether to send a request to each store, see `places.check`.
+        ask: whether to send a request to each store, see `file_systems.check_reachable`.
 
     Raises:
         UserError: a value contains a URL of an unsupported scheme, or the store of a URL refuses
@@ -60,6 +60,6 @@ def _check_place(name: str, address: str, ask: bool) -> None:
         if name in _LOCAL_ONLY or not names_files:
             raise UserError(f"{address}: this setting needs a local path")
         if ask:
-            check(match["url"])
+            check_reachable(match["url"])
     except UserError as error:
         raise type(error)(f"{name}: {error}") from error

@@ -20,7 +20,7 @@ from typing import Any
 from coa_jax.errors import UserError
 from coa_jax.files.untrusted import made_by
 from coa_jax.storage.copies import local, stands_for
-from coa_jax.storage.places import is_url, opened, telling
+from coa_jax.storage.file_systems import explain_store_errors, is_url, url_to_fs
 
 ID = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?"
@@ -191,7 +191,7 @@ class RemoteFiles:
     names: tuple[str, ...]
     root: str = dataclasses.field(repr=False)
     fs: Any = dataclasses.field(repr=False)
-    telling: Callable[[str], contextlib.AbstractContextManager[None]] = telling
+    telling: Callable[[str], contextlib.AbstractContextManager[None]] = explain_store_errors
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -224,8 +224,8 @@ def weights_apart(source: str | os.PathLike[str]) -> RemoteFiles | None:
     text = os.fspath(source)
     if not is_url(text):
         return None
-    fs, root = opened(text)
-    with telling(text):
+    fs, root = url_to_fs(text)
+    with explain_store_errors(text):
         names = sorted(name.rpartition("/")[2] for name in fs.glob(f"{root}/*.safetensors"))
     url = text.rstrip("/")
     return RemoteFiles(url, tuple(names), url, fs)

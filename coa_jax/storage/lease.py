@@ -22,8 +22,8 @@ from absl import logging
 
 from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
+from coa_jax.storage.file_systems import explain_store_errors, join, url_to_fs
 from coa_jax.storage.periodic import Repeated
-from coa_jax.storage.places import join, opened, telling
 
 NAME = "lease.json"
 
@@ -51,7 +51,7 @@ class Lease:
             UserError: another run holds the lease, or the bucket cannot be written.
         """
         self.url, self._seconds = url, seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
-        self._fs, self._path = opened(join(url, NAME))
+        self._fs, self._path = url_to_fs(join(url, NAME))
         self._token = secrets.token_hex(8)
         self._lost = ""
         self._renewed = 0.0
@@ -73,7 +73,7 @@ class Lease:
                 )
                 break
             time.sleep(min(0.5, self._seconds / 20))
-        with telling(self.url):
+        with explain_store_errors(self.url):
             if now is not None:
                 self._fs.rm_file(self._path)
             # If the store has no conditional writes, the last writer holds the lease.
@@ -86,7 +86,7 @@ class Lease:
             raise UserError(f"workdir {self.url}: {advice}")
 
     def _read(self) -> dict[str, Any] | None:
-        with telling(self.url):
+        with explain_store_errors(self.url):
             try:
                 holder = json.loads(self._fs.cat_file(self._path))
             except FileNotFoundError:
@@ -115,7 +115,7 @@ class Lease:
         if self._read_token() != self._token:
             self._lost = f"workdir {self.url}: another run has taken over the lease; this run ends"
             return
-        with telling(self.url):
+        with explain_store_errors(self.url):
             self._write("overwrite")
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class Lease:
         self.renewal.stop()
         with contextlib.suppress(UserError, FileNotFoundError):
             if not self._lost and self._read_token() == self._token:
-                with telling(self.url):
+                with explain_store_errors(self.url):
                     self._fs.rm_file(self._path)
 
 

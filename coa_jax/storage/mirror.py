@@ -32,8 +32,8 @@ from coa_jax.config.fields import seconds_of
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import CHECKPOINTS, PART, joined, own_folder, stands_for
+from coa_jax.storage.file_systems import check_writable, explain_store_errors, is_url, url_to_fs
 from coa_jax.storage.periodic import Repeated
-from coa_jax.storage.places import check_writable, is_url, opened, telling
 
 WHOLE = 8 << 20
 """Size in bytes at which a part of a growing file is complete and no longer rewritten."""
@@ -88,7 +88,7 @@ class Mirror:
     def __init__(self, url: str):
         """Creates an empty mirror, which is removed when the process ends."""
         self.url = url.rstrip("/")
-        self._fs, self._root = opened(self.url)
+        self._fs, self._root = url_to_fs(self.url)
         folder, self._lock_file = _new_folder()
         self.path = folder / self._root.rpartition("/")[2]
         self.path.mkdir()
@@ -113,7 +113,7 @@ class Mirror:
             UserError: the bucket cannot be read.
         """
         skipped = tuple(names_only)
-        with self._syncing, telling(self.url):
+        with self._syncing, explain_store_errors(self.url):
             files, stale = _files_of(self._objects())
             for relative, file in files.items():
                 path = self.path / relative
@@ -168,7 +168,7 @@ class Mirror:
         with self._syncing:
             if self.lease is not None:
                 self.lease.check()
-            with telling(self.url):
+            with explain_store_errors(self.url):
                 here = dict(self._local_files())
                 for relative, path in here.items():
                     self._upload(relative, path)

@@ -28,9 +28,15 @@ from absl import logging
 from coa_jax.config.fields import seconds_of
 from coa_jax.files import durable, untrusted
 from coa_jax.storage.copies import local, locked, own_folder, stands_for
+from coa_jax.storage.file_systems import (
+    check_reachable,
+    check_writable,
+    explain_store_errors,
+    join,
+    url_to_fs,
+)
 from coa_jax.storage.mirror import ENTRIES, Mirror
 from coa_jax.storage.periodic import Repeated
-from coa_jax.storage.places import check, check_writable, join, opened, telling
 
 _open: list[SharedCache] = []
 """The caches of this process that are in use."""
@@ -64,7 +70,7 @@ class SharedCache:
             UserError: the bucket cannot be read or written, or an entry is damaged.
         """
         self.url = url.rstrip("/")
-        (check_writable if writes else check)(self.url)
+        (check_writable if writes else check_reachable)(self.url)
         digest = hashlib.blake2b(self.url.encode(), digest_size=8).hexdigest()
         folder = own_folder() / "caches" / digest
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +144,8 @@ class SharedCache:
 def _entries(url: str) -> Iterator[dict[str, Any]]:
     """Yields the entries of all processes; leaves out a last line that a kill has cut off."""
     pattern_url = join(url, f"{ENTRIES}*")
-    fs, inside = opened(pattern_url)
-    with telling(url):
+    fs, inside = url_to_fs(pattern_url)
+    with explain_store_errors(url):
         if not fs.glob(inside):
             return
     pattern = Path(local(pattern_url))

@@ -2,7 +2,7 @@
 
 Both processes run in the sandbox. The program sees the arguments of its functions, and returns
 values. It sees neither the text of the assertion nor the expected results, and cannot change how
-they are compared, see `coa_jax.tasks.crossing`.
+they are compared, see `coa_jax.tasks.assertion_process`.
 
 Whether a program can pass an assertion by cheating should depend on the assertion alone, because
 otherwise a program could choose a test that it can pass in this way. The part ``cheatable`` of a
@@ -27,7 +27,7 @@ from typing import Any
 
 from coa_jax.sandbox.limits import Job
 from coa_jax.sandbox.run import ProgramResult, run
-from coa_jax.tasks import crossing
+from coa_jax.tasks import assertion_process
 
 _BUILTINS = frozenset(dir(builtins))
 _EXCEPTIONS = frozenset(
@@ -37,7 +37,9 @@ _EXCEPTIONS = frozenset(
 )
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _LITERAL = frozenset(
-    name for kind in (int, float, str, list, BaseException, *crossing._TYPES) for name in dir(kind)
+    name
+    for kind in (int, float, str, list, BaseException, *assertion_process._TYPES)
+    for name in dir(kind)
 )
 """Names of the attributes of values."""
 _SHARED = frozenset(
@@ -305,15 +307,15 @@ async def run_separate(
         theirs: sandbox job that runs the program.
 
     Returns:
-        (verdict, result). The verdict is one of `coa_jax.tasks.crossing.judge`, or ``stopped`` if
-        the process of the assertion ended without a verdict, for example at a limit. The result
-        tells how a process ended: with ``stopped``, the process of the assertion; with ``gone``,
-        the process of the program. With every other verdict, the result is None.
+        (verdict, result). The verdict is one of `coa_jax.tasks.assertion_process.judge`, or
+        ``stopped`` if the process of the assertion ended without a verdict, for example at a limit.
+        The result tells how a process ended: with ``stopped``, the process of the assertion; with
+        ``gone``, the process of the program. With every other verdict, the result is None.
 
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.
     """
-    mark, text = secrets.token_hex(16), inspect.getsource(crossing)
+    mark, text = secrets.token_hex(16), inspect.getsource(assertion_process)
     arguments = (setup, assertion.source, assertion.stubs, assertion.modules, mark)
     requests, answers = os.pipe(), os.pipe()
     judge = _START.format(text, "judge", arguments)

@@ -14,8 +14,8 @@ reward.
 A mistake of the policy scores 0. If a component of the system fails (a tool, the sandbox, the judge
 or a reward function), the reward is None with a reason, and the trajectory is masked. Only three
 errors end the run: a reward function returns neither a number nor None, a reward function of the
-user raises an exception for each of the first `MOST_RAISED` trajectories, or the judge's budget is
-spent.
+user raises an exception for each of the first `MAX_EXCEPTIONS` trajectories, or the judge's budget
+is spent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.maths import check_installed
 from coa_jax.tasks.private_tests import check_folder, check_tests
 from coa_jax.tools.code_libraries import isolation_here
-from coa_jax.tools.concurrency import Turns, run_blocking
+from coa_jax.tools.concurrency import ConcurrencyLimit, run_blocking
 from coa_jax.tools.net.budget import BudgetSpentError
 
 T = TypeVar("T")
@@ -63,14 +63,16 @@ T = TypeVar("T")
 GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
 """Metadata keys of a task that graders read, in addition to its question and accepted answers."""
 
-MOST_RAISED = 16
+MAX_EXCEPTIONS = 16
 """Number of first trajectories for all of which a user's reward may not raise an exception."""
 
-TASKS_OWN = "grader"
+TASK_GRADER = "grader"
 """Key in the setting ``rewards`` that stands for the reward that each task names."""
 
-TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned",
-         "cheatable")  # fmt: skip
+RESERVED_METRICS = (
+    "mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned",
+    "cheatable",
+)  # fmt: skip
 """Names of metrics ``reward/NAME``, which the setting ``rewards`` must not use for its rewards."""
 
 
@@ -122,11 +124,11 @@ class GradersConfig(Bounded):
         for name, settings in self.rewards.items():
             check(name, Name, "rewards")
             reward = build_config(RewardConfig, settings, f"rewards.{name}")
-            if not reward.path and name != TASKS_OWN and not REWARDS.knows(name):
+            if not reward.path and name != TASK_GRADER and not REWARDS.knows(name):
                 raise UserError(f"rewards.{name}.path is missing; give package.module:name")
-            reserved = (TASKS_OWN, "format", *REWARDS.built_in)
-            if name in TAKEN or (reward.path and name in reserved):
-                why = "is the name of another metric" if name in TAKEN else "is built in"
+            reserved = (TASK_GRADER, "format", *REWARDS.built_in)
+            if name in RESERVED_METRICS or (reward.path and name in reserved):
+                why = "is the name of another metric" if name in RESERVED_METRICS else "is built in"
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
     def measure(self, task: Task) -> str:
@@ -144,7 +146,7 @@ class GradersConfig(Bounded):
         rewards = {"answer": RewardConfig(self.answer)}
         for name, settings in self.rewards.items():
             reward = build_config(RewardConfig, settings, f"rewards.{name}")
-            if name != TASKS_OWN:
+            if name != TASK_GRADER:
                 rewards[f"rewards.{name}"] = dataclasses.replace(reward, path=reward.path or name)
         return rewards
 
@@ -225,7 +227,7 @@ class Graders:
         config.check_judge()
         self.config = config
         self.judge = Judge(config.judge) if config.judge else None
-        self.programs = Turns(max(4, (os.cpu_count() or 1) // 2))
+        self.programs = ConcurrencyLimit(max(4, (os.cpu_count() or 1) // 2))
         self._warned: set[str] = set()
         self._found = {config.answer: bind(REWARDS, config.answer, {}, "graders.answer")}
         self._rewards = [self._weighted(name, reward) for name, reward in config.rewards.items()]
@@ -236,7 +238,7 @@ class Graders:
     def _weighted(self, name: str, settings: Mapping[str, Any]) -> _Weighted:
         where = f"graders.rewards.{name}"
         reward = build_config(RewardConfig, settings, where)
-        if name == TASKS_OWN:
+        if name == TASK_GRADER:
             return _Weighted(name, reward.weight, None)
         call = bind(REWARDS, reward.path or name, reward.options, where)
         own = bool(reward.path) or name not in REWARDS.built_in
@@ -371,7 +373,7 @@ class Graders:
         reason, place = _reason_and_place(error)
         if name not in self._graded and name not in REWARDS.built_in:
             self._raised[name] += count
-            if self._raised[name] >= MOST_RAISED:
+            if self._raised[name] >= MAX_EXCEPTIONS:
                 raise MisfitError(
                     f"the reward {name} raised an exception for all of {self._raised[name]} "
                     f"trajectories: {reason}, at {place}. Mend the function; the same command "
@@ -399,7 +401,7 @@ class Graders:
                 score = await _score(name, self._bound(name), offered, more)
             else:
                 shown, score = "given", float(reported)
-            scores[shown] = scores[TASKS_OWN] = score
+            scores[shown] = scores[TASK_GRADER] = score
         for reward in single:
             if reward.call is not None:
                 scores[reward.name] = await _score(reward.name, reward.call, offered, more)
@@ -411,7 +413,7 @@ class Graders:
         parts = {"exact_match": exact or 0.0}
         parts |= {part: score for part, score in scores.items() if score is not None}
         if not self._rewards:
-            parts.pop(TASKS_OWN, None)
+            parts.pop(TASK_GRADER, None)
         parts |= {"format": float(format_valid(trajectory)), **more}
         if is_broken(trajectory):
             return Reward(None, parts, str(trajectory.metadata.get("fault", "")))

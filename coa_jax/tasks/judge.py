@@ -24,7 +24,7 @@ from absl import logging
 from coa_jax.config.fields import Bounded, Place, SecondsOrNone, Sparse, Times
 from coa_jax.protocol.bodies import without_fence, without_thought
 from coa_jax.tools.base import Observation
-from coa_jax.tools.concurrency import Turns
+from coa_jax.tools.concurrency import ConcurrencyLimit
 from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.store import Store, key_of
@@ -103,7 +103,7 @@ class Judge:
             check_client()
         self._config = config
         self._store = Store(config.cache) if config.cache else None
-        self._turns = Turns(config.concurrency)
+        self._limit = ConcurrencyLimit(config.concurrency)
         self.no_verdict: Counter[str] = Counter()
 
     async def __call__(self, question: str, gold: Sequence[str], answer: str) -> bool | None:
@@ -147,7 +147,7 @@ class Judge:
         if cached is not None:
             return cached.ok
         start = time.monotonic()
-        async with self._turns.here():
+        async with self._limit.semaphore():
             verdict = await self._ask(system, prompt, data)
         if isinstance(verdict, str):
             self.no_verdict[verdict] += 1

@@ -132,7 +132,7 @@ async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
     if program is None:
         return 0.0
     try:
-        async with graders.programs.here():
+        async with graders.programs.semaphore():
             outcome = await run_tests(program, tests, graders.config.code)
     except SandboxError:
         return None

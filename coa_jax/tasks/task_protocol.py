@@ -42,7 +42,8 @@ def with_task_protocol(values: Mapping[str, Any]) -> dict[str, Any]:
     except UserError:  # what opens the tools and the tasks reports it
         return values
     values["tools"] = {**tools, "protocol": protocol}
-    values["task_options"] = {"protocol": protocol, **(values.get("task_options") or {})}
+    asked = values.get("protocol") or protocol  # evaluations may ask for another protocol
+    values["task_options"] = {"protocol": asked, **(values.get("task_options") or {})}
     if functions and not rollout.get("format"):
         values["rollout"] = {"prompt_style": "full", **rollout, "format": "hermes"}
     return values

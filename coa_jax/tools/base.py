@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 from coa_jax.files import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
-from coa_jax.tools.net.errors import Blame, FetchError
+from coa_jax.tools.net.errors import FaultDetector, FetchError
 from coa_jax.tools.net.secrets import Secret, redact_all, with_key
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
@@ -155,7 +155,9 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
     return None
 
 
-def failed_search(start: float, error: FetchError, blame: Blame, **detail: Any) -> Observation:
+def failed_search(
+    start: float, error: FetchError, blame: FaultDetector, **detail: Any
+) -> Observation:
     """Returns the observation of a failed search: the service gave no usable answer.
 
     Args:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from coa_jax.tools.base import Observation, Tool, ToolContext, Wrapper, call_tool
-from coa_jax.tools.net.budget import CallBudget, purse_of
+from coa_jax.tools.net.budget import CallBudget, budget_tracker
 
 LONGEST_WAIT_S = 3600.0
 """Maximum time in seconds that a call waits for its turn, in addition to the tool's deadline."""
@@ -51,9 +51,9 @@ class Budgeted(Wrapper):
             BudgetSpentError: the budget is spent.
         """
         start = time.monotonic()
-        purse = purse_of(self._budget, self.name, where=f"tools.budgets.{self.name}")
-        await purse.turn()
-        purse.begin()
+        tracker = budget_tracker(self._budget, self.name, where=f"tools.budgets.{self.name}")
+        await tracker.wait_for_rate_limit()
+        tracker.begin()
         if context.deadline is not None:
             seconds = max(context.deadline - (time.monotonic() - start), 0.001)
             context = dataclasses.replace(context, deadline=seconds)
@@ -61,4 +61,4 @@ class Budgeted(Wrapper):
             return await call_tool(self.tool, arguments, context)
         finally:
             # A call costs money even if it fails.
-            purse.end(_NO_TOKENS, answered=True)
+            tracker.end(_NO_TOKENS, answered=True)

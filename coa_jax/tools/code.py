@@ -27,9 +27,9 @@ from coa_jax.tools.base import (
 )
 from coa_jax.tools.code_libraries import Library, find_libraries, isolation_here, try_imports
 from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
-from coa_jax.tools.concurrency import Turns
+from coa_jax.tools.concurrency import ConcurrencyLimit
 from coa_jax.tools.net.chat import post_json, trusting
-from coa_jax.tools.net.errors import Blame, FetchError
+from coa_jax.tools.net.errors import FaultDetector, FetchError
 from coa_jax.tools.net.http import RequestLimits
 
 BAD_CALL = (
@@ -135,7 +135,7 @@ class CodeTool:
         self.remembers = session
         longest = longest_s(timeout_s) if session else timeout_s
         self.deadline = queue_s + longest + timeout_s + GRACE_S + 1.0
-        self._turns = Turns(concurrency or 2 * (os.cpu_count() or 1))
+        self._limit = ConcurrencyLimit(concurrency or 2 * (os.cpu_count() or 1))
         confined = Limits(timeout_s, cpu_s, memory_mb, starved_s=timeout_s)
         python = self.isolation.interpreter
         self.libraries = find_libraries(libraries, python)
@@ -154,11 +154,13 @@ class CodeTool:
         patience, hurried = self.queue_s, False
         if context.deadline is not None and context.deadline - _MARGIN_S < patience:
             patience, hurried = max(0.0, context.deadline - _MARGIN_S), True
-        turn = self._turns.here()
+        semaphore = self._limit.semaphore()
         try:
-            await asyncio.wait_for(turn.acquire(), patience)
+            await asyncio.wait_for(semaphore.acquire(), patience)
         except TimeoutError:
-            if hurried and not turn.locked():  # the time of the trajectory is over; not a fault
+            if (
+                hurried and not semaphore.locked()
+            ):  # the time of the trajectory is over; not a fault
                 return observe(start, "[FAILED] No time was left to run the program.", "timeout")
             return self._fault(f"no free sandbox within {patience:g} s", start)
         try:
@@ -177,7 +179,7 @@ class CodeTool:
         except SandboxError as error:
             return self._fault(str(error), start)
         finally:
-            turn.release()
+            semaphore.release()
         outcome, text, result = describe(result, limits, self.max_output_chars, self.remembers)
         detail: dict[str, Any] = {"remembered": session.remembered} if self.remembers else {}
         detail |= {
@@ -327,7 +329,7 @@ class RemoteCode:
         trusting(url)
         self._url, self._key_env, self.remembers = url, key_env, session
         self._program = Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb)
-        self._room, self._blame = max_output_chars, Blame()
+        self._room, self._blame = max_output_chars, FaultDetector()
         total = (longest_s(timeout_s) if session else timeout_s) + queue_s
         self.settings = json.dumps([url, timeout_s, memory_mb, max_output_chars])
         self._limits = RequestLimits(total_s=total, read_s=total, redirects=0, attempts=2)
@@ -405,7 +407,7 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 
 
 @declares(needs, probe)
-def make(config: Any) -> Tool:
+def make_tool(config: Any) -> Tool:
     """Creates the tool ``code``: a client of a server if ``url`` is set, else a local sandbox."""
     code: CodeConfig = config.code
     limits: dict[str, Any] = {

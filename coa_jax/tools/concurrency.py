@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Turns:
+class ConcurrencyLimit:
     """A limit on concurrent calls, with a semaphore of its own for each event loop.
 
     A semaphore belongs to one event loop, but a tool may be used in several loops.
@@ -25,21 +25,19 @@ class Turns:
             weakref.WeakKeyDictionary()
         )
 
-    def here(self) -> asyncio.Semaphore:
+    def semaphore(self) -> asyncio.Semaphore:
         """Returns the semaphore of the running event loop, which is created when first needed."""
         loop = asyncio.get_running_loop()
         return self._by_loop.setdefault(loop, asyncio.Semaphore(self._count))
 
 
-def apart(work: Callable[[], T]) -> T:
+def run_outside_event_loop(work: Callable[[], T]) -> T:
     """Calls a function that starts event loops, and returns its result.
 
     If an event loop is already running in this thread, as in Jupyter, the function runs in another
     thread. Ctrl-C ends the function in both cases.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_loop():
         return work()
     threads: list[int] = []
     with ThreadPoolExecutor(1, initializer=lambda: threads.append(threading.get_ident())) as pool:
@@ -52,9 +50,17 @@ def apart(work: Callable[[], T]) -> T:
             raise
 
 
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine from synchronous code, and returns its result.
 
     This works even if an event loop is already running in this thread, as in Jupyter.
     """
-    return apart(lambda: asyncio.run(coroutine))
+    return run_outside_event_loop(lambda: asyncio.run(coroutine))

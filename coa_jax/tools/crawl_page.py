@@ -26,7 +26,7 @@ from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext, is_repeat, observe, time_for
 from coa_jax.tools.bm25 import Index
 from coa_jax.tools.code_libraries import isolation_here
-from coa_jax.tools.concurrency import Turns
+from coa_jax.tools.concurrency import ConcurrencyLimit
 from coa_jax.tools.isolated import isolated_workers
 from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
 from coa_jax.tools.net.chat import ChatConfig, check_client
@@ -142,7 +142,7 @@ class CrawlPage:
             page_text.PACKAGES,
             warm_up="import trafilatura, pypdf",
         )
-        self._turns = Turns(_CONCURRENCY)
+        self._limit = ConcurrencyLimit(_CONCURRENCY)
         self.deadline = config.timeout_s + 1.0
         self.tailored = bool(config.summarizer)
         pages = (config.page_chars, _MAX_PAGES, config.robots)
@@ -229,7 +229,7 @@ class _Call:
     async def page(self, number: int, url: str) -> tuple[str, str | None]:
         """Reads a page; returns (text for the observation, kind of the failure or None)."""
         try:
-            async with asyncio.timeout(self.left()), self.tool._turns.here():
+            async with asyncio.timeout(self.left()), self.tool._limit.semaphore():
                 text = await self.read(url)
         except FetchError as error:
             why, kind = error.message, str(error.kind)
@@ -340,6 +340,6 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 
 
 @declares(needs, probe)
-def make(config: Any, search: WikiSearch) -> Tool:
+def make_tool(config: Any, search: WikiSearch) -> Tool:
     """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
     return CrawlPage(config.crawl_page, search.warm_up, unsafe=config.unsafe)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coa_jax.errors import UserError
 from coa_jax.sandbox import landlock, trial
-from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
+from coa_jax.sandbox.attacks import TRIAL_LIMITS, list_attacks
 from coa_jax.sandbox.isolation import BACKENDS, Isolation
 from coa_jax.sandbox.limits import Job, Limits
 from coa_jax.sandbox.run import run
@@ -37,7 +37,7 @@ async def overhead(job: Job) -> tuple[float, str]:
     return 1000 * statistics.median(seconds[1:]), result.totals
 
 
-async def prove(isolation: Isolation) -> bool:
+async def check_isolation_with_attacks(isolation: Isolation) -> bool:
     """Tests an isolation with hostile programs, and prints a line about each program.
 
     Args:
@@ -49,14 +49,14 @@ async def prove(isolation: Isolation) -> bool:
     job = isolation.job(TRIAL_LIMITS)
     contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
     with trial.scene() as around:
-        for canary in canaries(around.targets):
-            tried = await trial.attempt(job, canary, around)
+        for attack in list_attacks(around.targets):
+            tried = await trial.attempt(job, attack, around)
             text = f"{tried.seconds:.2f} s"
             if tried.over_mb:
                 text += f"; {tried.over_mb:.0f} MiB over, ended {1000 * tried.over_s:.0f} ms later"
-                over_mb[canary.hoards] = max(over_mb[canary.hoards], tried.over_mb)
+                over_mb[attack.exceeds] = max(over_mb[attack.exceeds], tried.over_mb)
                 over_s = max(over_s, tried.over_s)
-            print(f"  {'FAIL' if tried.wrong else 'pass'}  {canary.name}  ({text})", flush=True)
+            print(f"  {'FAIL' if tried.wrong else 'pass'}  {attack.name}  ({text})", flush=True)
             for line in tried.wrong:
                 print(f"        {line}")
             contained = contained and not tried.wrong
@@ -150,7 +150,7 @@ def check_isolation(backend: str) -> int:
     enough = share >= trial.LEAST_SHARE
     print(f"trainer      keeps {share:.0%} of a processor beside two programs of 45 processes")
     print("hostile programs")
-    contained = asyncio.run(prove(isolation))
+    contained = asyncio.run(check_isolation_with_attacks(isolation))
     if not enough:
         print(f"SLOW: programs leave the trainer less than {trial.LEAST_SHARE:.0%} of a processor")
     print("all contained" if contained else "NOT CONTAINED: do not run programs of a model here")

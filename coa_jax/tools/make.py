@@ -55,7 +55,7 @@ TOOLS = ExtensionKind(
     "tool",
     "coa_jax.tools",
     {
-        name: f"coa_jax.tools.{name}:make"
+        name: f"coa_jax.tools.{name}:make_tool"
         for name in ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
     },
     offers=("config", "search"),

@@ -23,7 +23,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from coa_jax.config.fields import Address, Bounded, Count, Prose, Seconds, Variable, shown
+from coa_jax.config.fields import Address, Bounded, Count, Prose, Seconds, Variable, format_value
 from coa_jax.config.installed import missing
 from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
@@ -83,7 +83,7 @@ class McpConfig(Bounded):
         except (ValueError, RecursionError) as error:
             raise UserError(f"schema is {untrusted.reason(error)}") from None
         if not isinstance(schema, dict):
-            raise UserError(f'schema is {shown(self.schema)}; give a JSON object, or ""')
+            raise UserError(f'schema is {format_value(self.schema)}; give a JSON object, or ""')
 
     def needs(self) -> Needs:
         """Returns the package of MCP clients, the server and its key, see `config.preflight`."""

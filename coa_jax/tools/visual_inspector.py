@@ -27,7 +27,7 @@ from coa_jax.storage import local
 from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext, observe, time_for
 from coa_jax.tools.net.address import AddressGuard
 from coa_jax.tools.net.chat import ChatConfig, chat, check_client
-from coa_jax.tools.net.errors import Blame, FetchError
+from coa_jax.tools.net.errors import FaultDetector, FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import clip_text
 
@@ -104,7 +104,7 @@ class VisualInspector:
         self._folder = Path(local(config.folder)).expanduser().resolve() if config.folder else None
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")
-        self._config, self._blame = config, Blame()
+        self._config, self._blame = config, FaultDetector()
         self._limits = RequestLimits(total_s=min(30.0, config.chat.timeout_s), max_bytes=_MAX_BYTES)
         self.deadline = config.chat.timeout_s + 1.0
         model, places = config.chat, (str(self._folder), config.allow_hosts)
@@ -201,6 +201,6 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 
 
 @declares(needs, probe)
-def make(config: Any) -> Tool:
+def make_tool(config: Any) -> Tool:
     """Creates ``visual_inspector``, which asks a vision model about images."""
     return VisualInspector(config.visual_inspector)

@@ -33,7 +33,7 @@ from coa_jax.tools.bm25 import Index
 from coa_jax.tools.corpus import corpus_needs
 from coa_jax.tools.net.address import AddressGuard, parse_url
 from coa_jax.tools.net.chat import refusal, trusting
-from coa_jax.tools.net.errors import REFUSED, Blame, FetchError
+from coa_jax.tools.net.errors import REFUSED, FaultDetector, FetchError
 from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch_json
 from coa_jax.tools.net.secrets import Secret, with_key
 
@@ -287,7 +287,7 @@ class WebSearch:
                 "provider, set web_search.provider", config.key_env
             )  # fmt: skip
         self._config, self._guard = config, AddressGuard(block=config.blocked)
-        self._blame = Blame()
+        self._blame = FaultDetector()
         seconds = config.timeout_s
         self._limits = RequestLimits(seconds, read_s=seconds, attempts=_ATTEMPTS, redirects=0)
         self.deadline = config.timeout_s + 1.0
@@ -390,7 +390,7 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 
 
 @declares(needs, probe)
-def make(config: Any, search: WikiSearch) -> Tool:
+def make_tool(config: Any, search: WikiSearch) -> Tool:
     """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
     tool = WebSearch(config.web_search, search.warm_up)
     if tool.provider == "local":  # otherwise the first call would build the index

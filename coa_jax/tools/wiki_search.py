@@ -36,7 +36,7 @@ from coa_jax.tools.bm25 import Hit, Index, load_index
 from coa_jax.tools.corpus import DEFAULT, Passage, corpus_needs, default_corpus, split_contents
 from coa_jax.tools.dense import Retrieval, check_retrieval
 from coa_jax.tools.net.chat import post_json, trusting
-from coa_jax.tools.net.errors import Blame, FetchError
+from coa_jax.tools.net.errors import FaultDetector, FetchError
 from coa_jax.tools.net.http import RequestLimits
 
 
@@ -163,7 +163,7 @@ class RemoteSearch:
         """
         trusting(url)
         self._url, self._top_k, self._key_env = url, top_k, key_env
-        self._blame = Blame()
+        self._blame = FaultDetector()
         self._limits = RequestLimits(total_s=timeout_s, read_s=timeout_s, redirects=0)
         self.deadline = timeout_s + 1.0
         self.settings = json.dumps([url, top_k])
@@ -236,7 +236,7 @@ async def probe(config: Any, seconds: float) -> tuple[bool, str]:
 
 
 @declares(needs, probe)
-def make(config: Any, search: WikiSearch) -> Tool:
+def make_tool(config: Any, search: WikiSearch) -> Tool:
     """Creates ``wiki_search``, which calls a server if ``url`` is set, or searches locally."""
     wiki = config.wiki_search
     if wiki.url:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from coa_jax.train.pool import Pool, Score
+from coa_jax.train.task_pool import Score, TaskPool
 
 ATTEMPTS = 3
 """Number of dropped (too old) groups of a task after which the task is given up."""
@@ -71,7 +71,7 @@ class Composition:
             `ATTEMPTS` times.
         state: state of the ledger after this step, for `Ledger.restore`.
         scores: for each group in ``examined``, the number of solved samples and the number of
-            graded samples, see `pool.Score`.
+            graded samples, see `task_pool.Score`.
     """
 
     step: int
@@ -110,7 +110,7 @@ class Ledger:
         version: newest policy version that the samplers of all processes have received.
     """
 
-    def __init__(self, rules: AdmissionRules, pool: Pool | None = None):
+    def __init__(self, rules: AdmissionRules, pool: TaskPool | None = None):
         """Creates the ledger of a new run.
 
         Args:
@@ -131,7 +131,7 @@ class Ledger:
 
     @classmethod
     def restore(
-        cls, rules: AdmissionRules, state: Mapping[str, Any], pool: Pool | None = None
+        cls, rules: AdmissionRules, state: Mapping[str, Any], pool: TaskPool | None = None
     ) -> Ledger:
         """Creates the ledger of a resumed run from the state that was saved with a step.
 
@@ -140,8 +140,8 @@ class Ledger:
         Args:
             rules: the rules by which the run composes its steps.
             state: `Composition.state` of that step; {} for a new run.
-            pool: the run's task pool (`pool.Pool`), which decides which tasks are skipped, in its
-                state after that step; None without a pool.
+            pool: the run's task pool (`task_pool.TaskPool`), which decides which tasks are skipped,
+                in its state after that step; None without a pool.
         """
         ledger = cls(rules, pool)
         if state:
@@ -181,7 +181,7 @@ class Ledger:
             signal: whether the rewards of the group differ.
             oldest: oldest policy version that sampled one of the group's tokens.
             score: number of solved samples and number of graded samples of the group, from which
-                the task pool (`pool.Pool`) computes how often the policy solves the task.
+                the task pool (`task_pool.TaskPool`) computes how often the policy solves the task.
         """
         if index in self._open:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))

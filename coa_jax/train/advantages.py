@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from coa_jax.config.extensions import blaming
-from coa_jax.config.fields import shown
+from coa_jax.config.extensions import explain_errors_of
+from coa_jax.config.fields import format_value
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.errors import UserError
 from coa_jax.train.algorithms import Algorithm, marked
@@ -56,7 +56,7 @@ def advantages_of(
         return []
     name, where = algorithm.advantage, "algorithm.advantage"
     values = [t.reward.value for t in graded if t.reward is not None]
-    with blaming(algorithm.advantage_call, name, where):
+    with explain_errors_of(algorithm.advantage_call, name, where):
         returned = algorithm.advantage_call(
             rewards=np.array(values, np.float64),
             lengths=np.array([t.num_policy_tokens for t in graded]),
@@ -71,9 +71,9 @@ def advantages_of(
     )
     if not fit or not all(np.isfinite(value).all() for value in arrays):
         raise UserError(
-            f"{where}: {name} returned {shown(returned)} for the rewards {values}; an advantage "
-            f"function returns, for each of the {len(graded)} samples, a finite number or an array "
-            "with a finite number per token"
+            f"{where}: {name} returned {format_value(returned)} for the rewards {values}; an "
+            f"advantage function returns, for each of the {len(graded)} samples, a finite number "
+            "or an array with a finite number per token"
         )
     if algorithm.of_sequence and any(value.ndim for value in arrays):
         raise UserError(

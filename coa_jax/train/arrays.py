@@ -22,8 +22,9 @@ from coa_jax.engine.layout import (
     publish_program,
     rollout_mesh,
 )
-from coa_jax.engine.memory import engine_memory, waves
+from coa_jax.engine.memory import describe_waves, engine_memory
 from coa_jax.errors import UserError
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.attention.choice import resolve
 from coa_jax.model.cache import LayerPages
@@ -37,7 +38,6 @@ from coa_jax.model.params import (
     unstack,
     without_adapters,
 )
-from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.parallel.mesh import AXES, make_mesh, sharding_for
 from coa_jax.parallel.placement import split_devices
@@ -99,14 +99,14 @@ class Setup:
         return "tpu" if self.where.tpu else "cuda"
 
     @property
-    def rollouts_go_on(self) -> bool:
+    def rollouts_continue(self) -> bool:
         """Whether rollouts continue during updates on the same chips that train."""
         stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
         return stale and not self.aside
 
 
 def set_up(
-    config: FitConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
+    config: FitConfig | RLConfig, model_config: ModelConfig, where: Slice, devices: Sequence[Any]
 ) -> Setup:
     """Places a configuration on a slice, to compute the memory of a run without starting it.
 
@@ -115,7 +115,7 @@ def set_up(
 
     Args:
         config: settings of the run.
-        model: architecture of the model, without adapters.
+        model_config: architecture of the model, without adapters.
         where: the slice on which the configuration is placed.
         devices: devices of the slice, see `slices.devices_of`.
 
@@ -127,12 +127,12 @@ def set_up(
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
     hosts, host = len(set(owners)), owners.count(owners[0])
     simulated = not where.tpu and devices[0].platform == "cpu"
-    model = dataclasses.replace(model, lora=config.lora)
+    model_config = dataclasses.replace(model_config, lora=config.lora)
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, training, hosts)
     if not isinstance(config, RLConfig):
         if aside:
             raise UserError("mesh.rollout_devices is set, and SFT has no rollouts: give 0")
-        return Setup(config, model, where, mesh, 0, hosts=hosts, simulated=simulated)
+        return Setup(config, model_config, where, mesh, 0, hosts=hosts, simulated=simulated)
     chips = sizes.decode_tensor or mesh.shape["tensor"]
     decode_mesh(mesh, chips)
     if aside:
@@ -146,9 +146,9 @@ def set_up(
     teacher = None
     if config.chosen.opd_coef and not config.teacher.url:
         _, teacher = architecture_of(config.teacher.model)
-    tables = abstract_tables(config, model)
+    tables = abstract_tables(config, model_config)
     return Setup(
-        config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts, simulated
+        config, model_config, where, mesh, chips, tuple(aside), *tables, teacher, hosts, simulated
     )
 
 
@@ -223,9 +223,10 @@ def _own_policy(setup: Setup) -> TrainState:
 
 def shares_base(setup: Setup) -> bool:
     """Returns whether the engines of a run use the frozen arrays of training."""
-    config, platform = setup.config, "tpu" if setup.where.tpu else "gpu"
-    rl = isinstance(config, RLConfig)
-    return rl and config.shares_base(setup.model, setup.mesh, platform)
+    if not isinstance(setup.config, RLConfig):
+        return False
+    platform = "tpu" if setup.where.tpu else "gpu"
+    return setup.config.shares_base(setup.model, setup.mesh, platform)
 
 
 def _placed(shapes: Any, places: Any) -> Any:
@@ -286,10 +287,11 @@ def export_bytes(setup: Setup) -> int:
     """
     merged = largest = 0
     if setup.model.lora.rank:
-        stacked = _own_policy(setup).frozen["layers"]
-        layers = chip_bytes(stacked) // setup.model.num_layers
+        frozen = _own_policy(setup).frozen
+        assert isinstance(frozen, dict)
+        layers = chip_bytes(frozen["layers"]) // setup.model.num_layers
         if shares_base(setup):
-            largest = max(map(chip_bytes, jax.tree.leaves(stacked)))
+            largest = max(map(chip_bytes, jax.tree.leaves(frozen["layers"])))
         items = [jnp.dtype(x).itemsize for x in (setup.config.loaded_dtype, "float32")]
         merged = layers // items[0] * (items[0] + 2 * items[1])
     if setup.hosts > 1:
@@ -407,12 +409,14 @@ def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
     return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), setup.rules)
 
 
-def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTables | None, str]:
+def abstract_tables(
+    config: RLConfig, model_config: ModelConfig
+) -> tuple[ConstraintTables | None, str]:
     """Computes the shapes of the tables that say which tokens the policy of a run may write.
 
     Args:
         config: settings of the run.
-        model: architecture of the model.
+        model_config: architecture of the model.
 
     Returns:
         The shapes of `ConstraintTables` (None without ``rollout.constrain``), and one line of text
@@ -432,16 +436,16 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
         automata = (compile_protocol(get_protocol(name)) for name in sorted(protocols))
         states = 1 + sum(len(automaton.transitions) for automaton in automata)
         shapes: Any = (
-            jax.ShapeDtypeStruct((states, -(-model.vocab_size // 32)), "uint32"),
+            jax.ShapeDtypeStruct((states, -(-model_config.vocab_size // 32)), "uint32"),
             jax.ShapeDtypeStruct((states, 1), "int32"),
-            jax.ShapeDtypeStruct((model.vocab_size,), "int32"),
+            jax.ShapeDtypeStruct((model_config.vocab_size,), "int32"),
             jax.ShapeDtypeStruct((states,), "bool"),
         )
         return ConstraintTables(*shapes), (
             f"constraint: its tables need {4 * states} bytes for each kind of token, and are "
             f"counted with one kind, because the tokenizer is missing ({error})"
         )
-    made = constraint_for(config.rollout, tokenizer, model.vocab_size, protocols)
+    made = constraint_for(config.rollout, tokenizer, model_config.vocab_size, protocols)
     assert made is not None
     return jax.eval_shape(lambda: made.tables), ""
 
@@ -486,7 +490,7 @@ def kept_bytes(setup: Setup) -> int:
     continue during updates; otherwise the engines have freed their memory.
     """
     kept = training_bytes(setup)
-    return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
+    return kept + (engine_bytes(setup) if setup.rollouts_continue else 0)
 
 
 def rollout_waves(setup: Setup, spare: int) -> str:
@@ -503,7 +507,7 @@ def rollout_waves(setup: Setup, spare: int) -> str:
     config, engine = setup.config, setup.config.engine
     engines = (len(setup.aside) or setup.mesh.size) // setup.engine_chips
     samples = config.groups * config.group_size
-    text = waves(samples, engines * engine.slots, engines)
+    text = describe_waves(samples, engines * engine.slots, engines)
     page = engine_memory(setup.model, engine, setup.engine_chips).page
     slots, pages = -(-samples // engines), engine.num_pages + max(spare, 0) // page
     if slots > engine.slots and pages < slots * engine.pages_per_slot:
@@ -518,7 +522,7 @@ def decoding_bytes(setup: Setup) -> int:
     copy of the engine's trained parameters, which exists while their new values arrive.
     """
     kept = 0 if setup.aside else training_bytes(setup)
-    if setup.aside or setup.rollouts_go_on:
+    if setup.aside or setup.rollouts_continue:
         changing = decoding_params(setup)
         kept += chip_bytes(changing.adapters() if setup.model.lora.rank else changing)
     return kept + engine_bytes(setup)

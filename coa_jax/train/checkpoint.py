@@ -30,7 +30,13 @@ from orbax.checkpoint import checkpoint_managers
 from coa_jax.errors import Outage, UserError
 from coa_jax.parallel import processes
 from coa_jax.parallel.config import MeshConfig
-from coa_jax.storage.arrays import is_bucket, is_outage, is_passing, prepared, telling_outage
+from coa_jax.storage.checkpoint_folders import (
+    is_bucket,
+    is_outage,
+    is_passing,
+    prepared,
+    telling_outage,
+)
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.step import TrainState
 
@@ -112,7 +118,8 @@ class Checkpoints:
                 ``loss``, higher values otherwise.
             read_only: whether the directory is left unchanged, because a run may be writing to it.
                 Incomplete checkpoints are then not removed either.
-            wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
+            wait_seconds: number of seconds to wait for the slowest process, see
+            `processes.barrier`.
             before_save: function that each process calls before a checkpoint is written. The
                 function writes data to disk that must be complete before the checkpoint exists.
         """
@@ -292,7 +299,7 @@ class Checkpoints:
             )
             (self.directory / str(step)).rename(aside)
         if faults:
-            processes.meet("setting aside of damaged checkpoints", self._wait_seconds)
+            processes.barrier("setting aside of damaged checkpoints", self._wait_seconds)
             self._manager.reload()
 
     def restore(
@@ -352,7 +359,7 @@ class Checkpoints:
         passes = isinstance(fault, Outage)
         damaged = isinstance(fault, Damaged)
         mine = [isinstance(fault, UserError) and not passes, passes, damaged, str(fault)]
-        verdicts = processes.exchange(mine, "reading of a checkpoint", self._wait_seconds)
+        verdicts = processes.all_gather(mine, "reading of a checkpoint", self._wait_seconds)
         for at, kind in enumerate((UserError, Outage, Damaged)):
             for number, verdict in enumerate(verdicts):
                 if verdict[at]:

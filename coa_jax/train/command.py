@@ -16,7 +16,7 @@ from coa_jax.run.command import config_flag, workdir_flag
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import run_folder, with_urls
-from coa_jax.tools.net.budget import spending
+from coa_jax.tools.net.budget import charge_to_run
 from coa_jax.train.config import TrainingConfig
 from coa_jax.train.defaults import with_adapters
 from coa_jax.train.optimizer import make_optimizer
@@ -86,7 +86,7 @@ def check_flags() -> None:
     )
 
 
-def with_rank(config: C, workdir: Path, model: ModelConfig | None = None) -> C:
+def with_rank(config: C, workdir: Path, model_config: ModelConfig | None = None) -> C:
     """Chooses ``lora.rank`` if a config leaves it open (-1): as the run in the directory has it.
 
     If the directory has no run yet, the memory decides, see `with_adapters`.
@@ -95,14 +95,14 @@ def with_rank(config: C, workdir: Path, model: ModelConfig | None = None) -> C:
     if not hasattr(config, "lora") or config.lora.rank >= 0:
         return config
     if not path.exists():
-        return with_adapters(config, model)
+        return with_adapters(config, model_config)
     rank = durable.read_json_object(path).get("lora", {}).get("rank", 0)
     return dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=rank))
 
 
 @contextlib.contextmanager
 def run_at(
-    workdir: Path, config: C, wandb_project: str = "", model: ModelConfig | None = None
+    workdir: Path, config: C, wandb_project: str = "", model_config: ModelConfig | None = None
 ) -> Iterator[tuple[RunDir, Path, C]]:
     """Opens the directory of a training run, and checks that its settings are those of the config.
 
@@ -112,7 +112,7 @@ def run_at(
         workdir: the run directory.
         config: settings of the run, a dataclass, which `RunDir.begin` writes.
         wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
-        model: architecture of the model; None to read it from the model's files.
+        model_config: architecture of the model; None to read it from the model's files.
 
     Yields:
         The run directory, the path at which to save the trained model, and the settings, in which
@@ -131,12 +131,14 @@ def run_at(
         warn_untested()
     with (
         RunDir(workdir, active=active, wandb_project=wandb_project) as run,
-        spending(workdir / "spent", processes.index(), processes.count()),
+        charge_to_run(workdir / "spent", processes.index(), processes.count()),
     ):
-        config = with_rank(config, run.path, model)  # a run in a bucket has its files only now
+        config = with_rank(
+            config, run.path, model_config
+        )  # a run in a bucket has its files only now
         run.keep_config(config, MAY_CHANGE)
         # Every process must have read how much the run has spent before any process spends more.
-        processes.meet("what the run has spent", 600.0)
+        processes.barrier("what the run has spent", 600.0)
         yield run, run.path / "model", config
 
 

@@ -111,11 +111,11 @@ class TrainingConfig(Bounded):
         """
         return self.dtype if self.lora.rank else "float32"
 
-    def compute(self, model: ModelConfig, mesh: Mesh | None) -> Compute:
+    def compute(self, model_config: ModelConfig, mesh: Mesh | None) -> Compute:
         """Returns the dtype, operations and sharding with which updates are computed.
 
         Args:
-            model: architecture of the model.
+            model_config: architecture of the model.
             mesh: devices of the run; None for one device.
 
         Raises:
@@ -124,7 +124,7 @@ class TrainingConfig(Bounded):
         from coa_jax.model.compute import training_compute  # here, because it loads JAX
 
         return training_compute(
-            model,
+            model_config,
             dtype=self.dtype,
             remat=self.remat,
             attention=self.attention,

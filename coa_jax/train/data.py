@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from coa_jax.data.records import LeftOut, Records
+from coa_jax.data.records import Records, SkippedRow
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.errors import UserError
 from coa_jax.protocol import Prompt, known_protocols, restore_protocols
@@ -75,7 +75,7 @@ class RecordReader:
                 tokens of all rows, the file has changed since.
         """
         entry = self.records[index]
-        if isinstance(entry, LeftOut):
+        if isinstance(entry, SkippedRow):
             raise UserError(f"{entry.row.where}: {entry.reason}; the file changed during the run")
         return one_with_level(entry.record, self.level, self.format)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
+from coa_jax.config.preflight import used_settings
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.model.config import ModelConfig, cpu_dtype
@@ -86,14 +87,16 @@ def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigD
     return ConfigDict(merged(merged(base, _ENGINE), values))
 
 
-def with_adapters(config: C, model: ModelConfig | None = None, machine: Machine | None = None) -> C:
+def with_adapters(
+    config: C, model_config: ModelConfig | None = None, machine: Machine | None = None
+) -> C:
     """Chooses ``lora.rank`` if a config leaves it open (-1), and prints a choice of adapters.
 
     The rank is 32 if memory is too small for the training state of the whole model, otherwise 0.
 
     Args:
         config: settings of the run.
-        model: architecture of the model; None to read it from the model's files.
+        model_config: architecture of the model; None to read it from the model's files.
         machine: devices of the run; None for those of this process.
     """
     from coa_jax.model.api import describe_model, download_once  # here, because they load JAX
@@ -101,12 +104,12 @@ def with_adapters(config: C, model: ModelConfig | None = None, machine: Machine 
 
     if config.lora.rank >= 0:
         return config
-    if model is None:
+    if model_config is None:
         download_once(config.model)
-        model = describe_model(config.model).config
+        model_config = describe_model(config.model).config
     machine = machine or Machine.here()
     full = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=0))
-    state = _state_bytes(full, without_adapters(model)) // _parts(config, machine.devices)
+    state = _state_bytes(full, without_adapters(model_config)) // _parts(config, machine.devices)
     usable = _usable(machine)
     if state <= usable:
         return full
@@ -122,7 +125,7 @@ def with_adapters(config: C, model: ModelConfig | None = None, machine: Machine 
 
 def completed(
     config: C,
-    model: ModelConfig,
+    model_config: ModelConfig,
     longest: int,
     examples: int = 0,
     machine: Machine | None = None,
@@ -146,7 +149,7 @@ def completed(
 
     Args:
         config: settings of the run.
-        model: architecture of the model, with the adapters to train (see `with_adapters`).
+        model_config: architecture of the model, with the adapters to train (see `with_adapters`).
         longest: number of tokens of the longest sequence.
         examples: number of training examples; 0 in RL.
         machine: devices of the run; None for those of this process.
@@ -154,7 +157,7 @@ def completed(
     machine = machine or Machine.here()
     rl, optimizer = isinstance(config, RLConfig), config.optimizer
     if optimizer.learning_rate < 0:
-        rate = _RATES["rl" if rl else "fit", model.lora.rank > 0]
+        rate = _RATES["rl" if rl else "fit", model_config.lora.rank > 0]
         optimizer = dataclasses.replace(optimizer, learning_rate=rate)
     if not optimizer.total_steps:
         steps = (
@@ -172,8 +175,11 @@ def completed(
         dtype=dtype,
         row_length=config.row_length or -(-longest // 128) * 128,
     )
-    chosen = _with_sizes(chosen, model, longest, machine)
-    if processes.index() == 0 and (changes := changes_of(plain(config), plain(chosen))):
+    chosen = _with_sizes(chosen, model_config, longest, machine)
+    used = used_settings(config)
+    changes = changes_of(plain(config), plain(chosen))
+    changes = [change for change in changes if change[0].split(".")[0] in used]
+    if changes and processes.index() == 0:
         values = ", ".join(f"{name} {new}" for name, _, new in changes)
         print(f"chosen: {values} (--config.NAME=VALUE changes a setting)", flush=True)
     return chosen
@@ -198,14 +204,14 @@ def open_sizes(config: SFTConfig, longest: int, examples: int) -> SFTConfig:
     )
 
 
-def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> C:
+def completed_for(config: C, model_config: ModelConfig, where: Slice, devices: int) -> C:
     """Chooses the open settings of a run for given chips, as `completed` does, without its data.
 
     Except in RL, the longest example is assumed to have 2,048 tokens.
 
     Args:
         config: settings of the run.
-        model: architecture of the model, without adapters.
+        model_config: architecture of the model, without adapters.
         where: the chips: a TPU slice, a group of GPUs, or a CPU.
         devices: number of JAX devices of these chips.
     """
@@ -215,24 +221,24 @@ def completed_for(config: C, model: ModelConfig, where: Slice, devices: int) -> 
     platform = "tpu" if where.tpu else "gpu" if where.kind else "cpu"
     free = int(default_fraction(where) * where.chip.hbm_bytes)
     machine = Machine(platform, devices, free, min(devices, where.chip.host))
-    config = with_adapters(config, model, machine)
-    model = dataclasses.replace(model, lora=config.lora)
-    return completed(config, model, longest, 1, machine)
+    config = with_adapters(config, model_config, machine)
+    model_config = dataclasses.replace(model_config, lora=config.lora)
+    return completed(config, model_config, longest, 1, machine)
 
 
-def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -> C:
+def _with_sizes(config: C, model_config: ModelConfig, longest: int, machine: Machine) -> C:
     """Chooses engine, rows and rematerialisation by the memory that they need on a device."""
     platform, cpu = machine.platform, machine.platform == "cpu"
     parts = _parts(config, machine.devices)
-    left = _usable(machine) - _state_bytes(config, model) // parts
+    left = _usable(machine) - _state_bytes(config, model_config) // parts
     changes: dict[str, Any] = {}
     if hasattr(config, "engine"):
-        changes, reserved = _engine(config, model, longest, machine, left)
+        changes, reserved = _engine(config, model_config, longest, machine, left)
         left -= reserved
     samples = config.groups * config.group_size if isinstance(config, RLConfig) else 0
     samples = samples or getattr(config, "batch_size", 1)
     policies = ("none", "dots", "full") if config.remat == "auto" else (config.remat,)
-    sizes = [(policy, _row_bytes(model, config, policy, cpu)) for policy in policies]
+    sizes = [(policy, _row_bytes(model_config, config, policy, cpu)) for policy in policies]
     rows = max(1, -(-config.rows // parts))
     changes["remat"], row = next((each for each in sizes if rows * each[1] <= left), sizes[-1])
     if not config.rows:
@@ -242,16 +248,16 @@ def _with_sizes(config: C, model: ModelConfig, longest: int, machine: Machine) -
     return dataclasses.replace(config, **changes)
 
 
-def _state_bytes(config: TrainingConfig, model: ModelConfig) -> int:
+def _state_bytes(config: TrainingConfig, model_config: ModelConfig) -> int:
     """Returns the bytes of the training state of a run, with the gradients of an update."""
     from coa_jax.model.params import num_params, without_adapters
 
-    bare = num_params(without_adapters(model))
-    trained = num_params(model) - bare if model.lora.rank else bare
+    bare = num_params(without_adapters(model_config))
+    trained = num_params(model_config) - bare if model_config.lora.rank else bare
     # All parameters; gradients and two moments of those that are trained.
     state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
     if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
-        reference = config.chosen.needs_reference and not model.lora.rank
+        reference = config.chosen.needs_reference and not model_config.lora.rank
         state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
     return state
 
@@ -262,7 +268,7 @@ def _usable(machine: Machine) -> int:
 
 
 def _engine(
-    config: Any, model: ModelConfig, longest: int, machine: Machine, left: int
+    config: Any, model_config: ModelConfig, longest: int, machine: Machine, left: int
 ) -> tuple[dict[str, Any], int]:
     """Chooses an engine for the samples of a run and the memory of its devices.
 
@@ -275,17 +281,19 @@ def _engine(
         The settings that are chosen, and the bytes on a device that the engine keeps during
         updates.
     """
-    from coa_jax.engine.memory import fitted
+    from coa_jax.engine.memory import fit_engine_config
     from coa_jax.model.params import num_params, without_adapters
 
     platform, mesh = machine.platform, config.mesh
     engine = dataclasses.replace(config.engine, dtype=config.engine.on_platform(platform).dtype)
     if config.rows and engine.slots:
         return {"engine": engine}, 0
-    copy = num_params(without_adapters(model)) * (2 if engine.dtype == "bfloat16" else 4)
+    copy = num_params(without_adapters(model_config)) * (2 if engine.dtype == "bfloat16" else 4)
     shared = 0  # bytes of the engine's parameters that are among those of training
     if isinstance(config, RLConfig) and machine.devices == 1:
-        shares = dataclasses.replace(config, engine=engine).shares_base(model, None, platform)
+        shares = dataclasses.replace(config, engine=engine).shares_base(
+            model_config, None, platform
+        )
         shared = copy if shares else 0
         left += shared
     chips = mesh.decode_tensor
@@ -307,7 +315,7 @@ def _engine(
     if rl:
         engines = max(1, (mesh.rollout_devices or machine.devices) // chips)
         samples = -(-config.groups * config.group_size // engines)
-    engine = fitted(engine, model, platform, samples, longest, chips * memory)
+    engine = fit_engine_config(engine, model_config, platform, samples, longest, chips * memory)
     return {"engine": engine, "mesh": mesh}, reserved
 
 
@@ -323,7 +331,7 @@ def _parts(config: TrainingConfig, devices: int) -> int:
     return max(1, whole // rows)
 
 
-def _row_bytes(model: ModelConfig, config: TrainingConfig, policy: str, cpu: bool) -> int:
+def _row_bytes(model_config: ModelConfig, config: TrainingConfig, policy: str, cpu: bool) -> int:
     """Estimates the bytes that a row adds to an update under a rematerialisation policy.
 
     Each layer keeps what the policy names for the backward pass, and one layer at a time has all of
@@ -332,12 +340,12 @@ def _row_bytes(model: ModelConfig, config: TrainingConfig, policy: str, cpu: boo
     compiler for an H100 takes 28 GB for one row of 1,024 tokens and 43 GB for two, this formula 23
     GB and 47 GB.
     """
-    hidden, wide = model.hidden_size, model.intermediate_size
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    matmuls = (heads + 3 * hidden + 2 * wide) * (2 if model.lora.rank else 1)
+    hidden, wide = model_config.hidden_size, model_config.intermediate_size
+    heads = (model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim
+    matmuls = (heads + 3 * hidden + 2 * wide) * (2 if model_config.lora.rank else 1)
     whole = matmuls + heads + 2 * hidden + 3 * wide
-    whole += model.num_heads * config.row_length if cpu else 0
+    whole += model_config.num_heads * config.row_length if cpu else 0
     kept = {"none": whole, "dots": matmuls}.get(policy, hidden)
     item = 2 if cpu and config.dtype != "float32" else 4
-    logits = 16 * min(config.row_length, 512) * model.vocab_size
-    return config.row_length * item * (model.num_layers * kept + 3 * whole) + logits
+    logits = 16 * min(config.row_length, 512) * model_config.vocab_size
+    return config.row_length * item * (model_config.num_layers * kept + 3 * whole) + logits

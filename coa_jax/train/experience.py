@@ -17,24 +17,24 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import Adapted, Params, without_adapters
-from coa_jax.parallel.launch_order import in_turn
+from coa_jax.parallel.launch_order import launch_alone
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.advantages import distillation, gae, whiten
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch
+from coa_jax.train.critic import token_values
 from coa_jax.train.logps import token_logps
 from coa_jax.train.objectives import kl_estimate
 from coa_jax.train.teacher import Teacher
-from coa_jax.train.value import token_values
 
 
-@functools.partial(jax.jit, static_argnames=("model", "compute", "temperature"))
+@functools.partial(jax.jit, static_argnames=("model_config", "compute", "temperature"))
 def score(
     params: Params | Adapted,
     batch: Batch,
     allowed: jax.Array | None = None,
     *,
-    model: ModelConfig,
+    model_config: ModelConfig,
     compute: Compute,
     temperature: float = 1.0,
 ) -> jax.Array:
@@ -45,7 +45,7 @@ def score(
         batch: packed rows: R rows of T tokens.
         allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
             without constrained decoding.
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         compute: dtype, operations and sharding of the computation.
         temperature: sampling temperature, which divides the logits.
 
@@ -54,7 +54,7 @@ def score(
     """
     logps, _ = token_logps(
         params,
-        model,
+        model_config,
         batch,
         compute,
         temperature=temperature,
@@ -65,8 +65,8 @@ def score(
     return logps
 
 
-score_values = jax.jit(token_values, static_argnames=("model", "compute"))
-"""The compiled program of `value.token_values`."""
+score_values = jax.jit(token_values, static_argnames=("model_config", "compute"))
+"""The compiled program of `critic.token_values`."""
 
 
 def scores_old(algorithm: Algorithm, updates: int) -> bool:
@@ -88,7 +88,7 @@ def scores_old(algorithm: Algorithm, updates: int) -> bool:
 def complete_experience(
     algorithm: Algorithm,
     batches: Sequence[Batch],
-    model: ModelConfig,
+    model_config: ModelConfig,
     policy: Params | Adapted,
     *,
     critic: Params | None,
@@ -107,7 +107,7 @@ def complete_experience(
             holds the reward of each sequence, at the sequence's last token; otherwise ``advantage``
             holds the advantage of each token. ``teacher_logp`` is present if a server has already
             scored the tokens under the teacher.
-        model: architecture of policy, critic and reference.
+        model_config: architecture of policy, critic and reference.
         policy: parameters before the step's updates.
         critic: parameters of the critic; None without a critic.
         reference: parameters of the reference policy; None without a KL penalty.
@@ -129,24 +129,24 @@ def complete_experience(
 
     def each(name: str, program: Callable[[Batch], Any]) -> list[Batch]:
         placed = (put_batch(inputs(batch), compute.mesh) for batch in filled)
-        columns: Iterator[Any] = (to_host(in_turn(compute.mesh, program, b)) for b in placed)
+        columns: Iterator[Any] = (to_host(launch_alone(compute.mesh, program, b)) for b in placed)
         return [b._replace(**{name: values}) for b, values in zip(filled, columns, strict=True)]
 
     def scored(
         name: str, params: Params | Adapted, model: ModelConfig, allowed: Any
     ) -> list[Batch]:
-        static = {"model": model, "compute": compute, "temperature": temperature}
+        static = {"model_config": model, "compute": compute, "temperature": temperature}
         return each(name, functools.partial(score, params, allowed=allowed, **static))
 
     if scores_old(algorithm, updates):
-        filled = scored("old_logp", policy, model, allowed)
+        filled = scored("old_logp", policy, model_config, allowed)
     if reference is not None:
-        filled = scored("ref_logp", reference, without_adapters(model), allowed)
+        filled = scored("ref_logp", reference, without_adapters(model_config), allowed)
     if teacher is not None:
         known = None if allowed is None else teacher.fitted(allowed)
         filled = scored("teacher_logp", teacher.params, teacher.config, known)
     if critic is not None:
-        value = functools.partial(score_values, critic, model=model, compute=compute)
+        value = functools.partial(score_values, critic, model_config=model_config, compute=compute)
         filled = each("value", value)
     stats: dict[str, float] = {}
     if algorithm.whitened:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coa_jax.parallel.launch_order import in_turn, mesh_of
+from coa_jax.parallel.launch_order import launch_alone, mesh_of
 
 
 def fingerprint(tree: Any) -> list[int]:
@@ -19,7 +19,7 @@ def fingerprint(tree: Any) -> list[int]:
     own, because a single program for all leaves would make XLA's CPU backend copy all of them at
     once.
     """
-    return [int(in_turn(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
+    return [int(launch_alone(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def digest(extra: Any) -> int:

@@ -108,7 +108,7 @@ def fit(
         config,
         planned,
         loss=loss,
-        model=model.config,
+        model_config=model.config,
         compute=compute,
         epoch=epoch,
         speed=speed,
@@ -124,7 +124,7 @@ def make_updates(
     planned: UpdateSequence,
     *,
     loss: Loss,
-    model: ModelConfig,
+    model_config: ModelConfig,
     epoch: int,
     compute: Compute | None = None,
     speed: Callable[[Update, float, float], dict[str, float]] = lambda *_: {},
@@ -138,7 +138,7 @@ def make_updates(
         config: settings of the run.
         planned: the data of the updates, in order.
         loss: loss of an update.
-        model: architecture of the model, which the loss gets.
+        model_config: architecture of the model, which the loss gets.
         epoch: number of examples in one pass over the data.
         compute: see `fit`; None computes in float32 on the first device.
         speed: computes the throughput from an update, its tokens with a loss, and its seconds.
@@ -153,20 +153,20 @@ def make_updates(
     ):
         for clock in loop:
             name = f"update {trained.step + 1}"
-            processes.doing(f"data of {name}")
+            processes.set_activity(f"data of {name}")
             with clock("data"):
                 update = next(ahead)
             if complete is not None:
                 with clock("score"):
                     update = complete(update)
-            processes.meet(name, config.mesh.wait_seconds)
-            processes.doing(name)
+            processes.barrier(name, config.mesh.wait_seconds)
+            processes.set_activity(name)
             with clock("update"):
                 trained.state, stats = train_step(
                     trained.state,
                     update.batches,
                     loss=loss,
-                    model=model,
+                    model=model_config,
                     compute=compute,
                     optimizer=config.optimizer,
                     capacity=-(-config.batch_size // config.rows),

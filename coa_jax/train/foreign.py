@@ -123,7 +123,7 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
         config,
         updates,
         loss=ModuleLoss(graph),
-        model=None,  # type: ignore[arg-type]
+        model_config=None,  # type: ignore[arg-type]
         epoch=len(examples),
     )
     if trained.step < trained.total:

@@ -15,10 +15,10 @@ from coa_jax.rollout.request import Request, make_request
 from coa_jax.tasks import Graders, Task
 from coa_jax.train.admission import Composition
 from coa_jax.train.advantages import has_signal
-from coa_jax.train.pool import Score
+from coa_jax.train.group_stream import LocalShare
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.shaping import shape_reward
-from coa_jax.train.stream import LocalShare
+from coa_jax.train.task_pool import Score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def assemble(share: LocalShare, wait_seconds: float) -> Sampled:
 
     Args:
         share: the groups of this process.
-        wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
+        wait_seconds: number of seconds to wait for the slowest process, see `processes.barrier`.
     """
     mine = (share.groups, share.dropped)
     everything: dict[int, list[Trajectory]] = {}

@@ -9,15 +9,15 @@ import jax
 
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.group import (
-    apart,
-    copies,
-    give_back,
+    free_engine_memory,
     make_engines,
     new_copies,
+    on_separate_devices,
+    parameter_copies,
     publish_all,
 )
 from coa_jax.engine.layout import share_base
-from coa_jax.engine.memory import engine_memory, waves
+from coa_jax.engine.memory import describe_waves, engine_memory
 from coa_jax.model.api import describe_model, load_weights
 from coa_jax.model.params import DecodeParams, Params, split_trained, without_adapters
 from coa_jax.model.tokenizer import eos_ids
@@ -44,7 +44,7 @@ class Learner(Trained):
 
     `loop.Trained` explains the inherited attributes. The mapping ``extra`` has the key ``ledger``,
     the state of the `admission.Ledger` (which tasks are sampled next) after the newest step, and
-    the key ``pool``, the state of the task pool (`pool.Pool`), if there is one.
+    the key ``pool``, the state of the task pool (`task_pool.TaskPool`), if there is one.
 
     Attributes:
         engines: decoding engines of this process.
@@ -98,9 +98,12 @@ class Learner(Trained):
             config.mesh.decode_tensor,
             rollout_devices(config.mesh),
         )
-        groups = processes.count() * len(copies(self.engines))
+        groups = processes.count() * len(parameter_copies(self.engines))
         places = processes.count() * sum(engine.config.slots for engine in self.engines)
-        print(f"rollouts: {waves(config.groups * config.group_size, places, groups)}", flush=True)
+        print(
+            f"rollouts: {describe_waves(config.groups * config.group_size, places, groups)}",
+            flush=True,
+        )
         for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # so that compilation does not count against `max_seconds`
 
@@ -160,7 +163,7 @@ class Learner(Trained):
     def update_arguments(self) -> dict[str, Any]:
         """Arguments for `update.update`, such as the critic, without the policy and the groups."""
         return {
-            "model": self.model.config,
+            "model_config": self.model.config,
             "compute": self.compute,
             "constraint": self.constraint,
             "critic": self.critic,
@@ -174,14 +177,14 @@ class Learner(Trained):
         """Copies the current policy to the engines; no slot of an engine may be in use."""
         publish_all(self.engines, self.state.model)
 
-    def give_back(self) -> None:
+    def free_engine_memory(self) -> None:
         """Frees the engines' memory until the next `publish`; no slot of an engine may be in use.
 
         Engines on separate devices keep their memory, because nothing else needs the memory of
         those devices.
         """
-        if not apart(self.engines, self.state.params):
-            give_back(self.engines)
+        if not on_separate_devices(self.engines, self.state.params):
+            free_engine_memory(self.engines)
 
     def weights(self) -> list[DecodeParams]:
         """Returns copies of the current policy in the layout of the engines.

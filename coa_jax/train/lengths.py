@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from coa_jax.data.records import Counts, LeftOut, Records
+from coa_jax.data.records import Counts, Records, SkippedRow
 from coa_jax.errors import UserError
 from coa_jax.files import durable, untrusted
 from coa_jax.model.chat_template import chat_template
@@ -72,7 +72,7 @@ def _measured(reader: RecordReader, chunk: int) -> TokenCounts:
     for at, row in enumerate(rows):
         entry = reader.records[row]
         counts.add(entry)
-        if isinstance(entry, LeftOut):
+        if isinstance(entry, SkippedRow):
             continue
         record = one_with_level(entry.record, reader.level, reader.format)
         wording += wording_of(record, reader.prompt)
@@ -90,21 +90,21 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
         reader: reads and tokenises the rows.
         workers: number of worker processes of this host that tokenise; 0 to tokenise in this
             process.
-        seconds: number of seconds to wait for the slowest process, see `processes.meet`.
+        seconds: number of seconds to wait for the slowest process, see `processes.barrier`.
 
     Raises:
         UserError: a file cannot be read.
     """
     path = _folder(reader.records.source) / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
-    known_everywhere = processes.exchange(known is not None, "known lengths of records", seconds)
+    known_everywhere = processes.all_gather(known is not None, "known lengths of records", seconds)
     if known is not None and all(known_everywhere):
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))
     count = functools.partial(_measured, reader)
     import grain
 
-    mine = grain.MapDataset.source(processes.share(chunks)).map(count)
+    mine = grain.MapDataset.source(processes.local_items(chunks)).map(count)
     workers = workers if len(mine) > _FEW else 0
     shown = len(chunks) > _FEW and processes.index() == 0
     with (
@@ -200,7 +200,7 @@ def _folder(source: str) -> Path:
 def _digest(reader: RecordReader) -> str:
     """Returns a hash of everything that the lengths depend on."""
     first: list[int] = []
-    if len(reader.records) and not isinstance(entry := reader.records[0], LeftOut):
+    if len(reader.records) and not isinstance(entry := reader.records[0], SkippedRow):
         # If another version of this package tokenises differently, the token ids of this record
         # differ.
         record = one_with_level(entry.record, reader.level, reader.format)

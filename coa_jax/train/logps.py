@@ -21,7 +21,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Adapted, Params, bind, param_dtype
 from coa_jax.model.policy import Model
 from coa_jax.train.batch import Batch
-from coa_jax.train.head import Head, score_chunks, weighted_sum
+from coa_jax.train.output_head import Head, score_chunks, weighted_sum
 
 CHUNK, SHARED_CHUNK = 512, 2048
 """Number of positions per device for which logits are in memory at once.

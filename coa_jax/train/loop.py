@@ -30,9 +30,9 @@ from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.config import TrainingConfig
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.metrics import peak_memory
+from coa_jax.train.run_warnings import MetricHistory
 from coa_jax.train.step import TrainState, check_updates
 from coa_jax.train.stop import end_run, stop_on_sigterm
-from coa_jax.train.watch import Watch
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.clock = Clock(*self.parts)
-        self._watch = Watch(self.run.rows(self.phase))
+        self._watch = MetricHistory(self.run.rows(self.phase))
         self._stopping, self._saved = False, self.trained.step
         self._row: dict[str, float] = {}
 
@@ -169,7 +169,7 @@ class Loop:
     def _measured(self) -> dict[str, float]:
         trained, figures = self.trained, None
         if self.held_out is not None:
-            processes.doing(f"evaluation after step {trained.step}")
+            processes.set_activity(f"evaluation after step {trained.step}")
             parameters = digest(fingerprint(trained.state.params))
             figures = self.held_out.measure(trained.step, parameters, trained.model, self.engines)
         trained.extra["unmeasured"] = self.held_out is not None and figures is None

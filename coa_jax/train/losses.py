@@ -23,6 +23,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams, Params, whole
 from coa_jax.train.algorithms import LOSSES, Algorithm
 from coa_jax.train.batch import Batch
+from coa_jax.train.critic import token_values
 from coa_jax.train.logps import logp_sum, token_logps
 from coa_jax.train.objectives import (
     Stats,
@@ -32,7 +33,6 @@ from coa_jax.train.objectives import (
     policy_objective,
     value_objective,
 )
-from coa_jax.train.value import token_values
 
 
 class Net(NamedTuple):
@@ -64,7 +64,7 @@ class Loss(Protocol):
 
         Args:
             params: the trained parameters. For `ValueLoss` they are those of a critic, see
-                `train.value.init_critic`.
+                `train.critic.init_critic`.
             batch: packed rows of a micro-batch.
             net: the rest of the model.
 
@@ -127,7 +127,7 @@ class ValueLoss:
 
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        values = token_values(params, batch, model=net.model, compute=net.compute)
+        values = token_values(params, batch, model_config=net.model, compute=net.compute)
         return value_objective(values, batch, self.bound)
 
 

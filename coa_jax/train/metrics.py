@@ -17,8 +17,8 @@ from coa_jax.parallel.chips import stated_flops
 from coa_jax.train.advantages import has_signal
 from coa_jax.train.batch import Batch
 from coa_jax.train.groups import Sampled, earned, graded_values, score_group
-from coa_jax.train.record import oldest_of, versions_of
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.run_records import oldest_of, versions_of
 
 CUT_OFF = ("length", "turn_length", "turns", "deadline", "tool_time")
 """Stop reasons of trajectories that were cut off by a budget."""
@@ -248,7 +248,7 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 
     Args:
         sampled: groups of samples of the step.
-        figures: seconds and counts of this process, see `stream.LocalShare`.
+        figures: seconds and counts of this process, see `group_stream.LocalShare`.
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
@@ -283,14 +283,14 @@ def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
 
 
 def train_speed(
-    model: ModelConfig, lengths: Sequence[int], loss_tokens: float, seconds: float
+    model_config: ModelConfig, lengths: Sequence[int], loss_tokens: float, seconds: float
 ) -> dict[str, float]:
     """Computes the throughput of updates and, if the chip's peak FLOP rate is known, the MFU.
 
     MFU (model FLOP utilisation) is the share of the peak FLOP rate of all devices.
 
     Args:
-        model: architecture of the model, including the adapters if only those are trained.
+        model_config: architecture of the model, including the adapters if only those are trained.
         lengths: number of tokens of each sequence.
         loss_tokens: number of tokens with a loss.
         seconds: time that the updates took.
@@ -300,7 +300,7 @@ def train_speed(
     figures = {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9)}
     peak = stated_flops(jax.devices())
     if peak is not None and seconds > 0:
-        flops = train_flops(model, lengths, loss_tokens, bool(model.lora.rank))
+        flops = train_flops(model_config, lengths, loss_tokens, bool(model_config.lora.rank))
         figures["perf/mfu"] = flops / (seconds * peak)
     return figures
 

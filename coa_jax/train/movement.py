@@ -17,7 +17,7 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import Adapted, Params, without_adapters
-from coa_jax.parallel.launch_order import in_turn
+from coa_jax.parallel.launch_order import launch_alone
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch
 from coa_jax.train.experience import inputs, score
@@ -33,7 +33,7 @@ _GREEDY = 1e-4  # temperature at which only the most probable token has a probab
 def movement(
     state: TrainState,
     batch: Batch,
-    model: ModelConfig,
+    model_config: ModelConfig,
     compute: Compute,
     temperature: float,
     allowed: jax.Array | None = None,
@@ -47,7 +47,7 @@ def movement(
     Args:
         state: state of the policy, whose adapters are trained.
         batch: a micro-batch of sampled trajectories, on the host.
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         compute: dtype, operations and sharding of the computation.
         temperature: sampling temperature.
         allowed: tokens that the run's constraint allows; None without constrained decoding.
@@ -65,18 +65,23 @@ def movement(
     def logps(params: Params | Adapted, config: ModelConfig, temperature: float) -> np.ndarray:
         def program(batch: Batch) -> jax.Array:
             return score(
-                params, batch, allowed, model=config, compute=compute, temperature=temperature
+                params,
+                batch,
+                allowed,
+                model_config=config,
+                compute=compute,
+                temperature=temperature,
             )
 
-        return np.asarray(to_host(in_turn(compute.mesh, program, placed)))
+        return np.asarray(to_host(launch_alone(compute.mesh, program, placed)))
 
-    base = without_adapters(model)
+    base = without_adapters(model_config)
     start = logps(state.base, base, temperature)
-    was, now = logps(state.base, base, _GREEDY), logps(state.model, model, _GREEDY)
+    was, now = logps(state.base, base, _GREEDY), logps(state.model, model_config, _GREEDY)
     changed = (was > -0.5) != (now > -0.5)  # the most probable token has the log-probability 0
     divergence = np.asarray(kl_estimate("k3", batch.logp, start))
     weights, count = batch.counts, max(float(batch.counts.sum()), 1.0)
-    norm = float(adapter_norm(state.params, model.lora.alpha / model.lora.rank))
+    norm = float(adapter_norm(state.params, model_config.lora.alpha / model_config.lora.rank))
     return {
         "moved/kl": float((weights * divergence).sum() / count),
         "moved/argmax": float((weights * changed).sum() / count),
@@ -104,14 +109,14 @@ def adapter_norm(adapters: Params, scale: float) -> jax.Array:
     return scale * jnp.sqrt(total)
 
 
-def norm_before(model: str) -> float:
+def norm_before(model_path: str) -> float:
     """Returns the norm of the adapters with which a model was trained; 0 if they are not found.
 
     Args:
-        model: path of an adapter directory, or of a merged model, whose adapters are in the folder
-            ``MODEL-adapters``.
+        model_path: path of an adapter directory, or of a merged model, whose adapters are in the
+            folder ``MODEL-adapters``.
     """
-    for folder in (Path(model), Path(f"{model}-adapters")):
+    for folder in (Path(model_path), Path(f"{model_path}-adapters")):
         if folder.is_dir() and (adapter := read_adapter(folder)) is not None:
             return product_norm(adapter)
     return 0.0

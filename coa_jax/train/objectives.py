@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from coa_jax.config.extensions import blaming
-from coa_jax.config.fields import shown
+from coa_jax.config.extensions import explain_errors_of
+from coa_jax.config.fields import format_value
 from coa_jax.errors import UserError
 from coa_jax.train.algorithms import Algorithm, marked
 from coa_jax.train.batch import Batch
@@ -172,7 +172,7 @@ def loss_arguments(
 def blaming_loss(algorithm: Algorithm) -> contextlib.AbstractContextManager[None]:
     """Turns an exception of the algorithm's loss function into a `UserError`."""
     advice = "a loss is a pure function of arrays: jax.numpy, and no `if` on their values"
-    return blaming(algorithm.loss_call, algorithm.loss, "algorithm.loss", advice)
+    return explain_errors_of(algorithm.loss_call, algorithm.loss, "algorithm.loss", advice)
 
 
 def checked_loss(algorithm: Algorithm, result: Any, logp: jax.Array) -> tuple[jax.Array, Stats]:
@@ -193,7 +193,7 @@ def checked_loss(algorithm: Algorithm, result: Any, logp: jax.Array) -> tuple[ja
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     shape = jnp.shape(logp)
     if not isinstance(loss, jax.Array) or loss.shape != shape or loss.dtype != logp.dtype:
-        kind = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else shown(loss)
+        kind = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else format_value(loss)
         raise UserError(
             f"{where}: {name} returned {kind}; a loss returns an array with one number per token, "
             f"here {logp.dtype}{[*shape]}, or a pair of such an array and a dictionary of metrics"
@@ -201,9 +201,9 @@ def checked_loss(algorithm: Algorithm, result: Any, logp: jax.Array) -> tuple[ja
     wrong = _misfit(metrics, shape)
     if wrong is not None:
         raise UserError(
-            f"{where}: {name} returned the metric {shown(wrong)}; metrics are a dictionary of "
-            "numbers, or of arrays with one number per token; names have small letters, digits and "
-            f"_, and do not end in max, _square or _share; {', '.join(_OURS)} are reserved"
+            f"{where}: {name} returned the metric {format_value(wrong)}; metrics are a dictionary "
+            "of numbers, or of arrays with one number per token; names have small letters, digits "
+            f"and _, and do not end in max, _square or _share; {', '.join(_OURS)} are reserved"
         )
     return loss, metrics
 

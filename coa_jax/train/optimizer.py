@@ -13,9 +13,9 @@ from coa_jax.config.extensions import (
     Named,
     Reference,
     bind,
-    blaming,
+    explain_errors_of,
 )
-from coa_jax.config.fields import Between, Bounded, Natural, Positive, Share, shown
+from coa_jax.config.fields import Between, Bounded, Natural, Positive, Share, format_value
 from coa_jax.config.overrides import suggest
 from coa_jax.errors import UserError, UserErrors
 
@@ -153,7 +153,7 @@ def _made(config: OptimizerConfig, _target: Callable[..., Any] | None) -> Any:
     offered = {"learning_rate": schedule(config), "weight_decay": config.weight_decay}
     if config.path:
         call = _call(config)
-        with blaming(call, config.path, _WHERE):
+        with explain_errors_of(call, config.path, _WHERE):
             chosen = call(**offered, mask=decays, weight_decay_mask=decays)
         _check(chosen, f"{_WHERE}: {config.path} returned")
     else:
@@ -184,4 +184,6 @@ def _check(optimizer: Any, what: str) -> None:
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise UserError(f"{what} {shown(optimizer)}, which is no optax GradientTransformation")
+        raise UserError(
+            f"{what} {format_value(optimizer)}, which is no optax GradientTransformation"
+        )

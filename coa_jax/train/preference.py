@@ -80,11 +80,11 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         return reference if config.lora.rank else jax.tree.map(jnp.copy, reference)
 
     def with_reference(update: Update) -> Update:
-        processes.meet("scores of the reference", config.mesh.wait_seconds)
+        processes.barrier("scores of the reference", config.mesh.wait_seconds)
 
         def scored(batch: Batch) -> Batch:
             placed = put_batch(batch, mesh)
-            logps = score(reference, placed, model=base, compute=compute)
+            logps = score(reference, placed, model_config=base, compute=compute)
             return batch._replace(ref_logp=to_host(logps))
 
         return dataclasses.replace(update, batches=[scored(batch) for batch in update.batches])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax.data.trajectory import Reward, StopReason, ToolCall, Trajectory
-from coa_jax.engine.group import copies, sharing
+from coa_jax.engine.group import engines_sharing_parameters, parameter_copies
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.protocol import Prompt
@@ -41,8 +41,8 @@ from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.fingerprints import digest, fingerprint
 from coa_jax.train.groups import request_of
 from coa_jax.train.learner import Learner
-from coa_jax.train.record import StepLog, StepRecord, checksum
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.run_records import StepLog, StepRecord, checksum
 from coa_jax.train.update import update
 
 _CLOCK = (StopReason.DEADLINE, StopReason.TOOL_TIME)
@@ -138,8 +138,10 @@ def replay_run(
         each = learner.engines[0].config
         slots = len(learner.engines) * each.whole().slots
         if slots < needed or each.pages:  # no sample may give way where the recorded one did not
-            parts = copies(learner.engines)
-            learner.engines = sharing(learner.engines, parts, max(slots, needed), whole=True)
+            parts = parameter_copies(learner.engines)
+            learner.engines = engines_sharing_parameters(
+                learner.engines, parts, max(slots, needed), whole=True
+            )
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step

@@ -16,7 +16,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import sharing
+from coa_jax.engine.group import engines_sharing_parameters
 from coa_jax.evaluation.held_out import HeldOut, held_out_tasks
 from coa_jax.model.api import describe_model, download_once
 from coa_jax.model.card import CARD
@@ -37,17 +37,17 @@ from coa_jax.train.admission import Composition, Ledger
 from coa_jax.train.checkpoint import Checkpoints
 from coa_jax.train.defaults import completed
 from coa_jax.train.fingerprints import digest, fingerprint
+from coa_jax.train.group_stream import GroupStream, LocalShare
 from coa_jax.train.groups import Sampled
 from coa_jax.train.learner import Learner, group_rows
 from coa_jax.train.loop import Loop, export
 from coa_jax.train.losses import check_loss
-from coa_jax.train.pool import Pool
-from coa_jax.train.questions import check_prompt_lengths, questions
-from coa_jax.train.record import Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.train.replay import ReplayResult, replay_run
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.run_records import Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.train.step import check_updates
-from coa_jax.train.stream import LocalShare, Stream
+from coa_jax.train.task_pool import TaskPool
+from coa_jax.train.training_tasks import check_prompt_lengths, load_training_tasks
 from coa_jax.train.update import update
 
 
@@ -72,7 +72,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     download_once(config.model)
     model = describe_model(config.model, config.lora)
     config = completed(config, model.config, config.longest)
-    parts, prompt, graders, overlap = questions(config, run.path)
+    parts, prompt, graders, overlap = load_training_tasks(config, run.path)
     tasks = [task for part in parts.values() for task in part]
     warn_of_tools(tools, tasks)
     if not config.environment and not config.agent:
@@ -113,32 +113,34 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
         run.begin("rl", learner.step, learner.total)
         overlap.keep(run)
         stream = stream_of(config, parts, config.seed)
-        pool = Pool(config.pool, stream, tasks, learner.extra.get("pool")) if config.pool else None
+        pool = (
+            TaskPool(config.pool, stream, tasks, learner.extra.get("pool")) if config.pool else None
+        )
         with contextlib.closing(
-            Source(config, learner, run, stream, pool, prompt, graders, tools, environments)
+            GroupSource(config, learner, run, stream, pool, prompt, graders, tools, environments)
         ) as source:
             run_steps(config, learner, run, source, held_out)
         if learner.step == learner.total:
             # Until the last checkpoint is complete, a resumed run needs the trajectories.
             checkpoints.wait()
-            processes.meet("the last checkpoint", config.mesh.wait_seconds)
+            processes.barrier("the last checkpoint", config.mesh.wait_seconds)
             source.clear()
     export(config, learner, output, "rl")
 
 
-def repeat(config: RLConfig, run: Path) -> ReplayResult:
+def replay_steps(config: RLConfig, run: Path) -> ReplayResult:
     """Repeats the recorded steps of a run, and compares the results; see `train.replay`.
 
     Raises:
         UserError: the run has no record of its steps.
     """
     config = completed(config, describe_model(config.model, config.lora).config, config.longest)
-    parts, prompt, *_ = questions(config, run)
+    parts, prompt, *_ = load_training_tasks(config, run)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)
 
 
-class Source:
+class GroupSource:
     """Provides the groups of samples for each step of a run.
 
     After an interruption, the groups of the recorded steps come first, then new groups.
@@ -150,7 +152,7 @@ class Source:
         learner: Learner,
         run: RunDir,
         tasks: Sequence[Task],
-        pool: Pool | None,
+        pool: TaskPool | None,
         prompt: Prompt,
         graders: Graders,
         tools: Sequence[Tool],
@@ -177,7 +179,7 @@ class Source:
             config, learner.model, tasks[index], prompt, index, environments
         )
         self._graders = graders
-        self._stream: Stream | None = None
+        self._stream: GroupStream | None = None
         # The newest weights of the engines, which `engines` shares for an evaluation.
         self._weights: list[DecodeParams] = []
         self._saved: dict[str, Any] | None = None  # state of the ledger at the last checkpoint
@@ -230,7 +232,7 @@ class Source:
 
     def _assembled(self, share: LocalShare) -> Sampled:
         if not self._config.max_staleness:  # no rollout is in flight: free memory for the update
-            self._learner.give_back()
+            self._learner.free_engine_memory()
         return groups.assemble(share, self._config.mesh.wait_seconds)
 
     def _start(self) -> None:
@@ -245,7 +247,7 @@ class Source:
         sampler = make_sampler(
             model, engines, self._tools, budgets, config.agent, version, recompute=recompute
         )
-        self._stream = Stream(
+        self._stream = GroupStream(
             ledger,
             sampler,
             self._spool,
@@ -284,7 +286,7 @@ class Source:
         else:
             self._learner.publish()
 
-    def go_on(self) -> None:
+    def resume_rollouts(self) -> None:
         """Resumes the rollouts that wait for the parameters of the newest step.
 
         Rollouts wait only if ``max_staleness`` is 0.
@@ -303,7 +305,7 @@ class Source:
             learner.publish()
         if self._stream is None or not self._config.max_staleness:
             return learner.engines
-        engines = sharing(learner.engines, self._weights)
+        engines = engines_sharing_parameters(learner.engines, self._weights)
         for engine in engines if self._config.budgets.max_seconds else ():
             engine.warm_up()
         return engines
@@ -336,7 +338,7 @@ class Source:
 
 
 def run_steps(
-    config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
+    config: RLConfig, learner: Learner, run: RunDir, source: GroupSource, held_out: HeldOut | None
 ) -> None:
     """Runs steps until the run is complete or is asked to stop."""
     with Loop(
@@ -353,13 +355,13 @@ def run_steps(
         saved=source.saved,
     ) as loop:
         for clock in loop:
-            processes.doing(f"rollouts of step {learner.step + 1}")
+            processes.set_activity(f"rollouts of step {learner.step + 1}")
             with clock("rollout_wait"):
                 step = source.step()
             if step is None:
                 break
             sampled, figures = step
-            processes.doing(f"update of step {learner.step + 1}")
+            processes.set_activity(f"update of step {learner.step + 1}")
             with clock("update"):
                 learner.state, learner.critic, stats = update(
                     config, learner.state, groups=sampled.used, **learner.update_arguments
@@ -371,7 +373,7 @@ def run_steps(
                 parameters = digest(fingerprint(learner.state.params))
             if check_updates(stats) is None:
                 figures |= _publish(learner, source, loop)
-            processes.doing(f"rows of step {learner.step}")
+            processes.set_activity(f"rows of step {learner.step}")
             # Write the rows before the checkpoint: a resumed run removes rows after its checkpoint.
             with clock("traces"):
                 source.log.learned(learner.step, parameters)
@@ -388,7 +390,7 @@ def run_steps(
             loop.end_step({**stats, **of_rollouts, **speed, **figures, **sources})
 
 
-def _publish(learner: Learner, source: Source, loop: Loop) -> dict[str, float]:
+def _publish(learner: Learner, source: GroupSource, loop: Loop) -> dict[str, float]:
     """Gives the new parameters to the engines, and evaluates them if an evaluation is due."""
     more = learner.step < learner.total
     if more or loop.evaluation_due:
@@ -397,10 +399,10 @@ def _publish(learner: Learner, source: Source, loop: Loop) -> dict[str, float]:
     figures = loop.evaluate()
     if more:
         with loop.clock("publish"):
-            source.go_on()
+            source.resume_rollouts()
     return figures
 
 
 def _all_say(answer: bool, what: str, seconds: float) -> bool:
-    """Returns whether ``answer`` is True in every process; see `processes.exchange`."""
-    return all(processes.exchange(answer, what, seconds))
+    """Returns whether ``answer`` is True in every process; see `processes.all_gather`."""
+    return all(processes.all_gather(answer, what, seconds))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from coa_jax.config.fields import Between, Bounded, Natural, OneOf, Place, Size, Sparse, Times
 from coa_jax.config.preflight import SECONDS, ProbeSeconds
-from coa_jax.data import shards
+from coa_jax.data import trace_shards
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -24,8 +24,8 @@ from coa_jax.tools.make import ToolsConfig
 from coa_jax.train.admission import AdmissionRules
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.config import METRICS, DistilledConfig, TeacherConfig, TrainingConfig, check_best
-from coa_jax.train.pool import PoolConfig
 from coa_jax.train.shaping import StopRewards
+from coa_jax.train.task_pool import PoolConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -49,7 +49,7 @@ class TracesConfig(Bounded):
     """
 
     share: Annotated[float, Between(0, 1)] = 1.0
-    format: Annotated[str, OneOf("jsonl", *shards.SHARD_FORMATS)] = "jsonl"
+    format: Annotated[str, OneOf("jsonl", *trace_shards.SHARD_FORMATS)] = "jsonl"
 
     def kept(self, groups: Iterable[list[Trajectory]]) -> list[list[Trajectory]]:
         """Returns the groups whose trajectories are to be written.
@@ -185,11 +185,11 @@ class RLConfig(TrainingConfig):
         """
         return min(self.rollout.max_tokens, self.engine.max_length)
 
-    def shares_base(self, model: ModelConfig, mesh: Mesh | None, platform: str) -> bool:
+    def shares_base(self, model_config: ModelConfig, mesh: Mesh | None, platform: str) -> bool:
         """Returns whether training and decoding use the same arrays of the frozen parameters.
 
         Args:
-            model: architecture of the model, with the adapters that the run trains.
+            model_config: architecture of the model, with the adapters that the run trains.
             mesh: training mesh; None for one device.
             platform: platform of the devices, such as ``cpu``.
         """
@@ -198,7 +198,7 @@ class RLConfig(TrainingConfig):
         if self.mesh.rollout_devices:
             return False
         dtype = self.engine.on_platform(platform).dtype
-        return shares_base(model, mesh, self.loaded_dtype, dtype, self.mesh.decode_tensor)
+        return shares_base(model_config, mesh, self.loaded_dtype, dtype, self.mesh.decode_tensor)
 
     @property
     def budgets(self) -> RolloutConfig:

@@ -175,7 +175,7 @@ def mean_loss(
     state: TrainState,
     examples: data.Examples,
     config: SFTConfig,
-    model: ModelConfig,
+    model_config: ModelConfig,
     compute: Compute,
 ) -> float:
     """Computes the mean loss over the policy's tokens of all examples.
@@ -184,7 +184,7 @@ def mean_loss(
         state: state of the run, whose model is measured.
         examples: examples of at most ``config.row_length`` tokens.
         config: settings of the run.
-        model: architecture of the model.
+        model_config: architecture of the model.
         compute: dtype, operations and sharding of the computation.
     """
     rows, length = config.rows, config.row_length
@@ -194,10 +194,12 @@ def mean_loss(
     with data.read_ahead(batches, workers=0) as ahead:
         for batch in ahead:
             placed = put_batch(batch, compute.mesh, rows)
-            total += _loss(state.model, placed, model=model, compute=compute)
+            total += _loss(state.model, placed, model_config=model_config, compute=compute)
     return float(total) / max(float(examples.losses.sum()), 1.0)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "compute"))
-def _loss(params: Params, batch: Batch, *, model: ModelConfig, compute: Compute) -> jax.Array:
-    return SFTLoss()(params, batch, Net({}, model, compute))[0]
+@functools.partial(jax.jit, static_argnames=("model_config", "compute"))
+def _loss(
+    params: Params, batch: Batch, *, model_config: ModelConfig, compute: Compute
+) -> jax.Array:
+    return SFTLoss()(params, batch, Net({}, model_config, compute))[0]

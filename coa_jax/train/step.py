@@ -21,14 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import (
-    DecodeParams,
-    Params,
-    abstract_params,
-    select,
-    whole,
-)
-from coa_jax.parallel.launch_order import turn
+from coa_jax.model.params import DecodeParams, Params, abstract_params, select, whole
+from coa_jax.parallel.launch_order import launch_lock
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch, stack
 from coa_jax.train.losses import Loss, Net
@@ -126,20 +120,20 @@ def abstract_state(
 
 
 def run_state(
-    model: ModelConfig, optimizer: Optimizer, mesh: Mesh | None, dtype: str = "float32"
+    model_config: ModelConfig, optimizer: Optimizer, mesh: Mesh | None, dtype: str = "float32"
 ) -> TrainState:
     """Returns the shapes and shardings of the state of a run, including frozen parameters.
 
     Args:
-        model: architecture of the model, including the adapters that the run trains.
+        model_config: architecture of the model, including the adapters that the run trains.
         optimizer: settings of the optimiser.
         mesh: devices of the run; None for one device.
         dtype: dtype of the frozen parameters.
     """
-    params = abstract_params(model, mesh)
-    if not model.lora.rank:
+    params = abstract_params(model_config, mesh)
+    if not model_config.lora.rank:
         return abstract_state(params, optimizer)
-    trained, frozen = (select(model, params, adapter=kind) for kind in (True, False))
+    trained, frozen = (select(model_config, params, adapter=kind) for kind in (True, False))
     return abstract_state(trained, optimizer, jax.tree.map(lambda x: x.update(dtype=dtype), frozen))
 
 
@@ -314,7 +308,7 @@ def train_step(
     static: dict[str, Any] = {"loss": loss, "model": model, "compute": compute}
     static |= {"optimizer": make_optimizer(optimizer), "learning_rate": schedule_of(optimizer)}
     changing, frozen = state._replace(frozen={}), state.frozen
-    with turn(compute.mesh) as finish:
+    with launch_lock(compute.mesh) as finish:
         new, stats = finish(train_program(changing, frozen, arrays, *sizes, allowed, **static))
     values = {name: value.item() for name, value in jax.device_get(stats).items()}
     return new._replace(frozen=frozen), {**values, "tokens": count}

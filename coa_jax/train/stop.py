@@ -40,7 +40,7 @@ class Stop:
 
         Args:
             wait_seconds: number of seconds to wait for the slowest process, see
-                `processes.exchange`.
+                `processes.all_gather`.
             due: whether a checkpoint is due in this process, see `Checkpoints.overdue`.
 
         Returns:
@@ -49,7 +49,7 @@ class Stop:
         """
         # This exchange runs no program on the devices: a rollout thread may be launching one.
         mine = [self.requested, due]
-        votes = processes.exchange(mine, "the end of a step", wait_seconds)
+        votes = processes.all_gather(mine, "the end of a step", wait_seconds)
         return any(stop for stop, _ in votes), all(due for _, due in votes)
 
 

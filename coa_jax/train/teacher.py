@@ -116,7 +116,7 @@ def scored_by_server(
         return await asyncio.gather(*map(one, examples))
 
     flat = [example for group in groups for example in group]
-    mine = asyncio.run(ask(processes.share(flat)))
+    mine = asyncio.run(ask(processes.local_items(flat)))
     scores = iter(gather(mine, "scores of the teacher", seconds))
     return [
         [dataclasses.replace(e, more={**e.more, "teacher_logp": next(scores)}) for e in group]

@@ -33,7 +33,7 @@ import numpy as np
 
 from coa_jax.data.trajectory import Author, Trajectory
 from coa_jax.tasks import GradersConfig
-from coa_jax.tasks.graders import TASKS_OWN
+from coa_jax.tasks.graders import TASK_GRADER
 from coa_jax.train.algorithms import Algorithm
 
 ENVIRONMENT = "environment"
@@ -47,7 +47,7 @@ def weight_of_turns(graders: GradersConfig) -> float:
     """
     if not graders.rewards:
         return 1.0
-    weight = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASKS_OWN))
+    weight = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASK_GRADER))
     return 0.0 if weight is None else float(weight.get("weight", 1.0))
 
 

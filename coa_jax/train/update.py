@@ -20,6 +20,7 @@ from coa_jax.parallel.placement import replicate
 from coa_jax.train.advantages import advantages_of
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch, Example, merge_identical, pack, split_rows, unpack
+from coa_jax.train.critic import abstract_critic, init_critic
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.experience import complete_experience, inputs
 from coa_jax.train.losses import PolicyLoss, ValueLoss
@@ -30,7 +31,6 @@ from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.step import TrainState, abstract_state, init_state, train_step
 from coa_jax.train.teacher import Teacher, scored_by_server
 from coa_jax.train.turn_credit import credited, spread_over_tokens, weight_of_turns
-from coa_jax.train.value import abstract_critic, init_critic
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:
@@ -55,17 +55,19 @@ def critic_state(config: RLConfig, params: Params) -> TrainState | None:
     return init_state(init_critic(params), critic_optimizer(config))
 
 
-def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) -> TrainState | None:
+def critic_run_state(
+    config: RLConfig, model_config: ModelConfig, mesh: Mesh | None
+) -> TrainState | None:
     """Returns the shapes and shardings of the result of `critic_state`.
 
     Args:
         config: settings of the run.
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         mesh: devices of the run; None for one device.
     """
     if not config.chosen.needs_critic:
         return None
-    return abstract_state(abstract_critic(model, mesh), critic_optimizer(config))
+    return abstract_state(abstract_critic(model_config, mesh), critic_optimizer(config))
 
 
 def reference_params(config: RLConfig, params: Params) -> Params | None:
@@ -83,7 +85,7 @@ def reference_params(config: RLConfig, params: Params) -> Params | None:
 def update(
     config: RLConfig,
     state: TrainState,
-    model: ModelConfig,
+    model_config: ModelConfig,
     groups: Sequence[Sequence[Trajectory]],
     compute: Compute,
     constraint: Constraint | None = None,
@@ -104,7 +106,7 @@ def update(
     Args:
         config: settings of the run.
         state: state of the policy; donated.
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         groups: trajectories of each group; trajectories without a reward are left out.
         compute: dtype, operations and sharding; rows are sharded over the mesh of ``compute``.
         constraint: constraint under which all trajectories were sampled; None without a constraint.
@@ -138,7 +140,7 @@ def update(
     step, figures = complete_experience(
         algorithm,
         _packed(config, members),
-        model,
+        model_config,
         state.model,
         critic=None if critic is None else critic.params,
         reference=reference,
@@ -152,7 +154,7 @@ def update(
     figures |= _spread_of_advantages(step)
     if config.lora.rank and (version + 1) % EVERY == 0:
         figures |= movement(
-            state, step[0], model, compute, config.temperature, allowed, norm_before
+            state, step[0], model_config, compute, config.temperature, allowed, norm_before
         )
     of_policy: list[dict[str, float]] = []
     of_critic: list[dict[str, float]] = []
@@ -162,7 +164,7 @@ def update(
             state,
             [batch._replace(value=None, returns=None) for batch in batches],
             loss=PolicyLoss(algorithm, config.temperature),
-            model=model,
+            model=model_config,
             compute=compute,
             optimizer=config.optimizer,
             allowed=allowed,
@@ -177,7 +179,7 @@ def update(
                     for b in batches
                 ],
                 loss=ValueLoss(algorithm.value_clip),
-                model=model,
+                model=model_config,
                 compute=compute,
                 optimizer=critic_optimizer(config),
                 capacity=capacity,

@@ -23,6 +23,9 @@ Variants:
 - ``factbook.py:tools`` also distils trajectories with tools that only their prompts describe, as
   many as of the known tools (docs/distillation.md). SFT has twice as many updates. There is no RL,
   and the policy of SFT is evaluated on tools of no trajectory.
+- ``factbook.py:recall`` has a team that remembers facts, and a protocol with a search only
+  (docs/experiments.md). RL is compared with a fixed number of further updates of SFT. All
+  evaluations are greedy.
 - ``factbook.py:debug`` runs the same stages on a tiny policy with random weights.
 
 Choices: the questions have everyday wordings, of which about a quarter occur only in the evaluation
@@ -45,6 +48,7 @@ from coa_jax.train.rl_config import RLConfig
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
 FURTHER = "configs/pretrained/further_questions.jsonl"
+_MORE_HOPS = "factbook:protocol=mhqa,weights=40/60/0/0,templates=1"
 _MATHS = (
     "arithmetic:chain_sum,basic_arithmetic,products,decimal_chain_sum,gcd,lcm,simple_equations,"
     "count_primes,count_bits"
@@ -53,7 +57,7 @@ _MATHS = (
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a variant."""
-    variant, debug = parse_variant(arg, ("tags", "ask", "hermes", "tools"))
+    variant, debug = parse_variant(arg, ("tags", "ask", "hermes", "tools", "recall"))
     options = f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else ""
     mixture = {
         "people": {"tasks": f"factbook_people{options}", "weight": 0.8},
@@ -105,7 +109,25 @@ def get_config(arg: str | None = None) -> ConfigDict:
             further = config.measures[f"natural_{policy}"].copy_and_resolve_references()
             further.evaluate.mixture.natural.tasks = FURTHER
             config.measures[f"further_{policy}"] = further
+    if variant == "recall":
+        _recall(config)
     return _in_small(config) if debug else config
+
+
+def _recall(config: ConfigDict) -> None:
+    """Changes a config so that the team remembers facts, and RL is compared with more SFT."""
+    config.tools.names = ("wiki_search",)
+    config.teacher.team = "coa_jax.demo.recall:recalling_minds"
+    for part in (config.distill, config.rl, config.evaluate):
+        part.mixture, part.tasks = ConfigDict(), _MORE_HOPS
+    config.distill.train, config.sft.optimizer.total_steps = 600, 60
+    config.rl.num_tasks, config.rl.temperature = 3500, 1.0
+    config.rl.optimizer.update({"learning_rate": 1e-3, "total_steps": 6, "warmup_steps": 1})
+    config.rl.lora.rank = 8
+    config.evaluate.num_tasks, config.evaluate.temperature = 200, 0.0
+    config.base = ConfigDict({"num_tasks": 20})
+    config.sft_more, config.sft_more_updates = True, 80
+    config.measures = ConfigDict()
 
 
 def _questions(people: int, maths: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 def _recall(config: ConfigDict) -> None:
     """Changes a config so that the team remembers facts, and RL is compared with more SFT."""
-    config.teacher.team = "coa_jax.demo.recall:recalling_minds"
+    config.teacher.team = "coa_jax.demo.recall:recalling_agents"
     config.distill.tasks = config.rl.tasks = config.evaluate.tasks = MORE_HOPS
     config.distill.train = 1000
     config.sft.optimizer.total_steps = 2500

@@ -32,9 +32,9 @@ from coa_jax.config.fields import (
     OneOf,
     Text,
     annotation_of,
-    declared,
+    field_annotations,
     parts,
-    present,
+    without_none,
 )
 from coa_jax.config.help import meanings
 from coa_jax.config.renamed import REMOVED, RENAMED
@@ -106,7 +106,7 @@ def values_of(annotation: Any, meaning: str) -> type[Any] | None:
     Returns:
         None for a setting that is no table, or whose values are no groups of settings.
     """
-    kind, _ = parts(present(annotation))
+    kind, _ = parts(without_none(annotation))
     named = _VALUES.search(meaning)
     if not issubclass(kind, Mapping) or named is None:
         return None
@@ -271,8 +271,8 @@ def _group(
     lines = [prose(about), ""] if path or place else []
     told, groups = meanings(cls), []
     for field in dataclasses.fields(cls):
-        annotation = declared(cls)[field.name]
-        kind, _ = parts(present(annotation))
+        annotation = field_annotations(cls)[field.name]
+        kind, _ = parts(without_none(annotation))
         given = _default(field) if default is None else getattr(default, field.name)
         if dataclasses.is_dataclass(kind):
             groups.append((field.name, kind, None if given is dataclasses.MISSING else given))
@@ -307,7 +307,7 @@ def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
 
 def _sentences(meaning: str, annotation: Any) -> str:
     """Returns the meaning of a setting as sentences, and its bounds unless the meaning has them."""
-    _, bounds = parts(present(annotation))
+    _, bounds = parts(without_none(annotation))
     names = [name for bound in bounds if isinstance(bound, OneOf) for name in bound.names()]
     if names and all(name in meaning for name in names):
         return meaning
@@ -316,9 +316,9 @@ def _sentences(meaning: str, annotation: Any) -> str:
 
 def type_name(annotation: Any) -> str:
     """Returns the name of the type of a setting: "whole number", "tuple of texts", ..."""
-    optional = present(annotation) is not annotation
-    plain = annotation_of(present(annotation))
-    kind, _ = parts(present(annotation))
+    optional = without_none(annotation) is not annotation
+    plain = annotation_of(without_none(annotation))
+    kind, _ = parts(without_none(annotation))
     names = {int: "whole number", float: "number", str: "text", bool: "True or False"}
     name = names.get(kind, "table" if issubclass(kind, Mapping) else kind.__name__)
     if kind is tuple:
@@ -329,9 +329,9 @@ def type_name(annotation: Any) -> str:
 
 def allowed(annotation: Any) -> str:
     """Returns a sentence about the bounds of a setting; "" if the type has no bounds."""
-    kind, bounds = parts(present(annotation))
+    kind, bounds = parts(without_none(annotation))
     told = [
-        _ENDLESS.sub("", bound.wanted(kind))
+        _ENDLESS.sub("", bound.describe(kind))
         for bound in bounds
         if not isinstance(bound, Text) or bound.what
     ]

@@ -14,7 +14,7 @@ from absl import flags
 from coa_jax.cli import check
 from coa_jax.data.trajectory import write_records
 from coa_jax.errors import UserError
-from coa_jax.model.shapes import architecture_of
+from coa_jax.model.architectures import architecture_of
 from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config

@@ -22,17 +22,17 @@ from tests.test_launch import run
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 PAPER = {
-    "rl web.py": (("gguf", "web"), ("SERPER_API_KEY",)),
-    "rl mhqa.py": (("gguf",), ()),
-    "rl code.py": (("gguf", "maths"), ()),
-    "sft web.py": (("gguf",), ()),
-    "sft mhqa.py": (("gguf",), ()),
-    "sft code.py": (("gguf",), ()),
-    "evaluate web.py": (("gguf", "web"), ("SERPER_API_KEY",)),
-    "evaluate mhqa.py": (("gguf",), ()),
-    "evaluate code.py": (("gguf", "tasks"), ()),
-    "evaluate code.py:aime24": (("gguf", "maths", "tasks"), ()),
-    "distill endpoint.py": (("demo", "endpoint", "gguf"), ("OPENAI_API_KEY",)),
+    "rl web.py": (("web",), ("SERPER_API_KEY",)),
+    "rl mhqa.py": ((), ()),
+    "rl code.py": (("maths",), ()),
+    "sft web.py": ((), ()),
+    "sft mhqa.py": ((), ()),
+    "sft code.py": ((), ()),
+    "evaluate web.py": (("web",), ("SERPER_API_KEY",)),
+    "evaluate mhqa.py": ((), ()),
+    "evaluate code.py": (("tasks",), ()),
+    "evaluate code.py:aime24": (("maths", "tasks"), ()),
+    "distill endpoint.py": (("demo", "endpoint"), ("OPENAI_API_KEY",)),
 }
 
 
@@ -183,7 +183,7 @@ def test_models_agents_and_environments_bring_their_packages(command, changes, e
 
 
 def test_the_teacher_smolagents_brings_its_package():
-    assert needs("distill", "endpoint.py:smolagents").extras == ("demo", "distill", "gguf")
+    assert needs("distill", "endpoint.py:smolagents").extras == ("demo", "distill")
 
 
 def test_a_model_that_summarises_pages_is_paid_for_each_page():
@@ -234,7 +234,7 @@ def test_your_own_code_says_what_it_needs_and_whether_it_can_start(tmp_path, mon
     values["environment"] |= {"path": "coast:Sea", "options": {"depth": 9}}
     config = settings_of("rl", values)
     found = needs_of(config)
-    assert found.extras == ("gguf", "tasks", "textarena")
+    assert found.extras == ("tasks", "textarena")
     assert found.variables == ("SEA_KEY_9", "TIDE_KEY", "WET_KEY")
     assert found.servers == {
         "tools.own.tide.shore": "http://10.0.0.3:8000",
@@ -370,3 +370,24 @@ def test_wrong_settings_are_told_before_jax_is_loaded(tmp_path, command, argumen
     for part in parts:
         assert part in line
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "needed"),
+    [
+        ("Qwen/Qwen3-0.6B", False),
+        ("Qwen/Qwen3-0.6B-GGUF:q8.gguf", True),
+        ("gs://bucket/model", True),  # is not opened to find out
+        ("plain", False),
+        ("quantised", True),
+    ],
+)
+def test_only_a_model_that_may_be_a_gguf_file_needs_its_reader(
+    tmp_path, monkeypatch, model, needed
+):
+    for folder, file in (("plain", "model.safetensors"), ("quantised", "weights.gguf")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+    config = settings("sft", "factbook.py", {"model": model})
+    monkeypatch.chdir(tmp_path)
+    assert ("gguf" in needs_of(config).extras) is needed

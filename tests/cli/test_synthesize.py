@@ -12,7 +12,7 @@ from coa_jax.cli.synthesize import Command, endpoints_of, synthesize
 from coa_jax.demo.facts import facts, solve
 from coa_jax.demo.grammar import understand
 from coa_jax.distillation.endpoint import EndpointConfig
-from coa_jax.distillation.synthesis.drafts import told
+from coa_jax.distillation.synthesis.drafts import contains_answer
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
@@ -79,9 +79,9 @@ def test_the_questions_are_tasks_with_the_answers_of_the_structured_facts(whole)
             if solution is not None:
                 assert set(task.gold) == set(solution.gold)
                 assert split_of(solution.entities[0]) == split
-            assert not told(task.gold, task.question)
+            assert not contains_answer(task.gold, task.question)
             for step in task.metadata["steps"][:-1]:
-                assert not told([step["answer"]], task.question)
+                assert not contains_answer([step["answer"]], task.question)
     assert hops == {("atomic", 1), ("depth", 2), ("depth", 3), ("width", 2)}
     assert len(facts()) > 200
 
@@ -195,7 +195,7 @@ def answer_of(question):
 
 
 def model(chat):
-    """Writes questions on the corpus and solves them by one search, as the team's every mind."""
+    """Writes questions on the corpus and solves them by one search, as every agent of the team."""
     system, asked = chat[0]["content"], chat[1]["content"]
     if system.startswith("You write questions"):
         return json.dumps(author(asked))

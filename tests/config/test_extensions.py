@@ -337,8 +337,8 @@ def test_built_in_names_are_found_by_the_same_code():
     for kind in (REWARDS, TOOLS, SOURCES, READERS, PROVIDERS):
         assert all(callable(find(kind, name, "x")) for name in kind.built_in)
     bound = Named(REWARDS, "more")
-    assert all(map(bound.holds, ("f1", "more", "a.b:c")))
-    assert not any(map(bound.holds, ("f2", "a.b", "a b:c")))
+    assert all(map(bound.allows, ("f1", "more", "a.b:c")))
+    assert not any(map(bound.allows, ("f2", "a.b", "a b:c")))
 
 
 # --- commands -------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, config_flags
 
-from coa_jax.config.fields import declared, is_sparse, parts, present
+from coa_jax.config.fields import field_annotations, is_sparse, parts, without_none
 from coa_jax.config.overrides import _OPEN, check_key, read_tuple, readable_overrides
-from coa_jax.config.renamed import REMOVED, RENAMED, renewed
+from coa_jax.config.renamed import REMOVED, RENAMED, with_present_keys
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -129,8 +129,8 @@ def test_a_group_of_what_is_off_holds_only_what_is_set():
 
 
 def sparse_fields(cls):
-    for name, annotation in declared(cls).items():
-        kind, _ = parts(present(annotation))
+    for name, annotation in field_annotations(cls).items():
+        kind, _ = parts(without_none(annotation))
         if is_sparse(annotation):
             yield name
         if dataclasses.is_dataclass(kind):
@@ -177,8 +177,8 @@ def test_a_run_of_an_earlier_version_has_the_same_settings():
     del former["tools"]["wiki_search"]["encoder"], former["tools"]["code"]["timeout_s"]
     present["optimizer"]["options"] = {"b2": 0.99}
     present["tools"]["code"]["timeout_s"] = 9.0
-    assert renewed(former) == renewed(present) == present
-    assert changes_of(renewed({"rl": former}), {"rl": present}) == []
+    assert with_present_keys(former) == with_present_keys(present) == present
+    assert changes_of(with_present_keys({"rl": former}), {"rl": present}) == []
 
 
 def test_a_config_file_may_give_a_list_of_words_as_one_text():

@@ -30,8 +30,8 @@ from coa_jax.files import jsonl
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
-from coa_jax.paper.economy import check_tokens
-from coa_jax.paper.economy import read_phase as read_economy
+from coa_jax.paper.token_savings import check_tokens
+from coa_jax.paper.token_savings import read_phase as read_economy
 from coa_jax.perf.bench.workload import PRESETS, draw, read_workload
 from coa_jax.report.build import build_report
 from coa_jax.report.sweep import read_runs, summarize
@@ -287,4 +287,4 @@ def _read_tests(path: Path) -> None:
 def _read_results(path: Path) -> None:
     one = compare.load(str(path))
     found = compare.compare(one, one)
-    compare.text(one, one, found)
+    compare.format_comparison(one, one, found)

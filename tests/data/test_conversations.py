@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.data.test_forms import assert_same, wanted
 
-from coa_jax.data.forms import made_of
-from coa_jax.data.split import Unusable
+from coa_jax.data.row_formats import convert_row
+from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import part_violations
 from coa_jax.protocol import parse_code
 from tests.data.published import HOPS, RIVER, SUMS, alpaca, message, sharegpt
-from tests.data.test_forms import assert_same, wanted
 
 
 @pytest.mark.parametrize("reply", ["{}", "<observation>\n{}\n</observation>"])
@@ -20,7 +20,7 @@ def test_the_users_reply_to_a_call_is_an_observation_and_roles_ignore_case(reply
     for seen, said in zip(RIVER.seen, RIVER.said[1:], strict=True):
         turns += [("user", reply.format(seen)), ("ASSISTANT", said)]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert_same(made_of(row, "x", "web").record, wanted(RIVER))
+    assert_same(convert_row(row, "x", "web").record, wanted(RIVER))
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": False}, {"train": False}])
@@ -28,30 +28,32 @@ def test_a_turn_that_its_file_does_not_learn_is_not_learned(mark):
     turns = sharegpt(RIVER, "role", "content", ("user", "assistant", "tool"))
     for turn in turns[1::2]:
         turn |= dict.fromkeys(mark, 1)
-    assert_same(made_of({"messages": turns}, "x").record, wanted(RIVER))
+    assert_same(convert_row({"messages": turns}, "x").record, wanted(RIVER))
     turns[3] |= mark
     with pytest.raises(Unusable, match="marked as excluded from training"):
-        made_of({"messages": turns}, "x")
+        convert_row({"messages": turns}, "x")
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **mark}]
     turns[3] |= dict.fromkeys(mark, 1)
     context = (("user", "a"), ("assistant", "b"))
-    assert_same(made_of({"messages": earlier + turns}, "x").record, wanted(RIVER, context=context))
+    assert_same(
+        convert_row({"messages": earlier + turns}, "x").record, wanted(RIVER, context=context)
+    )
 
 
 def test_reasoning_in_a_field_of_its_own_is_a_thought():
     thought, rest = HOPS.said[1].split("\n", 1)
     turns = sharegpt(HOPS, "role", "content", ("user", "assistant", "tool"))
     turns[3] |= {"reasoning_content": thought[7:-8], "content": rest}
-    assert_same(made_of({"messages": turns}, "x", "mhqa").record, wanted(HOPS))
+    assert_same(convert_row({"messages": turns}, "x", "mhqa").record, wanted(HOPS))
 
 
 def test_an_empty_column_of_a_table_does_not_hide_the_form_of_a_row():
     columns = ("conversations", "messages", "instruction", "output", "parts", "system")
     empty = dict.fromkeys(columns)
     row = {**empty, **alpaca(RIVER)}
-    assert_same(made_of(row, "x").record, wanted(RIVER))
+    assert_same(convert_row(row, "x").record, wanted(RIVER))
     row = {**empty, "messages": sharegpt(RIVER)}
-    assert_same(made_of(row, "x").record, wanted(RIVER))
+    assert_same(convert_row(row, "x").record, wanted(RIVER))
 
 
 @pytest.mark.parametrize("fences", ["{}", "```py\n{}\n```", "```python\n{}\n```\n"])
@@ -67,7 +69,7 @@ def test_a_program_in_a_function_call_is_fenced_once(fences):
         {"role": "tool", "tool_call_id": "1", "content": SUMS.seen[0]},
         {"role": "assistant", "content": SUMS.said[1]},
     ]
-    record = made_of({"messages": chat}, "x", "code").record
+    record = convert_row({"messages": chat}, "x", "code").record
     assert part_violations("code", record.parts) == []
     body = record.parts[0][1].partition("<code>")[2].removesuffix("</code>")
     assert parse_code(body) == (program, None)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.data import rows as rows_module
-from coa_jax.data.records import LeftOut, Read, Records, iterate_records, read_records
+from coa_jax.data.records import ReadRecord, Records, SkippedRow, iterate_records, read_records
 from coa_jax.data.rows import open_rows
 from coa_jax.data.trajectory import write_records
 from coa_jax.distillation.export import write_tfds
@@ -268,8 +268,8 @@ def test_records_of_several_files_have_one_numbering(tmp_path):
     assert len(found) == 4
     by_number = [found[i] for i in (3, 1, 2, 0)]
     kinds = [type(one) for one in by_number]
-    assert kinds == [Read, Read, LeftOut, Read]
-    assert [one.record for one in by_number if isinstance(one, Read)] == [
+    assert kinds == [ReadRecord, ReadRecord, SkippedRow, ReadRecord]
+    assert [one.record for one in by_number if isinstance(one, ReadRecord)] == [
         *(records[2], records[1], records[0]),
     ]
     assert by_number[2].row.where == f"{tmp_path}/b.json: row 1"

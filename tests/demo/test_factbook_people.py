@@ -118,7 +118,7 @@ def test_the_team_solves_the_questions_with_distractors_in_what_it_finds(test_ta
     tasks = test_tasks[:80]
     tools = {tool.name: tool for tool in make_tools(ToolsConfig(wiki_search=WikiConfig(top_k=3)))}
     config = DistillConfig(mistake_rate=0.0, unrecovered_rate=0.0, seed=0)
-    logs = asyncio.run(run_teacher(tasks, tools, config, config.minds()))
+    logs = asyncio.run(run_teacher(tasks, tools, config, config.agents()))
     solved = [
         grade_answer(log.answer or "", task.gold) for task, log in zip(tasks, logs, strict=True)
     ]
@@ -138,7 +138,7 @@ def _assert_solved(tasks):
     """The scripted team answers at least 95 % of the tasks, from two passages for each search."""
     tools = {tool.name: tool for tool in make_tools(ToolsConfig(wiki_search=WikiConfig(top_k=2)))}
     config = DistillConfig(mistake_rate=0.0, unrecovered_rate=0.0, seed=0)
-    logs = asyncio.run(run_teacher(tasks, tools, config, config.minds()))
+    logs = asyncio.run(run_teacher(tasks, tools, config, config.agents()))
     solved = [
         grade_answer(log.answer or "", task.gold) for task, log in zip(tasks, logs, strict=True)
     ]

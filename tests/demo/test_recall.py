@@ -10,7 +10,7 @@ from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 TASKS = "factbook:protocol=mhqa,weights=0/100/0/0,templates=1"
-TEAM = "coa_jax.demo.recall:recalling_minds"
+TEAM = "coa_jax.demo.recall:recalling_agents"
 
 
 def runs_of(tasks, **settings):
@@ -41,4 +41,4 @@ def test_questions_of_one_hop_and_of_other_kinds_are_not_remembered():
 @pytest.mark.parametrize("team", ["nobody", "coa_jax.demo.recall:nobody"])
 def test_a_team_that_does_not_exist_is_refused(team):
     with pytest.raises(UserError, match="nobody"):
-        DistillConfig(team=team).minds()
+        DistillConfig(team=team).agents()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from coa_jax.distillation.arrange import Completion
+from coa_jax.distillation.message_order import Completion
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog
 from coa_jax.distillation.pipeline import graded_runs, run_teacher, select
 
@@ -42,7 +42,7 @@ def log_of(*rows, protocol="generalist", episode="e", question="Q?"):
     return MessageLog(episode, question, protocol, messages, ending)
 
 
-def distill_tasks(tasks, tools, config, minds=None):
+def distill_tasks(tasks, tools, config, agents=None):
     """The records of the runs that pass the filters, and the report of the filters."""
-    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
+    logs = asyncio.run(run_teacher(tasks, tools, config, agents))
     return select(graded_runs(tasks, logs, config.judges), config)

@@ -6,7 +6,12 @@ import pytest
 from coa_jax.data.trajectory import Author, Reward, StopReason, Trajectory
 from coa_jax.distillation.export import prompt_of
 from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher
-from coa_jax.distillation.token_savings import economy, policy_economy, resent_tokens, team_tokens
+from coa_jax.distillation.token_savings import (
+    compare_policy_tokens,
+    compare_tokens,
+    resent_tokens,
+    team_tokens,
+)
 from coa_jax.tasks.base import Task
 from tests.distillation.logs import log_of
 
@@ -40,11 +45,11 @@ def test_the_team_pays_only_for_tools_that_the_protocol_has_a_tag_for():
 def test_only_solved_questions_count():
     task = Task("e", "Q?", "generalist", ("Lima",), "test")
     wrong = as_run(task, log_of(("plan", "w"), ("answer", "Quito")))
-    assert economy([wrong], TOOLS, words)["questions"] == 0
+    assert compare_tokens([wrong], TOOLS, words)["questions"] == 0
     right = as_run(
         task, log_of(("plan", "a b"), ("call", "c d"), ("observation", "e"), ("answer", "Lima"))
     )
-    told = economy([wrong, right], TOOLS, words)
+    told = compare_tokens([wrong, right], TOOLS, words)
     asked, replied = team_tokens(right.log, TOOLS, words)
     assert told["questions"] == 1
     assert (told["team_prompt"], told["team_completion"]) == (asked, replied)
@@ -55,7 +60,7 @@ def test_only_solved_questions_count():
 def test_one_trajectory_costs_a_fraction_of_the_team(tools, factbook_tasks):
     logs = asyncio.run(run_teacher(factbook_tasks, tools, DistillConfig()))
     runs = [as_run(task, log) for task, log in zip(factbook_tasks, logs, strict=True)]
-    told = economy(runs, list(tools), words)
+    told = compare_tokens(runs, list(tools), words)
     assert told["questions"] > 100
     assert told["saved"] > 0.5
 
@@ -97,7 +102,7 @@ def test_policy_and_team_are_compared_on_what_both_solved_and_over_all_attempts(
         policy_trace("c", 10, (1, 0)),  # 11
         policy_trace("c", 10, (1, 0), right=None),
     ]
-    told = policy_economy(runs, traces, TOOLS, words)
+    told = compare_policy_tokens(runs, traces, TOOLS, words)
     assert (told["samples"], told["left_out"]) == (4, 1)
     assert (told["team"]["success"], told["policy"]["success"]) == (0.75, 0.75)
     both = told["both_solved"]
@@ -117,6 +122,6 @@ def test_policy_and_team_are_compared_on_what_both_solved_and_over_all_attempts(
 def test_nothing_is_said_of_savings_where_nothing_was_solved_by_both():
     task = Task("a", "Q?", "generalist", ("Lima",), "test")
     runs = {"a": as_run(task, log_of(("plan", "w"), ("answer", "Quito"), episode="a"))}
-    told = policy_economy(runs, [policy_trace("a", 10, (4, 0))], TOOLS, words)
+    told = compare_policy_tokens(runs, [policy_trace("a", 10, (4, 0))], TOOLS, words)
     assert "saved" not in told
     assert told["team"]["tokens_per_solved"] is None

@@ -10,7 +10,7 @@ import pytest
 from coa_jax.cli.distill import distill
 from coa_jax.distillation.dataset import distill_split
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig, RequestRefusedError
-from coa_jax.distillation.llm import language_minds
+from coa_jax.distillation.llm import language_model_agents
 from coa_jax.distillation.messages import Ending
 from coa_jax.distillation.pipeline import DistillConfig, run_teacher
 from coa_jax.errors import UserError
@@ -283,7 +283,7 @@ def test_a_request_can_have_further_fields_and_lack_some(tmp_path):
 
 
 class Scripted:
-    """A model that answers as the scripted minds would, and now and then nonsense.
+    """A model that answers as the scripted agent functions would, and now and then nonsense.
 
     It is handed what they decide and sees nothing but chats: (question, number of messages) tells
     what comes next.
@@ -368,8 +368,8 @@ def test_a_refused_request_ends_the_run_of_its_task_and_no_other(
 
     with serving(reply) as server:
         endpoint = Endpoint(config_of(server), tmp_path / "calls.jsonl")
-        minds = language_minds(endpoint)
+        agents = language_model_agents(endpoint)
         config = DistillConfig(concurrency=1)
-        logs = asyncio.run(run_teacher(tasks, tools, config, minds))
+        logs = asyncio.run(run_teacher(tasks, tools, config, agents))
     assert [log.ending for log in logs] == [Ending.ANSWER, Ending.MIND_ERROR, Ending.ANSWER]
     assert "the request is refused: 400" in logs[1].error

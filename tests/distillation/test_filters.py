@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from coa_jax.config.overrides import check_key
-from coa_jax.distillation.chance import uniform
 from coa_jax.distillation.dataset import statistics_of
 from coa_jax.distillation.filters import (
     SETTINGS,
@@ -15,6 +14,7 @@ from coa_jax.distillation.filters import (
     quality_filters,
 )
 from coa_jax.distillation.pipeline import as_run
+from coa_jax.distillation.random_numbers import uniform
 from coa_jax.run.command import load_config
 from coa_jax.tasks.base import Task
 from tests.distillation.logs import log_of

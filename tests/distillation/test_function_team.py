@@ -61,6 +61,13 @@ def test_right_runs_become_records_and_a_killed_distillation_continues(tmp_path,
     assert [record.answer for record in again.records] == ["14", "28", "35", "42", "49"]
 
 
+def test_rows_may_have_columns_of_other_names(tmp_path):
+    rows = [{"ask": f"What is {n} * 7?", "is": str(7 * n)} for n in range(2, 5)]
+    options = {"columns": {"question": "ask", "answer": "is"}}
+    made = coa_jax.distill(messages, tmp_path, tasks=rows, task_options=options)
+    assert [record.answer for record in made.records] == ["14", "21", "28"]
+
+
 @pytest.mark.parametrize(
     ("team", "message"),
     [

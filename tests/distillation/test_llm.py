@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from coa_jax.distillation.agent_functions import AgentView
 from coa_jax.distillation.llm import read_action
 from coa_jax.distillation.messages import Kind, Message
-from coa_jax.distillation.minds import AgentView
 
 
 def view_of(role, tools=()):

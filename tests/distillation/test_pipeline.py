@@ -127,9 +127,9 @@ def test_mistakes_of_the_user_are_explained(factbook_tasks, tools, config):
         DistillConfig(concurrency=0)
     with pytest.raises(UserError, match="task ids occur twice"):
         distill_tasks(factbook_tasks[:1] * 2, tools, config)
-    minds = dict.fromkeys(AGENTS[:-1], config.minds()["manager"])
-    with pytest.raises(UserError, match="no mind for verification"):
-        distill_tasks(factbook_tasks[:1], tools, config, minds=minds)
+    agents = dict.fromkeys(AGENTS[:-1], config.agents()["manager"])
+    with pytest.raises(UserError, match="no agent function for verification"):
+        distill_tasks(factbook_tasks[:1], tools, config, agents=agents)
 
 
 def test_no_tasks_give_no_records(tools, config):

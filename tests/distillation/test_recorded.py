@@ -61,7 +61,7 @@ def test_filters_choose_published_records_and_change_nothing(published, tmp_path
     assert dropped == {"wrong_answer": 1}
     assert [record.parts for record in records[:3]] == [story.record().parts for story in STORIES]
     assert [record.metadata["tool_calls"] for record in records] == [2, 1, 1, 2]
-    assert read_records(tmp_path / "out" / "train.jsonl") == records
+    assert read_records(tmp_path / "out" / "train.jsonl") == list(records)
     (refused,) = map(json.loads, (tmp_path / "out" / "refused" / "train.jsonl").open())
     assert refused == {
         **{"path": str(published), "line": 6},

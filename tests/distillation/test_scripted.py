@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from coa_jax.demo.grammar import Arithmetic, Inverse, Lookup, Ref
-from coa_jax.demo.slips import Slips, wrong_value
+from coa_jax.demo.mistakes import Mistakes, wrong_value
 from coa_jax.demo.steps import operands, printed, run_progress, steps_of
 from coa_jax.distillation.messages import Ending, Kind
 from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher
@@ -38,7 +38,7 @@ def sloppy(tools, factbook_tasks):
 def test_without_mistakes_there_is_nothing_to_reflect_on(careful):
     assert accuracy(careful) > 0.97
     for run in careful:
-        assert run.log.slips == ()
+        assert run.log.mistakes == ()
         if run.reward.value:
             assert run.log.count(Kind.REFLECTION) == 0
             assert run.log.count(Kind.VERDICT) == 1
@@ -47,7 +47,7 @@ def test_without_mistakes_there_is_nothing_to_reflect_on(careful):
 @pytest.mark.slow
 def test_with_a_mistake_at_every_decision_the_team_recovers(sloppy):
     assert accuracy(sloppy) > 0.9
-    made = {slip for run in sloppy for slip in run.log.slips}
+    made = {slip for run in sloppy for slip in run.log.mistakes}
     assert made == {"query", "program", "suggestion"}
     for run in sloppy:
         if run.reward.value:
@@ -132,7 +132,7 @@ def test_slips_belong_to_the_seed_and_the_task(tools, factbook_tasks):
     tasks = factbook_tasks[:30]
     first, same, other = (runs_of(tasks, tools, mistake_rate=0.3, seed=seed) for seed in (0, 0, 1))
     assert [run.log for run in first] == [run.log for run in same]
-    assert [run.log.slips for run in first] != [run.log.slips for run in other]
+    assert [run.log.mistakes for run in first] != [run.log.mistakes for run in other]
 
 
 def test_a_question_that_is_not_understood_ends_in_unknown(tools):
@@ -166,13 +166,13 @@ def test_arithmetic_of_the_code_protocol_is_computed_by_programs(tools, arithmet
         if run.reward.value:
             assert run.reward.parts["format"] == 1.0
             assert run.log.count(Kind.OBSERVATION) == run.log.count(Kind.REFLECTION) >= 1
-            assert bool(run.log.slips) == bool(rate)
+            assert bool(run.log.mistakes) == bool(rate)
 
 
 def test_the_short_protocol_has_no_verification(tools):
     question = "What is the capital of the longest-border neighbour of Portugal?"
-    minds = DistillConfig(mistake_rate=0.0).minds()
-    log = asyncio.run(solve(question, "mhqa", "e", minds, tools))
+    agents = DistillConfig(mistake_rate=0.0).agents()
+    log = asyncio.run(solve(question, "mhqa", "e", agents, tools))
     assert log.answer == "Madrid"
     assert log.count(Kind.VERDICT) == log.count(Kind.SUGGESTION) == 0
 
@@ -222,8 +222,8 @@ def test_every_wrong_program_is_found_out(tools, operation):
     tail = ", rounded to two decimals?" if operation == "ratio" else "?"
     question = f"What is the population of Peru {words} the population of Iceland{tail}"
     for seed in range(6):
-        minds = DistillConfig(mistake_rate=1.0, unrecovered_rate=0.0, seed=seed).minds()
-        log = asyncio.run(solve(question, "generalist", "e", minds, tools))
+        agents = DistillConfig(mistake_rate=1.0, unrecovered_rate=0.0, seed=seed).agents()
+        log = asyncio.run(solve(question, "generalist", "e", agents, tools))
         at = next(m.index for m in log.messages if m.slip == "program")
         state = run_progress(question, log.messages[: at + 2])
         assert state is not None
@@ -234,8 +234,8 @@ def test_every_wrong_program_is_found_out(tools, operation):
 
 
 def test_slips_happen_at_their_rate():
-    slips = Slips(rate=0.2, seed=3)
-    share = sum(slips.happens(f"t{i}", "query/1") for i in range(5000)) / 5000
+    mistakes = Mistakes(rate=0.2, seed=3)
+    share = sum(mistakes.happens(f"t{i}", "query/1") for i in range(5000)) / 5000
     assert abs(share - 0.2) < 0.02
 
 

@@ -3,16 +3,16 @@ import dataclasses
 
 import pytest
 
+from coa_jax.distillation.agent_functions import Action
 from coa_jax.distillation.convert import convert
 from coa_jax.distillation.messages import AGENTS, Ending, Kind
-from coa_jax.distillation.minds import Action
 from coa_jax.distillation.team import solve, tools_of
 from coa_jax.tools.base import Observation
 
 
 @dataclasses.dataclass
 class Playback:
-    """A mind that says what it was given, in order."""
+    """An agent function that says what it was given, in order."""
 
     actions: list
 
@@ -24,8 +24,8 @@ class Playback:
 
 
 def run(tools, limit=80, protocol="generalist", **actions):
-    minds = {role: Playback(list(actions.get(role, []))) for role in AGENTS}
-    return asyncio.run(solve("Q?", protocol, "e", minds, tools, limit))
+    agents = {role: Playback(list(actions.get(role, []))) for role in AGENTS}
+    return asyncio.run(solve("Q?", protocol, "e", agents, tools, limit))
 
 
 ASK = Action("search", Kind.REQUEST, "Look.")

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +39,7 @@ def test_every_record_of_every_file_is_used_or_explained(logs, tmp_path):
         TraceFilesConfig(logs, "oagents", "web", INVENTING), config, tmp_path / "out"
     )
     assert [record.id for record in records] == ["one"]
-    assert read_records(tmp_path / "out" / "train.jsonl") == records
+    assert read_records(tmp_path / "out" / "train.jsonl") == list(records)
     assert part_violations("web", records[0].parts) == []
     told_of_it = records[0].metadata["trace"]
     assert (told_of_it["agent_name"], told_of_it["file"], told_of_it["line"]) == (
@@ -201,6 +203,39 @@ def test_files_without_a_run_are_an_error(tmp_path):
     config.traces.files = (str(path),)
     with pytest.raises(UserError, match="there is no run in"):
         read(config, tmp_path / "out")
+
+
+def test_memory_does_not_grow_with_the_text_of_the_logs(tmp_path):
+    page, path = "A long page of one word. " * 8000, tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        for number in range(60):
+            call = {"agent": "a", "tool": "web_search", "args": {"query": "x"}, "result": page}
+            told = {"agent": "a", "text": "Final answer: Lima"}
+            run = {"question": f"Q {number}?", "steps": [call, told], "gold": "Lima"}
+            file.write(json.dumps(run) + "\n")
+    config = DistillConfig(max_chars=10**6, min_interactions=0)
+    tracemalloc.start()
+    try:
+        records, _ = distill_traces(TraceFilesConfig((str(path),)), config, tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(records) == 60
+    assert peak < path.stat().st_size / 2
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        *("dropped", "refused", "train.jsonl"),
+    ]
+
+
+def test_a_history_of_pydantic_ai_becomes_training_data(tmp_path):
+    logs = Path(__file__).parent / "readers" / "logs"
+    paths = tuple(str(logs / f"pydantic_ai{name}.json") for name in ("", "_output"))
+    config = TraceFilesConfig(paths, tools=("search_docs=wiki_search",))
+    kept = DistillConfig(min_interactions=0, keep_without_gold=True)
+    records, told = distill_traces(config, kept, tmp_path)
+    assert (len(records), told["refused"]) == (2, {})
+    assert read_records(tmp_path / "train.jsonl") == list(records)
+    assert [record.answer for record in records] == ["Porto", "Porto"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.config.fields import declared, parts
+from coa_jax.config.fields import field_annotations, parts
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
@@ -213,7 +213,7 @@ def test_shapes_that_contradict_each_other_are_refused(shapes, message):
 
 
 ZERO_MEANS_AUTO = ("slots", "pages", "extend_block", "engines")
-NUMBERS = [name for name, kind in declared(EngineConfig).items() if parts(kind)[0] is int]
+NUMBERS = [name for name, kind in field_annotations(EngineConfig).items() if parts(kind)[0] is int]
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -15,12 +15,12 @@ from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import (
-    copies,
-    give_back,
+    engines_sharing_parameters,
+    free_engine_memory,
+    install_copies,
     make_engines,
+    parameter_copies,
     publish_all,
-    sharing,
-    take_copies,
 )
 from coa_jax.errors import UserError
 from coa_jax.model.config import LoraConfig, ModelConfig
@@ -40,7 +40,7 @@ def test_engines_of_a_group_have_equal_parts_of_the_slots_and_one_copy_of_the_pa
     engines = make_engines(params(), MODEL, SHAPES)
     assert [engine.config.slots for engine in engines] == [3, 3]
     assert engines[0].params is engines[1].params
-    assert len(copies(engines)) == 1
+    assert len(parameter_copies(engines)) == 1
 
 
 def test_engines_without_a_dtype_have_that_of_the_platform():
@@ -65,7 +65,7 @@ def test_a_pool_of_pages_is_divided():
 def test_engines_that_share_parameters_may_have_more_slots_and_pages_of_their_own_for_each():
     engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
     for whole, pages in ((False, 4), (True, 16)):
-        more = sharing(engines, copies(engines), 7, whole=whole)
+        more = engines_sharing_parameters(engines, parameter_copies(engines), 7, whole=whole)
         assert [engine.config.slots for engine in more] == [4, 4]
         assert [engine.config.num_pages for engine in more] == [pages, pages]
 
@@ -73,13 +73,13 @@ def test_engines_that_share_parameters_may_have_more_slots_and_pages_of_their_ow
 def test_new_parameters_reach_all_engines():
     engines = make_engines(params(), MODEL, SHAPES)
     publish_all(engines, params(1))
-    (new,) = copies(engines)
+    (new,) = parameter_copies(engines)
     (other, _) = make_engines(params(1), MODEL, SHAPES)
     jax.tree.map(np.testing.assert_array_equal, new, other.params)
-    take_copies(engines, [other.params])
+    install_copies(engines, [other.params])
     assert engines[1].params is other.params
     with pytest.raises(ValueError, match="3 copies for 2 engines"):
-        take_copies(engines, [new] * 3)
+        install_copies(engines, [new] * 3)
 
 
 def sampled(engine):
@@ -102,9 +102,9 @@ def test_new_adapters_reach_engines_that_keep_the_other_parameters():
     old, new = random_params(adapted, 0), random_params(adapted, 1)
     new = join(select(adapted, old, adapter=False), select(adapted, new, adapter=True))
     engines = make_engines(old, adapted, dataclasses.replace(SHAPES, dtype="bfloat16"))
-    before = copies(engines)[0]
+    before = parameter_copies(engines)[0]
     publish_all(engines, new)
-    after = copies(engines)[0]
+    after = parameter_copies(engines)[0]
     assert engines[1].params is after
     for layer, other in zip(before.layers, after.layers, strict=True):
         for path, values in flatten_dict(layer).items():
@@ -114,7 +114,7 @@ def test_new_adapters_reach_engines_that_keep_the_other_parameters():
     assert after.shared is before.shared
     # With all parameters, and after the memory was given back, the same comes out.
     anew = make_engines(new, adapted, dataclasses.replace(SHAPES, dtype="bfloat16"))
-    give_back(engines)
+    free_engine_memory(engines)
     publish_all(engines, new)
     for one, other in ((after, anew[0].params), (after, engines[0].params)):
         jax.tree.map(np.testing.assert_array_equal, one, other)
@@ -137,11 +137,11 @@ def test_engines_that_gave_their_memory_back_decode_as_before():
     engines = make_engines(weights, MODEL, SHAPES)
     before = [sampled(engine) for engine in engines]
     held = [weakref.ref(x) for x in jax.tree.leaves((engines[0].params, engines[0]._pages))]
-    give_back(engines)
+    free_engine_memory(engines)
     assert not any(array() for array in held)
     assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
     publish_all(engines, weights)
-    assert len(copies(engines)) == 1
+    assert len(parameter_copies(engines)) == 1
     assert [sampled(engine) for engine in engines] == before
 
 

@@ -12,9 +12,9 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines, publish_all
 from coa_jax.engine.memory import (
     check_memory,
-    chosen,
+    describe_fit,
     engine_memory,
-    fitted,
+    fit_engine_config,
     free_in_groups,
     free_memory,
 )
@@ -194,30 +194,32 @@ def test_limits_of_containers_count(tmp_path, listing, groups, free):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_for(platform):
     pod = EngineConfig(slots=64, max_length=32_768, chunk=32, extend_buckets=(256, 4096))
-    fit = fitted(pod, MODEL, platform, 5, 1000, None)
+    fit = fit_engine_config(pod, MODEL, platform, 5, 1000, None)
     assert (fit.slots, fit.max_length) == (5, 1000)
     assert fit.on_platform(platform).extend_buckets == ((64,) if platform == "cpu" else (256, 4096))
 
     assert fit.chunk == (8 if platform == "cpu" else 32)
-    assert "5 of 64 slots, 1,000 of 32,768 positions" in chosen(pod, fit)
-    assert fitted(pod, MODEL, platform, 1, 1000, None).slots == 2  # one slot has other sums
+    assert "5 of 64 slots, 1,000 of 32,768 positions" in describe_fit(pod, fit)
+    assert (
+        fit_engine_config(pod, MODEL, platform, 1, 1000, None).slots == 2
+    )  # one slot has other sums
     open_slots = dataclasses.replace(pod, slots=0)
-    assert fitted(open_slots, MODEL, platform, 5, 1000, None) == fit
-    assert chosen(open_slots, fit).startswith("5 slots, 1,000 of 32,768 positions")
-    assert fitted(open_slots, MODEL, platform, 10**6, 1000, None).slots <= 256
+    assert fit_engine_config(open_slots, MODEL, platform, 5, 1000, None) == fit
+    assert describe_fit(open_slots, fit).startswith("5 slots, 1,000 of 32,768 positions")
+    assert fit_engine_config(open_slots, MODEL, platform, 10**6, 1000, None).slots <= 256
     # Where the longest sequences do not fit, the slots share what memory holds.
     for pages in (8, 9, 17, 39):
         free = engine_memory(MODEL, dataclasses.replace(fit, pages=pages)).total
-        shared = fitted(pod, MODEL, platform, 5, 1000, free)
+        shared = fit_engine_config(pod, MODEL, platform, 5, 1000, free)
         assert (shared.slots, shared.pages) == (5, pages)
-    assert "39 pages of 128 positions that the slots share" in chosen(pod, shared)
-    none = fitted(pod, MODEL, platform, 5, 1000, 0)
+    assert "39 pages of 128 positions that the slots share" in describe_fit(pod, shared)
+    none = fit_engine_config(pod, MODEL, platform, 5, 1000, 0)
     assert (none.slots, none.pages) == (2, 8)  # the engine says what helps
     small = dataclasses.replace(SHAPES, engines=2, slots=2)
-    assert fitted(small, MODEL, platform, 9, 10**6, None) == small
-    assert chosen(small, small).endswith("tokens a chunk")
+    assert fit_engine_config(small, MODEL, platform, 9, 10**6, None) == small
+    assert describe_fit(small, small).endswith("tokens a chunk")
     pool = dataclasses.replace(pod, pages=10**6)
-    assert fitted(pool, MODEL, platform, 5, 1000, None).num_pages == 5 * 8
+    assert fit_engine_config(pool, MODEL, platform, 5, 1000, None).num_pages == 5 * 8
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
-from coa_jax.evaluation.figures import result
-from coa_jax.evaluation.sample import Measured, sample_of
+from coa_jax.evaluation.results import result_file_content
+from coa_jax.evaluation.sample import TaskSamples, sample_of
 from coa_jax.tasks import Task
 
 
@@ -53,11 +53,11 @@ def group(values, identity="t", answers=None, **metadata):
         sample(value, number, identity, answer)
         for number, (value, answer) in enumerate(zip(values, answers, strict=True))
     )
-    return Measured(task(identity, **metadata), samples)
+    return TaskSamples(task(identity, **metadata), samples)
 
 
 def outcome(rows, stage="a", scaling=None, **settings):
     """A result file of tasks ``{id: values}``."""
     groups = [group(values, name) for name, values in rows.items()]
     numbers = max(map(len, rows.values()))
-    return result(stage, settings, groups, numbers, scaling or {})
+    return result_file_content(stage, settings, groups, numbers, scaling or {})

@@ -112,7 +112,7 @@ def test_what_else_differs_and_changes_what_is_measured_is_noted(change, notes):
         "grading": {"answer": "exact_match", "pick": {"chat": 1}},
     }  # fmt: skip
     a, b = ({**one, "settings": made} for one, made in ((A, settings), (B, settings | change)))
-    told = module.text(a, b, compare(a, b)).splitlines()
+    told = module.format_comparison(a, b, compare(a, b)).splitlines()
     assert [line for line in told if line.startswith("note: ")] == [
         f"note: the two differ in {name} too" for name in notes
     ]

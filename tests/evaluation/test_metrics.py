@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from coa_jax.data.intervals import wilson_interval
-from coa_jax.evaluation.metrics import at_k, by, mean_interval, pass_at_k, rate, standard_error
+from coa_jax.evaluation.metrics import (
+    at_k,
+    mean_interval,
+    pass_at_k,
+    rate,
+    rates_by,
+    standard_error,
+)
 
 GROUPS = st.lists(st.lists(st.booleans(), max_size=5), max_size=6)
 
@@ -136,6 +143,6 @@ def test_groups_are_told_apart_in_the_order_of_their_numbers():
         ({"hops": 10}, [True]), ({"hops": 2}, [True, False]), ({"hops": 2}, []), ({}, [True]),
         ({"hops": None}, [True]),
     ]  # fmt: skip
-    found = by(pairs, "hops")
+    found = rates_by(pairs, "hops")
     assert list(found) == ["2", "10"]
     assert (found["2"]["pass_at_1"], found["2"]["n"]) == (0.5, 1)

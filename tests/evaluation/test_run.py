@@ -13,10 +13,10 @@ from coa_jax.data.trajectory import Author, Reward, SegmentSpan, read_trajectori
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import HeldOutConfig
-from coa_jax.evaluation.figures import blocks, figures, table
 from coa_jax.evaluation.held_out import HeldOut
+from coa_jax.evaluation.results import compute_results, summary_blocks, table
 from coa_jax.evaluation.run import load, settings
-from coa_jax.evaluation.sample import Measured, sample_of
+from coa_jax.evaluation.sample import TaskSamples, sample_of
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.rollout.endpoint import PolicyEndpoint
 from coa_jax.rollout.request import RolloutConfig
@@ -51,7 +51,9 @@ def test_every_task_is_sampled_graded_and_reported(whole):
     assert lines[0].startswith("sft: pass@1 1.000 ± 0.000 (95 % 0.439-1.000, n 3)")
     assert "  code: 2 calls (ok 2)" in lines and "  wiki_search: 4 calls (ok 4)" in lines
     summary = json.loads((whole / "summary.json").read_text())
-    assert summary["sft"]["pass_at_1"] == 1.0 and summary == json.loads(json.dumps(blocks(outcome)))
+    assert summary["sft"]["pass_at_1"] == 1.0 and summary == json.loads(
+        json.dumps(summary_blocks(outcome))
+    )
 
 
 def test_traces_stand_in_the_order_of_the_tasks_with_their_rewards(whole):
@@ -409,7 +411,9 @@ def test_several_sources_are_measured_together_and_by_source(tmp_path):
     made = [
         trajectory(identity=task.id, reward=Reward(float(i > 0))) for i, task in enumerate(tasks)
     ]
-    by = figures([Measured(t, (sample_of(m),)) for t, m in zip(tasks, made, strict=True)], 1)["by"]
+    by = compute_results(
+        [TaskSamples(t, (sample_of(m),)) for t, m in zip(tasks, made, strict=True)], 1
+    )["by"]
     rates = {name: found["pass_at_1"] for name, found in by["source"].items()}
     assert rates == {"all": pytest.approx(1 - 1 / len(TASKS)), "one": 1.0}
     # A weight changes no sample, another source does.

@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from coa_jax.errors import UserError
+from coa_jax.model.architectures import ARCHITECTURES, architecture_of
 from coa_jax.model.config import LocalAttention, ModelConfig
 from coa_jax.model.costs import (
     decode_bytes,
@@ -18,7 +19,6 @@ from coa_jax.model.costs import (
 )
 from coa_jax.model.hf_config import config_to_hf
 from coa_jax.model.params import num_params
-from coa_jax.model.shapes import ARCHITECTURES, architecture_of
 
 # Numbers of parameters of the safetensors files on the Hugging Face hub.
 PUBLISHED = {

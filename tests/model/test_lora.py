@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, describe_model, load_model, save_model
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.compute import REFERENCE, Compute, local_compute
 from coa_jax.model.config import PROJECTIONS, LoraConfig
 from coa_jax.model.hf_weights import export_tensors
@@ -34,7 +35,6 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.model.peft_io import copy_model, save_trained
-from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.storage import origin_of, with_header
 from coa_jax.train.batch import Batch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.evaluation.sample import Measured
+from coa_jax.evaluation.sample import TaskSamples
 from coa_jax.evaluation.scaling import scaling
 from coa_jax.paper import claims
 from coa_jax.paper.claims import Folders
@@ -115,7 +115,7 @@ def entry(value):
 
 
 def test_the_rows_of_test_time_scaling_read_what_an_evaluation_writes(folders):
-    groups = [Measured(Task("a", "Q?", "web", ("x",), "test"), ())]
+    groups = [TaskSamples(Task("a", "Q?", "web", ("x",), "test"), ())]
     methods = dict.fromkeys(scaling(groups, 4, 3, {}, {}), entry(0.25))
     assert len(methods) == 2
     for run in folders.runs:

@@ -16,7 +16,7 @@ import pytest
 
 import coa_jax
 from coa_jax.errors import UserError
-from coa_jax.model.shapes import ARCHITECTURES
+from coa_jax.model.architectures import ARCHITECTURES
 from coa_jax.paper import proof
 from coa_jax.run.command import load_config
 from tests import tiny_policy

@@ -25,7 +25,7 @@ from coa_jax.paper.release import release
 from coa_jax.protocol import spec
 from coa_jax.report import build_report
 from coa_jax.storage import with_header
-from coa_jax.train.distilled import Overlap
+from coa_jax.train.task_overlap import Overlap
 from tests.released import RELEASED, unreleased
 
 

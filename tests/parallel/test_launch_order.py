@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.parallel import launch_order, processes
-from coa_jax.parallel.launch_order import in_turn, turn
+from coa_jax.parallel.launch_order import launch_alone, launch_lock
 from coa_jax.parallel.transfer import gather
 from coa_jax.train.checkpoint import Checkpoints
 from tests.parallel.launched import launch, launch_function
@@ -80,7 +80,7 @@ def save_and_gather(folder: str) -> None:
     allgather = multihost_utils.process_allgather
 
     def watched(*arguments, **options):  # `sync_global_devices` calls this function, too
-        if not launch_order._TURN._is_owned():
+        if not launch_order._LAUNCH_LOCK._is_owned():
             outside.append(what)
         return allgather(*arguments, **options)
 
@@ -90,7 +90,7 @@ def save_and_gather(folder: str) -> None:
 
     def engine():
         while not done.is_set():
-            rounds.append(in_turn(local.sharding.mesh, total, local))
+            rounds.append(launch_alone(local.sharding.mesh, total, local))
 
     thread = threading.Thread(target=engine)
     thread.start()
@@ -132,7 +132,7 @@ def test_a_thread_begins_when_the_program_of_another_is_in_all_queues():
         inside -= 1
 
     threads = [
-        threading.Thread(target=lambda: [in_turn(mesh, program) for _ in range(5)])
+        threading.Thread(target=lambda: [launch_alone(mesh, program) for _ in range(5)])
         for _ in range(3)
     ]
     for thread in threads:
@@ -143,8 +143,8 @@ def test_a_thread_begins_when_the_program_of_another_is_in_all_queues():
 
 
 def test_programs_of_one_device_do_not_wait():
-    with turn(_Two()):
-        waited = threading.Thread(target=in_turn, args=(None, lambda: None))
+    with launch_lock(_Two()):
+        waited = threading.Thread(target=launch_alone, args=(None, lambda: None))
         waited.start()
         waited.join(timeout=5)
         assert not waited.is_alive()

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.data.trajectory import read_trajectories, write_records
-from coa_jax.train.record import StepLog, versions_of
+from coa_jax.train.run_records import StepLog, versions_of
 from tests import tiny_policy
 from tests.parallel.launched import launch
 from tests.train.tiny_runs import rows

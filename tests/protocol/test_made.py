@@ -143,7 +143,7 @@ def test_a_policy_from_nothing_knows_the_tags_and_passes_them_on(made, tmp_path)
     run(
         *(
             "-m",
-            "coa_jax.demo.scratch",
+            "coa_jax.demo.untrained_command",
             f"--workdir={tmp_path / 'scratch'}",
             f"--config.data={data}",
         ),

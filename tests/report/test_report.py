@@ -19,7 +19,7 @@ from coa_jax.errors import UserError
 from coa_jax.report import build_report
 from coa_jax.report.page import escape
 from coa_jax.report.traces import render_trace, sample_traces, verdict_of
-from coa_jax.train.watch import QUIET
+from coa_jax.train.run_warnings import QUIET
 from tests import forked
 from tests.report.run_files import HOSTILE, episode, write_run
 from tests.serve.browser import CHROMIUM, needs_browser

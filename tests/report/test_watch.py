@@ -20,7 +20,7 @@ from coa_jax.errors import UserError
 from coa_jax.files import jsonl
 from coa_jax.report import watch
 from coa_jax.report.watch import newest_trajectories, picture, sparkline
-from coa_jax.train.record import GRADING
+from coa_jax.train.run_records import GRADING
 from tests.report.run_files import PLACES, episode
 from tests.trajectory_files import append_trajectories
 

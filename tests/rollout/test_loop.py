@@ -16,8 +16,8 @@ from coa_jax.engine.config import SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.model.compute import local_compute
 from coa_jax.protocol import Prompt
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request_queue import RequestQueue
 from coa_jax.tasks import grade
 from coa_jax.train.batch import pack
 from coa_jax.train.examples import record_example, trajectory_example
@@ -205,17 +205,17 @@ def test_a_repeated_sample_waits_after_an_observation_for_the_policy_version_of_
     plan = ((0, 0), (after, 1))
     schedulers = []
 
-    async def publish(inbox):
+    async def publish(queue):
         while not any(scheduler.waiting_for_weights for scheduler in schedulers):
             await asyncio.sleep(0.01)
-        inbox.publish([on.params], version=1)
+        queue.publish([on.params], version=1)
 
     async def go():
-        inbox = Inbox([dataclasses.replace(request, plan=plan)], closed=True, version=0)
+        queue = RequestQueue([dataclasses.replace(request, plan=plan)], closed=True, version=0)
         tokenizer, tools = tiny_policy.policy().tokenizer, list(tiny_policy.tools().values())
-        found = rollout(on, tokenizer, inbox, tools, BUDGET, on_start=schedulers.append)
+        found = rollout(on, tokenizer, queue, tools, BUDGET, on_start=schedulers.append)
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            tasks.create_task(publish(inbox))
+            tasks.create_task(publish(queue))
             return [trajectory async for trajectory in found]
 
     (again,) = asyncio.run(go())

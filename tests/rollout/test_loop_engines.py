@@ -10,8 +10,8 @@ import pytest
 
 from coa_jax.data.trajectory import StopReason
 from coa_jax.engine.engine import Engine
-from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.request_queue import RequestQueue
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, Hangs, requests, two
 from tests.tiny_policy import TASKS
@@ -78,12 +78,12 @@ def test_cancelling_the_reader_ends_the_tools_of_both():
 
 def test_a_cancelled_sample_that_waits_for_one_engine_is_not_taken_by_the_other():
     request = requests(3)[0]
-    inbox = Inbox([request])
-    busy, idle = inbox.reader(), inbox.reader()
+    queue = RequestQueue([request])
+    busy, idle = queue.reader(), queue.reader()
     assert busy.sample()[0] is request and len(busy.waiting) == 3
     assert idle.sample()[0] is request and len(busy.waiting) == 2  # an idle engine takes a sample
     idle.waiting.clear()
-    inbox.cancel(request)
+    queue.cancel(request)
     assert idle.take_cancelled() == [request]
     assert idle.sample() is None and len(busy.waiting) == 2
 
@@ -93,21 +93,21 @@ def test_a_request_is_taken_back_from_whichever_has_it():
     first, second, late = requests(2)[0], requests(2)[1], requests(1)[2]
 
     async def go():
-        inbox = Inbox()
+        queue = RequestQueue()
 
         async def read():
-            async with stream(inbox, [searching, tiny_policy.tools()["code"]]) as trajectories:
+            async with stream(queue, [searching, tiny_policy.tools()["code"]]) as trajectories:
                 return [trajectory async for trajectory in trajectories]
 
         running = asyncio.create_task(read())
         await asyncio.sleep(0.05)  # both wait for something to do
-        inbox.put(first)
-        inbox.put(second)
+        queue.put(first)
+        queue.put(second)
         await asyncio.wait_for(searching.called(4), 60)
-        inbox.cancel(second)
-        inbox.cancel(first)
-        inbox.put(late)
-        inbox.close()
+        queue.cancel(second)
+        queue.cancel(first)
+        queue.put(late)
+        queue.close()
         return await asyncio.wait_for(running, 60)
 
     finished = asyncio.run(go())

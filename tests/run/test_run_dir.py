@@ -196,6 +196,17 @@ class Settings:
     where: Path = Path("a/b")
 
 
+def test_the_directory_of_another_command_is_refused_as_such(tmp_path):
+    with RunDir(tmp_path) as run:
+        run.keep_config({"data": "records.jsonl", "seed": 0})
+        run.begin("sft", 0, 1)
+    with (
+        RunDir(tmp_path) as run,
+        pytest.raises(UserError, match=f"{tmp_path} has a run of another command.*data"),
+    ):
+        run.keep_config({"tasks": "questions.jsonl", "seed": 0})
+
+
 def test_config_is_written_as_json_and_a_change_is_named(tmp_path):
     config = ml_collections.ConfigDict({"optim": {"lr": 0.1, "steps": 5}, "sizes": (1, 2)})
     with RunDir(tmp_path) as run:

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from coa_jax.sandbox import cgroup
-from coa_jax.sandbox.canaries import TRIAL_LIMITS
+from coa_jax.sandbox.attacks import TRIAL_LIMITS
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.sandbox.run import run
 

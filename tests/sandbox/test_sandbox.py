@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from coa_jax.sandbox import isolation, supervise, trial, watch
-from coa_jax.sandbox.canaries import TRIAL_LIMITS, canaries
+from coa_jax.sandbox.attacks import TRIAL_LIMITS, list_attacks
 from coa_jax.sandbox.isolation import find_isolation
 from coa_jax.sandbox.limits import Job, Limits, Scratch
 from coa_jax.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run
@@ -66,17 +66,17 @@ def sleep(marker: str) -> str:
 
 def all_canaries() -> list[tuple[str, str]]:
     with trial.scene() as around:
-        found = canaries(around.targets)
+        found = list_attacks(around.targets)
     # Where there is no cgroup only the count of memory and files is another one.
-    ways = {canary.name: ALL_WAYS if canary.hoards else WAYS for canary in found}
+    ways = {attack.name: ALL_WAYS if attack.exceeds else WAYS for attack in found}
     return [(way, name) for name in ways for way in ways[name]]
 
 
 @pytest.mark.parametrize(("way", "name"), all_canaries())
 def test_hostile_program_is_contained(scene, way, name):
     job = job_for(way)
-    canary = next(one for one in canaries(scene.targets) if one.name == name)
-    tried = asyncio.run(trial.attempt(job, canary, scene))
+    attack = next(one for one in list_attacks(scene.targets) if one.name == name)
+    tried = asyncio.run(trial.attempt(job, attack, scene))
     assert tried.wrong == ()
     assert tried.seconds < job.limits.wall_s + job.limits.starved_s + 5
 
@@ -84,14 +84,14 @@ def test_hostile_program_is_contained(scene, way, name):
 def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
     """The checks above can fail: outside of the sandbox every one of these succeeds."""
     noticed = {}
-    for canary in canaries(scene.targets):
-        if canary.name in ("reads secrets", "network", "locks of others", "priority"):
-            program = tmp_path / "canary.py"
-            program.write_text(canary.source)
+    for attack in list_attacks(scene.targets):
+        if attack.name in ("reads secrets", "network", "locks of others", "priority"):
+            program = tmp_path / "attack.py"
+            program.write_text(attack.source)
             answer = subprocess.run(
                 [sys.executable, program], capture_output=True, text=True, cwd=tmp_path
             )
-            noticed[canary.name] = answer.stdout
+            noticed[attack.name] = answer.stdout
     assert "reads " + scene.targets.files[0] in noticed["reads secrets"]
     assert "TCP to 127.0.0.1" in noticed["network"]
     assert "UDP to 127.0.0.1" in noticed["network"]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from coa_jax.sandbox import isolation, pool, trial
+from coa_jax.sandbox import isolation, memory_pool, trial
 from coa_jax.sandbox.run import run
 from tests.sandbox.test_sandbox import WAYS, job, job_for, library, outcome
 from tests.tools.fault_server import wait_until
@@ -127,7 +127,7 @@ def test_packages_beside_the_standard_library_are_hidden(job, library):
 
 
 def test_the_largest_program_ends_when_all_together_hold_too_much():
-    pools = pool.Pool(200)
+    pools = memory_pool.MemoryPool(200)
     rival = os.fork()
     if rival == 0:
         pools.take_slot(1)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from coa_jax.demo.bpe import train_bpe
-from coa_jax.distillation.smol import as_smolagents_tool
+from coa_jax.distillation.smolagents_team import as_smolagents_tool
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.model.api import Model, load_model, save_model

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from coa_jax.cli import check
-from coa_jax.parallel.compiled import keep_programs
-from coa_jax.storage.places import opened
+from coa_jax.parallel.compilation_cache import enable_compilation_cache
+from coa_jax.storage.file_systems import url_to_fs
 
 PROGRAM = """
 import jax
@@ -27,7 +27,7 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_a_place_is_
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
-    keep_programs()
+    enable_compilation_cache()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "" and not list(tmp_path.iterdir())
     with monkeypatch.context() as patch:
         patch.delenv("JAX_COMPILATION_CACHE_DIR")
@@ -36,13 +36,13 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_a_place_is_
             "JAX_COMPILATION_CACHE_MAX_SIZE",
         ):
             patch.setenv(name, "1")  # a value of the user stays, and is removed after the test
-        keep_programs()
+        enable_compilation_cache()
         place = Path(os.environ.pop("JAX_COMPILATION_CACHE_DIR"))
         assert place.is_dir() and place.parent == tmp_path / "coa_jax" / "compiled"
         assert os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] == "1"
         (tmp_path / "file").write_text("")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        keep_programs()  # no folder can be made there
+        enable_compilation_cache()  # no folder can be made there
         assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
 
@@ -54,7 +54,7 @@ def test_jax_reads_the_programs_that_an_earlier_process_stored_in_a_bucket(bucke
         command = [sys.executable, "-c", PROGRAM]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         assert "compilation cache" not in done.stderr, done.stderr
-        names = opened(bucket)[0].find(f"{bucket}/compiled")
+        names = url_to_fs(bucket)[0].find(f"{bucket}/compiled")
         found.append((int(done.stdout), [n for n in names if n.endswith("-cache")]))
     assert found[0][0] == 0 and len(found[0][1]) > 0
     assert found[1] == (len(found[0][1]), found[0][1])

@@ -159,7 +159,7 @@ def architecture(*places: str) -> tuple[str, str]:
     """A program that prints the name and number of layers of each architecture, or the error."""
     lines = (
         "from coa_jax.errors import UserError",
-        "from coa_jax.model.shapes import architecture_of",
+        "from coa_jax.model.architectures import architecture_of",
         f"for place in {places!r}:",
         "    try:",
         "        name, config = architecture_of(place)",

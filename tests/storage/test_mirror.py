@@ -23,7 +23,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.tokenizer import MissingTokenizer
 from coa_jax.run.run_dir import RunDir
 from coa_jax.storage import mirror as mirrors
-from coa_jax.storage.places import opened
+from coa_jax.storage.file_systems import url_to_fs
 from tests.random_params import random_params
 
 URL = "gs://bucket/run"
@@ -59,7 +59,7 @@ def memory(monkeypatch):
     fs = fsspec.filesystem("memory", skip_instance_cache=True)
     fs.store, fs.pseudo_dirs = {}, [""]
     dying = Dying(_Rootless(fs))
-    monkeypatch.setattr(mirrors, "opened", lambda url: (dying, url.partition("://")[2]))
+    monkeypatch.setattr(mirrors, "url_to_fs", lambda url: (dying, url.partition("://")[2]))
     monkeypatch.setattr(mirrors, "WHOLE", 64)
     return dying
 
@@ -317,7 +317,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(bucket, monkeypatch):
 
 
 def test_a_bucket_whose_objects_may_not_be_changed_is_refused_at_the_start(bucket, monkeypatch):
-    fs, _ = opened(bucket)
+    fs, _ = url_to_fs(bucket)
 
     def refuse(path: str) -> None:
         raise OSError(f"Forbidden: object {path} is subject to the bucket's retention policy")

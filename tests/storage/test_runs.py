@@ -24,7 +24,7 @@ from coa_jax.cli.export import export
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.files import durable
 from coa_jax.model.config import LoraConfig
-from coa_jax.storage.places import opened
+from coa_jax.storage.file_systems import url_to_fs
 from coa_jax.train.command import run_at
 from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
@@ -208,7 +208,7 @@ def kill_once(kind: str, root: str, name: str, machine: Path, count: int, delay:
 
 def holder(root: str, name: str) -> int:
     """Process that holds the lease of a run."""
-    fs = opened(root)[0]
+    fs = url_to_fs(root)[0]
     try:
         return int(json.loads(fs.cat_file(f"{root}/{name}/lease.json"))["pid"])
     except (FileNotFoundError, KeyError, ValueError):

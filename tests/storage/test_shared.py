@@ -15,7 +15,7 @@ import pytest
 
 from coa_jax import storage
 from coa_jax.errors import UserError
-from coa_jax.storage.places import opened
+from coa_jax.storage.file_systems import url_to_fs
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -81,7 +81,7 @@ def this_machine(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_entries_that_were_uploaded_before_machines_are_killed_are_there(bucket, tmp_path):
-    url, fs = f"{bucket}/calls", opened(bucket)[0]
+    url, fs = f"{bucket}/calls", url_to_fs(bucket)[0]
     writers = {name: machine(url, tmp_path / name, name, 10**6, 0.2) for name in ("a", "b")}
     here: dict[str, int] = {}
     while len(here) < 2 or min(here.values()) < 100:  # the processes write meanwhile
@@ -122,7 +122,7 @@ def test_processes_of_a_machine_see_entries_at_once_and_a_reset_is_noticed(gs, t
 
 
 def test_the_newest_entry_of_a_key_counts_and_a_removed_file_is_forgotten(bucket):
-    url, fs = f"{bucket}/calls", opened(bucket)[0]
+    url, fs = f"{bucket}/calls", url_to_fs(bucket)[0]
     seen = {}
     for text in ("old", "new"):
         with storage.closing_caches():
@@ -136,7 +136,7 @@ def test_the_newest_entry_of_a_key_counts_and_a_removed_file_is_forgotten(bucket
 
 
 def test_a_row_that_a_kill_has_cut_is_left_out_and_a_damaged_row_is_named(gs):
-    url, fs = f"{gs}/calls", opened(gs)[0]
+    url, fs = f"{gs}/calls", url_to_fs(gs)[0]
     seen = {"text": "t", "ok": True, "outcome": "ok", "seconds": 0.0}
     row = {"key": "k", "tool": "t", "arguments": "", "observation": json.dumps(seen), "stored": 1.0}
     fs.pipe_file(f"{url}/entries-a.jsonl", json.dumps(row).encode() + b'\n{"key": "cut')

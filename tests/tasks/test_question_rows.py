@@ -7,6 +7,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.tasks import load_tasks
 from coa_jax.tasks.question_rows import Columns, question_task, tasks_of_rows
+from coa_jax.tasks.task_protocol import with_task_protocol
 from tests.rows import write
 
 ROWS = [
@@ -109,3 +110,12 @@ def test_other_columns_of_a_file_become_metadata_as_those_of_rows_of_python(
 def test_a_field_of_the_metadata_precedes_a_column_and_a_value_without_json_is_left_out():
     row = {"question": "Who?", "answer": "B4", "hops": 1, "metadata": {"hops": 2}, "image": b"\xff"}
     assert question_task(row, "train", "generalist", "rows").metadata == {"hops": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "protocol"), [("", "own_tools"), ("free_search_dice", "free_search_dice")]
+)
+def test_questions_get_the_protocol_that_an_evaluation_asks_for(asked, protocol):
+    own = {"dice": {"path": "examples.own_tool.my_tools:Dice"}}
+    values = {"tasks": "questions.jsonl", "protocol": asked, "tools": {"names": (), "own": own}}
+    assert with_task_protocol(values)["task_options"]["protocol"] == protocol

@@ -11,7 +11,7 @@ from coa_jax.config.extensions import Reference
 from coa_jax.data.trajectory import Author, SegmentSpan
 from coa_jax.errors import UserError
 from coa_jax.tasks import Graders, GradersConfig, Task
-from coa_jax.tasks.graders import MOST_RAISED
+from coa_jax.tasks.graders import MAX_EXCEPTIONS
 from coa_jax.tasks.question_rows import Columns, tasks_of_rows, without_answers
 from tests.tasks.finished import finished
 
@@ -126,7 +126,7 @@ def test_a_reward_that_raises_for_every_trajectory_ends_the_run_and_says_where(c
     every, line = graders(of_text_as_list), of_text_as_list.__code__.co_firstlineno + 1
     every.check([TASK])
     assert f"{__file__}:{line}" in caplog.text  # tried before the run
-    masked = [every(TASK, finished("408")) for _ in range(MOST_RAISED - 1)]
+    masked = [every(TASK, finished("408")) for _ in range(MAX_EXCEPTIONS - 1)]
     assert {reward.value for reward in masked} == {None}
     with pytest.raises(UserError, match=rf"own .*AttributeError.*{__file__}:{line}"):
         every(TASK, finished("408"))
@@ -138,7 +138,7 @@ def test_a_reward_that_raises_for_some_trajectories_only_masks_them():
 
     every = graders(of_digits)
     assert every(TASK, finished("1")).value == 1.0
-    masked = [every(TASK, finished("one")) for _ in range(2 * MOST_RAISED)]
+    masked = [every(TASK, finished("one")) for _ in range(2 * MAX_EXCEPTIONS)]
     assert {reward.value for reward in masked} == {None}
 
 
@@ -149,7 +149,7 @@ def test_a_reward_of_the_group_that_raises_for_every_sample_ends_the_run():
     every, sample = graders(compares), finished("408")
 
     async def grade_group():
-        alone = [await every.grade_alone(TASK, sample) for _ in range(MOST_RAISED // 2)]
+        alone = [await every.grade_alone(TASK, sample) for _ in range(MAX_EXCEPTIONS // 2)]
         return await every.grade_together(TASK, [sample] * len(alone), alone)
 
     assert {reward.value for reward in asyncio.run(grade_group())} == {None}

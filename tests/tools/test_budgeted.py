@@ -13,7 +13,13 @@ from coa_jax.run.settings import build_config
 from coa_jax.tools.base import Observation, ToolContext, call_tool
 from coa_jax.tools.budgeted import Budgeted
 from coa_jax.tools.make import ToolsConfig, make_tools
-from coa_jax.tools.net.budget import Budget, BudgetSpentError, CallBudget, purse_of, spending
+from coa_jax.tools.net.budget import (
+    Budget,
+    BudgetSpentError,
+    CallBudget,
+    budget_tracker,
+    charge_to_run,
+)
 from coa_jax.tools.recorded import Recorded
 
 
@@ -49,7 +55,7 @@ def test_a_tool_is_called_until_its_budget_is_spent(tmp_path):
         [({"max_calls": 3}, 3), ({"price": 0.25, "max_money": 1.1}, 4),
          ({"price": 1.0, "max_money": 9.0, "max_calls": 5}, 5)]
     ):  # fmt: skip
-        with spending(tmp_path / str(number)):
+        with charge_to_run(tmp_path / str(number)):
             assert calls_until_spent(CallBudget(**limits)) == calls
 
 
@@ -64,20 +70,20 @@ def test_money_for_a_whole_number_of_calls_pays_for_all_of_them(price, max_money
 def test_processes_spend_a_budget_together_and_exactly(tmp_path):
     spent = []
     for process in range(4):  # one after the other, each as if the others were there
-        with spending(tmp_path / f"of-{process}", process, 4):
+        with charge_to_run(tmp_path / f"of-{process}", process, 4):
             spent.append(calls_until_spent(CallBudget(max_calls=10)))
     assert spent == [3, 3, 2, 2]
 
 
 def test_a_run_that_goes_on_has_what_is_left(tmp_path):
     budget = CallBudget(max_calls=10)
-    with spending(tmp_path, 0, 2):  # process 1 is killed before it calls
+    with charge_to_run(tmp_path, 0, 2):  # process 1 is killed before it calls
         assert calls_until_spent(budget) == 5
-    with spending(tmp_path, 0, 3):
+    with charge_to_run(tmp_path, 0, 3):
         assert calls_until_spent(budget) == 2  # of the five, which three share
-    with spending(tmp_path, 0, 1):
+    with charge_to_run(tmp_path, 0, 1):
         assert calls_until_spent(budget) == 3
-    with spending(tmp_path, 0, 1):
+    with charge_to_run(tmp_path, 0, 1):
         assert calls_until_spent(budget) == 0
         assert calls_until_spent(CallBudget(max_calls=12)) == 2  # raised
     told = json.loads((tmp_path / "0.json").read_text())
@@ -87,13 +93,13 @@ def test_a_run_that_goes_on_has_what_is_left(tmp_path):
 def test_calls_are_noted_before_they_are_made(tmp_path):
     """Whenever the process is killed, the file counts no fewer calls than were made."""
     limits = Budget(max_calls=100_000)
-    with spending(tmp_path):
-        purse = purse_of(limits, "search")
+    with charge_to_run(tmp_path):
+        tracker = budget_tracker(limits, "search")
         for made in range(1, 500):
-            purse.begin()
+            tracker.begin()
             noted = json.loads((tmp_path / "0.json").read_text())["search"]["calls"]
             assert made <= noted <= made + 100
-            purse.end({"prompt_tokens": 0, "completion_tokens": 0}, answered=True)
+            tracker.end({"prompt_tokens": 0, "completion_tokens": 0}, answered=True)
     assert json.loads((tmp_path / "0.json").read_text())["search"]["calls"] == 499
 
 
@@ -101,16 +107,16 @@ def test_tokens_and_money_are_shared_and_kept_too(tmp_path):
     limits = Budget(prices=(("m", 1e6, 1e6),), max_money=10.0)
 
     def pay(count):
-        purse = purse_of(limits, "http://x", "m")
+        tracker = budget_tracker(limits, "http://x", "m")
         for _ in range(count):
-            purse.begin()
-            purse.end({"prompt_tokens": 1, "completion_tokens": 0}, answered=True)
+            tracker.begin()
+            tracker.end({"prompt_tokens": 1, "completion_tokens": 0}, answered=True)
 
-    with spending(tmp_path, 0, 2):
+    with charge_to_run(tmp_path, 0, 2):
         pay(5)
         with pytest.raises(BudgetSpentError, match=r"max_money=10 is spent \(5 by process 0 of 2"):
             pay(1)
-    with spending(tmp_path, 1, 2), pytest.raises(BudgetSpentError, match=r"budget was 2\.5"):
+    with charge_to_run(tmp_path, 1, 2), pytest.raises(BudgetSpentError, match=r"budget was 2\.5"):
         pay(4)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     assert sum(rows["http://x m"]["money"] for rows in told) == pytest.approx(8.0)
@@ -124,7 +130,7 @@ def test_calls_wait_for_their_turn_and_not_within_the_deadline_of_the_tool(tmp_p
     async def ask():
         return await asyncio.gather(*(call_tool(tool, "x", ToolContext()) for _ in range(9)))
 
-    with spending(tmp_path, 1, 2):  # this process has half of the rate
+    with charge_to_run(tmp_path, 1, 2):  # this process has half of the rate
         start = time.monotonic()
         seen = asyncio.run(ask())
         seconds = time.monotonic() - start
@@ -143,7 +149,7 @@ def test_a_budget_is_a_setting_and_an_answer_from_the_store_costs_nothing(tmp_pa
     )
     (tool,) = make_tools(config)
     assert isinstance(tool, Recorded) and isinstance(tool.tool, Budgeted)
-    with spending(tmp_path / "spent"):
+    with charge_to_run(tmp_path / "spent"):
         first = asyncio.run(call_tool(tool, "capital of Norway", ToolContext()))
         again = asyncio.run(call_tool(tool, "capital of Norway", ToolContext()))
         assert first.ok and again.text == first.text and again.detail["stored"]
@@ -167,5 +173,8 @@ def test_a_budget_that_cannot_be_kept_is_refused(budgets, said):
 
 def test_what_was_spent_is_read_or_refused(tmp_path):
     (tmp_path / "0.json").write_text('{"search": {"cals": 1}}')
-    with pytest.raises(UserError, match=r"0\.json: not a file with the costs"), spending(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"0\.json: not a file with the costs"),
+        charge_to_run(tmp_path),
+    ):
         pass

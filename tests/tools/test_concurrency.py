@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from coa_jax.tools.concurrency import apart, run_blocking
+from coa_jax.tools.concurrency import run_blocking, run_outside_event_loop
 
 
 async def answer(value: int) -> int:
@@ -35,10 +35,16 @@ def test_a_coroutine_is_run_to_its_end_inside_of_a_loop_and_outside(inside):
 
 def test_work_stays_in_its_thread_where_no_loop_runs():
     async def cell() -> int:
-        return apart(threading.get_ident)
+        return run_outside_event_loop(threading.get_ident)
 
-    assert apart(threading.get_ident) == threading.get_ident()
+    assert run_outside_event_loop(threading.get_ident) == threading.get_ident()
     assert asyncio.run(cell()) != threading.get_ident()
+
+
+def test_an_error_of_the_work_has_no_other_error_before_it():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_outside_event_loop(lambda: signal.raise_signal(signal.SIGINT))
+    assert caught.value.__context__ is None
 
 
 def test_ctrl_c_ends_the_work_in_its_thread():
@@ -54,7 +60,7 @@ def test_ctrl_c_ends_the_work_in_its_thread():
     async def cell() -> None:
         main = threading.main_thread().ident
         threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-        apart(work)
+        run_outside_event_loop(work)
 
     loop = asyncio.new_event_loop()  # asyncio.run would take the signal; Jupyter does not
     began = time.monotonic()

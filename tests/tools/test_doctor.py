@@ -14,7 +14,7 @@ import pytest
 
 import coa_jax
 from coa_jax.perf.device.doctor import main
-from coa_jax.sandbox import canaries, isolation
+from coa_jax.sandbox import attacks, isolation
 from coa_jax.tools import doctor
 
 ROOT = Path(coa_jax.__file__).resolve().parent
@@ -50,8 +50,8 @@ def test_versions_that_are_not_tested_are_said_first(monkeypatch, capsys):
 
 
 def test_a_program_that_escapes_makes_it_fail(monkeypatch, capsys):
-    escaped = canaries.Canary("escape", "print('BROKEN: escaped')")
-    monkeypatch.setattr(doctor, "canaries", lambda targets: (escaped,))
+    escaped = attacks.Attack("escape", "print('BROKEN: escaped')")
+    monkeypatch.setattr(doctor, "list_attacks", lambda targets: (escaped,))
     monkeypatch.setattr(doctor, "_TIMED_CALLS", 1)
     assert main([]) == 1
     text = capsys.readouterr().out

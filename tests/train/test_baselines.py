@@ -201,7 +201,7 @@ def test_processes_meet_before_the_scores_of_the_reference(folder, monkeypatch):
         order.append("score")
         return score(*arguments, **options)
 
-    monkeypatch.setattr("coa_jax.parallel.processes.meet", meet)
+    monkeypatch.setattr("coa_jax.parallel.processes.barrier", meet)
     monkeypatch.setattr(preference, "score", scored)
     optimizer = OptimizerConfig(learning_rate=3e-3, total_steps=1)
     mesh = MeshConfig(wait_seconds=7.0)

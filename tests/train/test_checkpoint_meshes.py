@@ -10,9 +10,9 @@ import pytest
 
 from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
+from coa_jax.train.critic import init_critic
 from coa_jax.train.fingerprints import fingerprint
 from coa_jax.train.step import TrainState, init_state
-from coa_jax.train.value import init_critic
 from tests.devices import on_devices
 from tests.parallel.launched import launch_function
 from tests.train.test_checkpoint import OPTIMIZER, made, numbers, opened, same, truncate
@@ -49,10 +49,10 @@ def fall_back_together(path: str) -> None:
     with opened(folder) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, over_processes(made(step)), {"cursor": step})
-    processes.meet("both are written", 60)
+    processes.barrier("both are written", 60)
     if processes.index() == 0:
         truncate(folder / "2" / "state" / "ocdbt.process_1")
-    processes.meet("one is torn", 60)
+    processes.barrier("one is torn", 60)
     for expected in (1, 2):
         with opened(folder) as checkpoints:
             restored = checkpoints.newest(over_processes(made(0)))

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from coa_jax.engine.memory import engine_memory
+from coa_jax.model.architectures import architecture_of
 from coa_jax.model.config import LoraConfig
-from coa_jax.model.shapes import architecture_of
 from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config

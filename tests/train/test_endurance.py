@@ -31,9 +31,9 @@ from coa_jax.tasks.graders import GradersConfig
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.train import rl, stream
+from coa_jax.train import group_stream, rl
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.record import StepLog
+from coa_jax.train.run_records import StepLog
 from tests import tiny_policy
 from tests.parallel.launched import launch
 from tests.train.tiny_runs import STREAM, rl_config, rows
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     folder, steps, me = Path(argv[1]), int(argv[2]), processes.index()
     slow = 0 < me == processes.count() - 1
     clock, tool = VirtualClock(), Faulty(me, 4.0 if slow else 1.0)
-    update, learned, exchange = rl.update, StepLog.learned, processes.exchange
+    update, learned, exchange = rl.update, StepLog.learned, processes.all_gather
 
     def held_update(*arguments, **named):
         with clock.hold():
@@ -113,11 +113,11 @@ def main(argv: list[str]) -> None:
 
     judge.chat = functools.partial(reply, steps, random.Random(me))
     rl.update, StepLog.learned = held_update, noted
-    stream._NEWS_S = 1.0  # of the virtual clock, on which an exchange takes no time
-    stream.processes = types.SimpleNamespace(
-        **{**vars(processes), "exchange_async": timed_exchange}
+    group_stream._NEWS_S = 1.0  # of the virtual clock, on which an exchange takes no time
+    group_stream.processes = types.SimpleNamespace(
+        **{**vars(processes), "all_gather_async": timed_exchange}
     )
-    rl.Stream = functools.partial(stream.Stream, loop_factory=clock.new_loop)
+    rl.GroupStream = functools.partial(group_stream.GroupStream, loop_factory=clock.new_loop)
     config = rl_config(
         folder / "model",
         folder / "tasks.jsonl",

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from coa_jax.data.forms import made_of
-from coa_jax.data.split import Unusable
+from coa_jax.data.row_formats import convert_row
+from coa_jax.data.text_parts import Unusable
 from coa_jax.protocol import Prompt
 from coa_jax.train.examples import record_example
 from tests.model.test_tool_chat import qwen  # noqa: F401  (a fixture)
@@ -65,7 +65,7 @@ def row(chat=CHAT, tools=TOOLS):
 
 
 def example(tokenizer, value):
-    record = made_of(value, "x").record
+    record = convert_row(value, "x").record
     return record_example(tokenizer, record, Prompt("brief"))
 
 
@@ -125,7 +125,7 @@ def test_a_chain_of_agents_stays_one_beside_any_column_of_tools():
         {"role": "assistant", "content": "<think>b</think><answer>3</answer>"},
     ]
     for tools in (TOOLS, ["crawl_page"], "none"):
-        record = made_of({"messages": turns, "tools": tools}, "x").record
+        record = convert_row({"messages": turns, "tools": tools}, "x").record
         assert (record.protocol, record.answer, record.metadata) == ("web", "3", {})
 
 
@@ -154,4 +154,4 @@ def test_a_conversation_that_the_template_cannot_show_is_left_out(change, reason
     value = row()
     change(value["messages"])
     with pytest.raises(Unusable, match=reason):
-        made_of(value, "x")
+        convert_row(value, "x")

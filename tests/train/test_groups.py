@@ -13,10 +13,10 @@ from coa_jax.errors import UserError
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.train.admission import Composition
 from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.group_stream import LocalShare
 from coa_jax.train.groups import assemble, completed, graded, is_learned
 from coa_jax.train.metrics import masked_by, rollout_metrics
 from coa_jax.train.shaping import StopRewards, shape_reward
-from coa_jax.train.stream import LocalShare
 from tests.tasks.finished import finished
 from tests.train.bare import bare
 from tests.train.tiny_runs import rl_config

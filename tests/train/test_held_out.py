@@ -90,7 +90,7 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
     class Killed(Exception):
         pass
 
-    original, samples = held_out.finish, []
+    original, samples = held_out.run_and_grade, []
 
     async def half(sampler, missing, tasks, graders, store):
         before = len(store.samples)
@@ -102,7 +102,7 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
             path.write_text("".join(lines[:3]))
             raise Killed
 
-    monkeypatch.setattr(held_out, "finish", half)
+    monkeypatch.setattr(held_out, "run_and_grade", half)
     with pytest.raises(Killed):
         train(folder, "parts", **EVALUATED)
     again = train(folder, "parts", **EVALUATED)
@@ -122,7 +122,7 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
 
 def stop_at(monkeypatch, step):
     """Makes the next evaluation after ``step`` receive SIGTERM before its first sample."""
-    original, sent = held_out.finish, []
+    original, sent = held_out.run_and_grade, []
 
     async def stopped(sampler, missing, tasks, graders, store):
         if store.about["step"] == step and not sent:
@@ -130,7 +130,7 @@ def stop_at(monkeypatch, step):
             os.kill(os.getpid(), signal.SIGTERM)
         await original(sampler, missing, tasks, graders, store)
 
-    monkeypatch.setattr(held_out, "finish", stopped)
+    monkeypatch.setattr(held_out, "run_and_grade", stopped)
 
 
 def evaluations(run, phase):
@@ -158,7 +158,7 @@ def test_a_resumed_run_completes_an_evaluation_that_sigterm_ended(
 
 @pytest.mark.slow
 def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
-    from coa_jax.train.rl import repeat
+    from coa_jax.train.rl import replay_steps
 
     changes = {
         **STREAM,
@@ -171,7 +171,7 @@ def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
     history = rows(run, "rl")
     assert [row["step"] for row in history if "eval/pass_at_1" in row] == [2, 4, 6, 8]
     config = rl_config(folder / "model", folder / "tasks.jsonl", **changes)
-    assert repeat(config, run).identical
+    assert replay_steps(config, run).identical
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.train.rl import repeat
+from coa_jax.train.rl import replay_steps
 from coa_jax.train.rl_config import RLConfig
 from tests import tiny_policy
 from tests.killing import assert_same_run, copy_compiled
@@ -54,7 +54,7 @@ def go_on_to_the_same_bits(kind: str, folder: Path, name: str) -> None:
     config = config_of(kind, folder)
     if kind == "stream":
         assert isinstance(config, RLConfig)
-        repeated = repeat(config, folder / name)
+        repeated = replay_steps(config, folder / name)
         assert repeated.steps == STEPS[kind] and repeated.identical, str(repeated)
     else:
         assert_same_run(folder / f"{kind}-whole", folder / name, PHASE[kind], STEPS[kind])

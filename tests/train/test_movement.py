@@ -18,8 +18,8 @@ from coa_jax.train.batch import Example, merge_identical, pack
 from coa_jax.train.metrics import variety
 from coa_jax.train.movement import movement, norm_before
 from coa_jax.train.optimizer import OptimizerConfig
+from coa_jax.train.run_warnings import MetricHistory
 from coa_jax.train.step import init_state
-from coa_jax.train.watch import Watch
 from tests.train.bare import bare
 
 MODEL = ModelConfig("llama", 61, 16, 24, 2, 2, 1, 8, lora=LoraConfig(rank=3))
@@ -108,8 +108,8 @@ def test_variety_counts_texts_once_and_compares_wrong_with_right_samples():
 
 
 def test_a_policy_that_hardly_moves_is_told_so_after_ten_steps():
-    watch = Watch()
+    watch = MetricHistory()
     assert watch.see({"step": 5, "moved/argmax": 0.0}) == []
     (text,) = watch.see({"step": 10, "moved/argmax": 0.001})
     assert "0.10%" in text and "optimizer.learning_rate" in text
-    assert Watch().see({"step": 10, "moved/argmax": 0.02}) == []
+    assert MetricHistory().see({"step": 10, "moved/argmax": 0.02}) == []

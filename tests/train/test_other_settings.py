@@ -143,7 +143,7 @@ def test_a_run_that_was_made_longer_is_replayed_with_the_settings_of_each_step(f
         with run_at(tmp_path, config(steps)) as (run, output, _):
             rl.train(config(steps), run, output, list(tiny_policy.tools().values()))
     assert len(rows(tmp_path, "rl")) == 4
-    found = rl.repeat(config(4), tmp_path)
+    found = rl.replay_steps(config(4), tmp_path)
     assert found.trajectories and found.identical, str(found)
     assert "optimizer.total_steps: 2 -> 4 from step 3 on" in str(found)
 

@@ -11,8 +11,8 @@ from coa_jax.data.trajectory import read_trajectories
 from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.train import rl
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.pool import Pool
-from coa_jax.train.record import StepLog
+from coa_jax.train.run_records import StepLog
+from coa_jax.train.task_pool import TaskPool
 from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.killed_runs import kill_once
@@ -37,7 +37,7 @@ def known_after(config, run):
     """What a pool learns from the record of a run."""
     parts = load_parts(config, "train", config.num_tasks, config.seed)
     tasks = [task for part in parts.values() for task in part]
-    pool = Pool(config.pool, stream_of(config, parts, config.seed), tasks)
+    pool = TaskPool(config.pool, stream_of(config, parts, config.seed), tasks)
     records = StepLog(run / "steps.jsonl", active=False).read()
     for record in records:
         step = record.composition
@@ -89,5 +89,5 @@ def test_a_stream_with_a_pool_that_is_killed_goes_on_with_the_same_pool(folder):
     pool, records = known_after(config, folder / name)
     assert [record.composition.step for record in records] == list(range(1, 9))
     assert saved(folder / name) == pool.known
-    found = rl.repeat(config, folder / name)
+    found = rl.replay_steps(config, folder / name)
     assert found.steps == 8 and found.identical, str(found)

@@ -12,7 +12,13 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.group import copies, give_back, make_engines, new_copies, publish_all
+from coa_jax.engine.group import (
+    free_engine_memory,
+    make_engines,
+    new_copies,
+    parameter_copies,
+    publish_all,
+)
 from coa_jax.engine.layout import publish, share_base, shares_base
 from coa_jax.engine.memory import check_memory, engine_memory
 from coa_jax.errors import UserError
@@ -106,10 +112,10 @@ def test_engines_decode_with_the_very_arrays_of_the_shared_base():
     assert arrays(engines[0].params) == arrays(shared)
     publish_all(engines, Adapted(new, shared))
     (beside,) = new_copies(engines, Adapted(new, shared))
-    give_back(engines)
+    free_engine_memory(engines)
     publish_all(engines, Adapted(new, shared))
     (expected,) = publish(join(base, new), MODEL, engines[0].config)
-    for found in (beside, *copies(engines)):
+    for found in (beside, *parameter_copies(engines)):
         assert arrays(found) == arrays(shared)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 

@@ -15,10 +15,10 @@ from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Example, pack, split_rows
+from coa_jax.train.critic import init_critic
 from coa_jax.train.losses import Net, PolicyLoss, ValueLoss
 from coa_jax.train.objectives import weigh
 from coa_jax.train.step import gradient_sums
-from coa_jax.train.value import init_critic
 from tests.random_params import gemma3, random_params
 from tests.train.tiny_runs import rl_config
 

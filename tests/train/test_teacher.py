@@ -113,10 +113,10 @@ def test_a_teachers_advantages_are_added_to_those_of_rewards():
             algorithm.resolve(LENGTH), [moved], MODEL, student, critic=None, reference=None,
             teacher=of, **settings,
         )  # fmt: skip
-        by_teacher = np.asarray(score(of.params, batch, model=LARGER, **settings))
+        by_teacher = np.asarray(score(of.params, batch, model_config=LARGER, **settings))
         old = moved.logp
         if old_logp == "trainer":
-            old = np.asarray(score(student, batch, model=MODEL, **settings))
+            old = np.asarray(score(student, batch, model_config=MODEL, **settings))
         gain = (by_teacher - old) * batch.mask
         np.testing.assert_allclose(
             filled.advantage, (0.25 + coef * gain) * batch.mask, rtol=1e-5, atol=1e-6

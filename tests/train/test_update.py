@@ -38,7 +38,7 @@ from tests.train.tiny_runs import rl_config
 MODEL = ModelConfig("llama", 61, 16, 24, 1, 2, 1, 8)
 LENGTH = 40
 COMPUTE = local_compute()
-SCORING = {"model": MODEL, "compute": COMPUTE, "temperature": 1.2}
+SCORING = {"model_config": MODEL, "compute": COMPUTE, "temperature": 1.2}
 DEFAULT = ("gspo",)
 REWARDED = [name for name in presets(LENGTH) if name != "opd"]
 NAMES = [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in REWARDED]
@@ -449,14 +449,15 @@ def test_ppo_learns_returns_and_takes_values_off():
 
 def test_a_value_reads_nothing_after_its_state():
     """The value of token t is that of the tokens before it: changing t changes no earlier value."""
-    from coa_jax.train.value import init_critic, token_values
+    from coa_jax.train.critic import init_critic, token_values
 
     critic = {**init_critic(params()), "value_head": jax.random.normal(jax.random.key(1), (16,))}
     batch = pack([trajectory_example(groups()[0][0], 0.0)], LENGTH)
     changed = batch._replace(tokens=batch.tokens.copy())
     changed.tokens[0, 5] = (changed.tokens[0, 5] + 1) % 61
     left, right = (
-        np.asarray(token_values(critic, b, model=MODEL, compute=COMPUTE)) for b in (batch, changed)
+        np.asarray(token_values(critic, b, model_config=MODEL, compute=COMPUTE))
+        for b in (batch, changed)
     )
     np.testing.assert_array_equal(left[:, :6], right[:, :6])
     assert (left[0, 6:8] != right[0, 6:8]).all()

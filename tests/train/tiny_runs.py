@@ -23,9 +23,9 @@ from coa_jax.train import preference, rejection, rl, sft
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.config import DPOConfig, RFTConfig
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.pool import PoolConfig
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.task_pool import PoolConfig
 from tests import forked, tiny_policy
 from tests.train.bare import bare
 from tests.train.slow_tools import slow_tools

@@ -17,7 +17,7 @@ from typing import Any
 
 from coa_jax.config.extensions import BoundFunction, ExtensionKind, bind, refuse_result
 from coa_jax.data.atif import is_atif
-from coa_jax.distillation.readers import atif, chat, mcp, oagents, own, smolagents
+from coa_jax.distillation.readers import atif, chat, mcp, message_logs, oagents, smolagents
 from coa_jax.distillation.readers.base import (
     Conversation,
     Found,
@@ -28,7 +28,7 @@ from coa_jax.distillation.readers.base import (
     each_line,
     unused,
 )
-from coa_jax.distillation.readers.calls import with_tags
+from coa_jax.distillation.readers.tool_calls import with_tags
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.storage import local
@@ -39,7 +39,7 @@ READERS = ExtensionKind(
     "trace format",
     "coa_jax.readers",
     {
-        "messages": own.read_log,
+        "messages": message_logs.read_log,
         "smolagents": smolagents.read_run,
         "oagents": oagents.read_result,
         "mcp": mcp.read,
@@ -58,7 +58,7 @@ damaged. A function with a parameter ``lines`` reads all lines of a file, see
 """
 
 _SHAPES: Mapping[str, Callable[[Any], bool]] = {
-    "messages": own.is_log,
+    "messages": message_logs.is_log,
     "oagents": oagents.is_result,
     "smolagents": smolagents.is_record,
     "atif": is_atif,
@@ -71,7 +71,7 @@ The first format that matches is used.
 """
 
 _GUESSED_FROM = 50
-"""Number of records from which the format of a file is guessed."""
+"""Maximum number of records that are read to guess the format of a file."""
 
 
 def guess_format(values: Iterable[Any]) -> str | None:
@@ -115,7 +115,7 @@ class TraceFile:
             form: name of the log format: a short name of `READERS`, or a path
                 ``package.module:name``; "" to guess the format from the first records.
             options: options of the function that reads the format; None if no options are set.
-            tools: maps names of tools to tags, see `calls.with_tags`.
+            tools: maps names of tools to tags, see `tool_calls.with_tags`.
 
         Raises:
             UserError: the file cannot be read, the format is unknown, or it cannot be guessed.
@@ -125,7 +125,11 @@ class TraceFile:
             self.read = bind(READERS, form, options or {}, "traces.format")
         lines = _lines(local(self.path), form)
         if not form:
-            head = list(itertools.islice(lines, _GUESSED_FROM))
+            head = list[Line]()
+            for line in itertools.islice(lines, _GUESSED_FROM):
+                head.append(line)
+                if guess_format([line.value]):
+                    break
             lines = itertools.chain(head, lines)
             form = self._guess([line.value for line in head])
             self.read = bind(READERS, form, options or {}, "traces.format")

@@ -26,8 +26,16 @@ _DOUBT = re.compile(
     r"|\b(?:maybe|perhaps|possibly|wrong|incorrect|false|thought|guess\w*|assum\w*|believ\w*)\b",
     re.IGNORECASE,
 )
-"""Matches words with which a sentence may deny or doubt the answer that it contains."""
+"""Matches words with which a text may deny or doubt the answer that it contains."""
 
+_TURN = re.compile(
+    r"\b(?:but|however|although|though|instead|rather|actually|yet|answer\w*|conclu\w*)\b",
+    re.IGNORECASE,
+)
+"""Matches words with which one of several sentences may announce another result."""
+
+_SENTENCE_END = re.compile(r"(?<=[.!])[\"')\]*]*\s+|\s*\n\s*")
+_LONG_WORD = re.compile(r"\w{4,}")
 _FURTHER = re.compile(r"[.!?][\"')\]*]*\s+\S")
 _KEYS = ("final_answer", "answer")
 _EMPHASIS = re.compile(r"[*]+\Z")
@@ -94,18 +102,32 @@ def marked_answer(words: str) -> tuple[str, str] | None:
     return sentence.strip(), _without_marks(boxed)
 
 
-def stated_answer(words: str) -> str | None:
-    """Returns what a single sentence of the form "SUBJECT is ANSWER." states; otherwise None.
+def stated_answer(words: str, question: str) -> str | None:
+    """Returns what a text states in the form "SUBJECT is ANSWER."; otherwise None.
 
-    The verb is "is", "was", "are" or "were", and occurs once. Such an answer is less reliable than
-    a marked one, so the result is also None if the sentence has a word of denial or doubt.
+    The verb is "is", "was", "are" or "were", and occurs once in the sentence. In a text of several
+    sentences, exactly one sentence of this form must have a word of the question, with at least
+    four letters, in its subject. Such an answer is less reliable than a marked one, so the result
+    is also None if any sentence asks, denies or doubts something, or if one of several sentences
+    announces another result.
+
+    Args:
+        words: last text of the model.
+        question: the question of the run.
     """
-    sentence = words.strip()
-    subject, *rest = _COPULA.split(sentence)
-    unclear = "\n" in sentence or "?" in sentence or _FURTHER.search(sentence)
-    if not subject or len(rest) != 1 or unclear or _DOUBT.search(sentence):
+    if "?" in words or _DOUBT.search(words):
         return None
-    return _unboxed(rest[0].removesuffix(".").replace("**", "")) or None
+    sentences = list(filter(None, _SENTENCE_END.split(words.strip())))
+    pairs = [_COPULA.split(sentence) for sentence in sentences]
+    if len(sentences) > 1:
+        asked = set(_LONG_WORD.findall(question.lower()))
+        pairs = [pair for pair in pairs if asked & {*_LONG_WORD.findall(pair[0].lower())}]
+        pairs = [pair for pair in pairs if len(pair) > 1]
+        if _TURN.search(words):
+            return None
+    if len(pairs) != 1 or len(pairs[0]) != 2 or not pairs[0][0]:
+        return None
+    return _unboxed(pairs[0][1].removesuffix(".").replace("**", "")) or None
 
 
 def _answer_in_json(words: str) -> str | None:

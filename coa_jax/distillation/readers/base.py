@@ -412,7 +412,8 @@ class Conversation:
         """Adds a tool call and its result, as two messages.
 
         Args:
-            tool: name of the tool in the other system, which `calls.with_tags` replaces by a tag.
+            tool: name of the tool in the other system, which `tool_calls.with_tags` replaces by a
+                tag.
             arguments: arguments of the call, as text or as another JSON value.
             returned: text of the result.
             ok: whether the call succeeded.

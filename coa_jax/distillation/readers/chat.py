@@ -1,9 +1,9 @@
 """Reads logs of conversations: messages of a user, of one or several agents, and of tools.
 
-The messages may have any shape that `coa_jax.distillation.readers.turns` knows. A run is a list of
-messages, an object with such a list, or the lines of a session that share its id. Sessions of
-Claude Code and Codex and traces of OpenAI's Agents SDK are recognised by their fields. docs/data.md
-describes the forms.
+The messages may have any shape that `coa_jax.distillation.readers.message_formats` knows. A run is
+a list of messages, an object with such a list, or the lines of a session that share its id.
+Sessions of Claude Code and Codex and traces of OpenAI's Agents SDK are recognised by their fields.
+docs/data.md describes the forms.
 
 The result of a call is the message of the same turn with the id of the call. Parallel calls are
 written one after another. If the last call is ``final_answer``, its argument is the answer.
@@ -17,7 +17,8 @@ The format lacks:
 - plans, reflections and verifications of a single agent, which become thoughts;
 - thoughts of a reasoning model, unless the log has them;
 - whether a tool failed, unless the log says so;
-- text after a marked answer;
+- text after a marked answer, a call of ``final_answer`` that failed, and what Pydantic AI replies
+  to a text that is not the structured output it wants;
 - calls whose arguments are not valid JSON, for example because they are truncated, and calls that
   ran at the provider, whose results are not in the log (such a run is rejected);
 - token counts of a run with several calls of the model, unless the log states them for the run or
@@ -46,7 +47,13 @@ from coa_jax.distillation.readers.base import (
     read_sessions,
     total_usage,
 )
-from coa_jax.distillation.readers.turns import Call, Turn, first, is_message, turns_of
+from coa_jax.distillation.readers.message_formats import (
+    Call,
+    Turn,
+    first_present,
+    is_message,
+    turns_of,
+)
 from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (
@@ -101,8 +108,8 @@ class Facts:
 def facts_of(fields: Field) -> Facts:
     """Reads the question, the answers and the id of a run, under any of their usual names."""
     value = fields.mapping()
-    predicted, answered = first(fields, _PREDICTION), first(fields, _ANSWER)
-    gold = first(fields, _GOLD)
+    predicted, answered = first_present(fields, _PREDICTION), first_present(fields, _ANSWER)
+    gold = first_present(fields, _GOLD)
     if predicted and not gold and answered and "answer" in value:
         gold, answered = fields["answer"], Field(None)  # the answer is that of a data set
     answer = predicted or answered
@@ -243,22 +250,24 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         thought = "\n".join(filter(None, (turn.reasoning, turn.words)))
         returned = _paired(turn.calls, _results(spoken[number + 1 :]))
         for (_, tool, arguments), result in zip(turn.calls, returned, strict=True):
-            if result is None:
-                final = _final(arguments)
+            if _is_final(tool):
+                final = final if result and not result.ok else _final(arguments)
                 continue
+            assert result
             talk.call(tool, arguments, result.words, result.ok, thought)
             thought = ""
-        if final is not None:
+        if final is not None or turn.calls:
             talk.say(thought)
-        elif not turn.calls and number == len(spoken) - 1:
+        elif number == len(spoken) - 1:
             marked = marked_answer(turn.words)
-            stated = None if marked or facts.answer else stated_answer(turn.words)
+            told = "" if marked or facts.answer else turn.words
+            stated = stated_answer(told, talk.messages[0].content)
             if stated and grade_answer(stated, facts.gold):
                 marked, metadata = (turn.words, stated), {"answer_from": "sentence"}
             before, final = marked or ("", turn.words.strip())
             before = turn.words if facts.answer else before
             talk.say("\n".join(filter(None, (turn.reasoning, before))))
-        elif not turn.calls:
+        else:
             _say(talk, turn, thought)
     if facts.answer or final:
         talk.answer(facts.answer or final or "")
@@ -306,7 +315,7 @@ def _results(following: Sequence[Turn]) -> list[Turn]:
 
 
 def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]:
-    """Returns the result of each call of a turn; None for ``final_answer``, which has no result.
+    """Returns the result of each call of a turn; ``final_answer`` may have no result (None).
 
     Several turns may use the same ids. Calls of one turn with the same id are paired with results
     in their order.
@@ -320,12 +329,14 @@ def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]
             raise Malformed(f"two results of the call {result.identity!r}")
     returned: list[Turn | None] = []
     for identity, tool, _ in calls:
-        is_final = tool.lower().replace("_", "") == "finalanswer"
-        if not waiting[identity] and not is_final:
+        if not waiting[identity] and not _is_final(tool):
             raise Malformed(f"no result of the call {identity!r}")
-        output = waiting[identity].pop(0) if waiting[identity] else None
-        returned.append(None if is_final else output)
+        returned.append(waiting[identity].pop(0) if waiting[identity] else None)
     return returned
+
+
+def _is_final(tool: str) -> bool:
+    return tool.lower().replace("_", "") == "finalanswer"
 
 
 def _final(arguments: Any) -> str:
@@ -416,7 +427,7 @@ def _session_of(record: Field) -> str | None:
     if value.get("object") == "trace":
         return record["id"].scalar()
     if isinstance(value.get("payload"), dict) or "sessionId" not in value:
-        return first(record, _SESSION).optional_scalar()
+        return first_present(record, _SESSION).optional_scalar()
     agent = value.get("agentId") if value.get("isSidechain") else None
     return f"{record['sessionId'].scalar()}{f':{agent}' if agent else ''}"
 

@@ -16,7 +16,7 @@ The format lacks:
   observation contains everything (such a record is rejected);
 - the first of two runs of the search agent on the same task, because the second run overwrote it.
   If two requests of the manager name the same task, the record is rejected;
-- a verification (`coa_jax.distillation.arrange` can add one);
+- a verification (`coa_jax.distillation.message_order` can add one);
 - the text of the tool if the observation is null. Such an observation becomes an empty observation
   with the outcome ``error``;
 - token counts.
@@ -30,8 +30,8 @@ from typing import Any
 from coa_jax.distillation.messages import Kind, clean
 from coa_jax.distillation.readers import programs
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed, Trace
-from coa_jax.distillation.readers.calls import tag_of
 from coa_jax.distillation.readers.programs import StepProgram
+from coa_jax.distillation.readers.tool_calls import tag_of
 
 AGENT = "search_agent"
 _Run = tuple[str, Field]
@@ -111,7 +111,7 @@ def _action(
     if program is None:  # nothing ran, because the output could not be parsed
         talk.say(thought)
     elif not program.requests:
-        programs.tell(talk, step, program, thought)
+        programs.add_step(talk, step, program, thought)
     elif program.adds:
         raise Malformed(f"{step} asks {AGENT} and does something besides")
     else:

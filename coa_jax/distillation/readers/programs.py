@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed
-from coa_jax.distillation.readers.calls import is_tool
+from coa_jax.distillation.readers.tool_calls import is_tool
 from coa_jax.protocol import format_code
 
 _GLUE = frozenset({"print", "final_answer", "str", "repr", "len", "format"})
@@ -164,7 +164,7 @@ def outcome_of(step: Field) -> tuple[str, str]:
     return step.get("observations").optional_text(), error_of(step)
 
 
-def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) -> None:
+def add_step(talk: Conversation, step: Field, program: StepProgram, thought: str) -> None:
     """Adds a step to a conversation; the program of the step must not ask an agent.
 
     If the program only calls a tool, the step becomes a call of this tool. If the program computes

@@ -27,8 +27,8 @@ from typing import Any
 
 from coa_jax.distillation.readers import programs
 from coa_jax.distillation.readers.base import Conversation, Field, Malformed, Trace, total_usage
-from coa_jax.distillation.readers.calls import tag_of
 from coa_jax.distillation.readers.programs import StepProgram
+from coa_jax.distillation.readers.tool_calls import tag_of
 
 _Call = tuple[str, Field]
 """The name of a tool, and the arguments of its call."""
@@ -144,7 +144,7 @@ def _source(calls: Sequence[_Call]) -> str | None:
 
 def _program(talk: Conversation, step: Field, program: StepProgram, runs: Sequence[Field]) -> None:
     if not runs and not program.requests:
-        programs.tell(talk, step, program, _thought(step))
+        programs.add_step(talk, step, program, _thought(step))
     elif program.adds:
         raise Malformed(f"{step} asks a managed agent and does something besides")
     else:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 from coa_jax.config.fields import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
+from coa_jax.distillation.gather import gather
 from coa_jax.distillation.llm import UnusableReplyError
 from coa_jax.distillation.synthesis.drafts import (
     Author,
@@ -24,12 +25,11 @@ from coa_jax.distillation.synthesis.drafts import (
     Draft,
     Duplicates,
     TextRules,
+    contains_answer,
     document_of,
     screen,
-    told,
 )
 from coa_jax.distillation.synthesis.solvers import Verdict
-from coa_jax.distillation.together import gather
 from coa_jax.tasks.base import SPLITS, Task, fraction
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tools.bm25 import WikiIndex
@@ -222,7 +222,7 @@ class Synthesis:
         for hit in self._index.search(answer, 16 * self._config.candidates):
             document = document_of(hit.passage)
             fits = document.split == draft.split and document not in draft.documents
-            speaks = told([answer], f"{document.title}\n{document.text}")
+            speaks = contains_answer([answer], f"{document.title}\n{document.text}")
             if fits and speaks and self._author.reads(document):
                 related.append(document)
 

@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
 from coa_jax.config.extensions import ExtensionKind, bind
-from coa_jax.config.fields import Bounded, Count, Place, Seed, Share, Temperature, shown
-from coa_jax.distillation.chance import uniform
+from coa_jax.config.fields import Bounded, Count, Place, Seed, Share, Temperature, format_value
 from coa_jax.distillation.endpoint import Endpoint, RequestRefusedError
+from coa_jax.distillation.gather import gather
 from coa_jax.distillation.llm import read_object
+from coa_jax.distillation.random_numbers import uniform
 from coa_jax.distillation.synthesis.drafts import Document
-from coa_jax.distillation.together import gather
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import eos_ids
@@ -69,7 +69,8 @@ class ClosedBookConfig(Bounded):
         super().__post_init__()
         if (self.who == "policy") != bool(self.policy):
             raise UserError(
-                f"policy is {shown(self.policy)} and who is {shown(self.who)}; give both or none"
+                f"policy is {format_value(self.policy)} and who is {format_value(self.who)}; "
+                "give both or none"
             )
 
 
@@ -83,7 +84,7 @@ GUESSERS = ExtensionKind(
 """Classes of solvers (`ClosedBook`) that guess, knowing only which answers are usual."""
 
 
-def remembers(endpoint: Endpoint, concurrency: int) -> ClosedBook:
+def closed_book_solver(endpoint: Endpoint, concurrency: int) -> ClosedBook:
     """Returns a solver that answers without tools: a language model behind an endpoint.
 
     If a reply does not have the required form, the whole reply is the answer. If the endpoint
@@ -194,4 +195,4 @@ def closed_book(
         return f"policy/{config.policy}/{sampling}", PolicySolver(config)
     if endpoint is None:
         raise UserError("without_tools.who=endpoint needs config.endpoint or config.solver")
-    return f"endpoint/{endpoint.config.label}", remembers(endpoint, concurrency)
+    return f"endpoint/{endpoint.config.label}", closed_book_solver(endpoint, concurrency)

@@ -138,7 +138,7 @@ def facts_author(documents: Iterable[Document], seed: int) -> Author:
     return author
 
 
-def told(answers: Iterable[str], text: str) -> bool:
+def contains_answer(answers: Iterable[str], text: str) -> bool:
     """Returns whether a text contains one of several answers as whole words.
 
     For an answer that is a set, such as ``red|blue``, one member suffices.
@@ -176,13 +176,15 @@ def fault_of(draft: Draft, rules: TextRules) -> str | None:
         return "answer_length"
     if _OF_THE_TEXT.search(draft.question):
         return "speaks_of_the_text"
-    if told(draft.gold, draft.question):
+    if contains_answer(draft.gold, draft.question):
         return "answer_told"
-    if told(draft.hidden, draft.question):
+    if contains_answer(draft.hidden, draft.question):
         return "intermediate_told"
     if draft.form == "atomic":
         text = f"{draft.documents[0].title}\n{draft.documents[0].text}"
-        if not any(all(told([p], text) for p in answer.split("|")) for answer in draft.gold):
+        if not any(
+            all(contains_answer([p], text) for p in answer.split("|")) for answer in draft.gold
+        ):
             return "answer_not_in_document"
     return None
 

@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 from coa_jax.distillation.contamination import entities
 from coa_jax.distillation.endpoint import Endpoint
 from coa_jax.distillation.llm import ask, read_object
-from coa_jax.distillation.synthesis.drafts import Document, Draft, TextRules, fault_of, told
+from coa_jax.distillation.synthesis.drafts import (
+    Document,
+    Draft,
+    TextRules,
+    contains_answer,
+    fault_of,
+)
 
 T = TypeVar("T")
 
@@ -111,12 +117,12 @@ class LanguageAuthor:
             if value.get("merged", "") is None:
                 return None
             question, answer = _text(value, "question"), _text(value, "answer")
-            if not told([bridge], question):
+            if not contains_answer([bridge], question):
                 raise ValueError(f"'question' does not name the bridge {bridge!r}")
             documents, steps = (*draft.documents, document), (*draft.steps, (question, answer))
             text, hidden = _text(value, "merged"), (*draft.hidden, bridge)
             merged = Draft("depth", text, (answer,), documents, steps, hidden)
-            if not told([answer], f"{document.title}\n{document.text}"):
+            if not contains_answer([answer], f"{document.title}\n{document.text}"):
                 raise ValueError(f"the answer {answer!r} does not occur in the document")
             self._check(merged, draft)
             return merged
@@ -150,7 +156,7 @@ class LanguageAuthor:
         if fault is not None:
             raise ValueError(f"{merged.question!r}: {_EXPLAINED[fault]}")
         names = entities(part.question)
-        if names and not told(names, merged.question):
+        if names and not contains_answer(names, merged.question):
             raise ValueError(
                 f"the merged question names none of {', '.join(sorted(names))}: it must describe "
                 "what the known question asks"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax.distillation.agent_functions import AgentFunctions
 from coa_jax.distillation.journal import open_journal
 from coa_jax.distillation.messages import MessageLog
-from coa_jax.distillation.minds import Minds
 from coa_jax.distillation.pipeline import DistillConfig, run_teacher
 from coa_jax.distillation.synthesis.closed_book import ClosedBook, ClosedBookConfig
 from coa_jax.errors import UserError
@@ -33,7 +33,7 @@ class WithTools:
     def __init__(
         self,
         tools: Mapping[str, Tool],
-        minds: Minds,
+        agents: AgentFunctions,
         team: DistillConfig,
         attempts: int,
         journal: Path,
@@ -44,7 +44,7 @@ class WithTools:
 
         Args:
             tools: maps the name of each tool to the tool.
-            minds: a mind for each agent of the team.
+            agents: an agent function for each agent of the team.
             team: settings of the team; the concurrency and the maximum length of a run are used.
             attempts: number of runs of a task, after which the task counts as unsolved.
             journal: file of finished runs, which are not repeated.
@@ -55,7 +55,7 @@ class WithTools:
         Raises:
             UserError: the journal was written with other settings.
         """
-        self._tools, self._minds, self._team = tools, minds, team
+        self._tools, self._agents, self._team = tools, agents, team
         self._attempts, self._judge = attempts, judge
         self._journal = open_journal(journal, dict(fingerprint))
         self.resumed = len(self._journal.done)
@@ -66,7 +66,7 @@ class WithTools:
         for attempt in range(self._attempts):
             unsolved = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
             again = [dataclasses.replace(task, id=f"{task.id}#{attempt}") for task in unsolved]
-            logs = await run_teacher(again, self._tools, self._team, self._minds, self._journal)
+            logs = await run_teacher(again, self._tools, self._team, self._agents, self._journal)
             for task, log in zip(unsolved, logs, strict=True):
                 reason = await self._reason(task, log)
                 calls = len(log.calls)

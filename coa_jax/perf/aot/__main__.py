@@ -36,10 +36,10 @@ from absl import flags
 
 from coa_jax.config.installed import install_hint
 from coa_jax.errors import UserError
-from coa_jax.model.shapes import ARCHITECTURES, architecture_of
+from coa_jax.model.architectures import ARCHITECTURES, architecture_of
 from coa_jax.parallel.slices import default_fraction, devices_of, parse_slice
+from coa_jax.perf.aot.chip_split import table
 from coa_jax.perf.aot.estimate import KERNEL_EFFICIENCY, analyse, balance
-from coa_jax.perf.aot.split import table
 from coa_jax.run.command import config_flag, run_main
 from coa_jax.run.settings import build_config
 from coa_jax.train.arrays import set_up

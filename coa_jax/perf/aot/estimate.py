@@ -19,11 +19,11 @@ from coa_jax.parallel.chips import Chip
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import split_devices
 from coa_jax.parallel.slices import Slice, owners_of
+from coa_jax.perf.aot.chip_split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.perf.aot.costs import Costs, count
 from coa_jax.perf.aot.hlo import parse
 from coa_jax.perf.aot.programs import Program, all_programs
 from coa_jax.perf.aot.schedule import Machine, play
-from coa_jax.perf.aot.split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.train.arrays import (
     Setup,
     export_bytes,
@@ -59,7 +59,7 @@ def analyse(
     """
     chip, config = setup.where.chip, setup.config
     rows = [_compiled(program, setup.where, kernels) for program in all_programs(setup)]
-    if setup.rollouts_go_on:
+    if setup.rollouts_continue:
         _add_plans(rows)
     usable = chip.hbm_bytes * fraction
     moments = {"resume": resume_bytes(setup), "export": export_bytes(setup)}

@@ -136,7 +136,7 @@ def _scoring(setup: Setup) -> list[Program]:
     def score(name: str, times: int, params: Any, shared: Any, model: ModelConfig) -> Program:
         lower = functools.partial(
             experience.score.lower, params, batch, _allowed(setup),
-            model=model, compute=compute, temperature=config.temperature,
+            model_config=model, compute=compute, temperature=config.temperature,
         )  # fmt: skip
         return program(name, lower, times, shared, _head_turns(setup))
 
@@ -283,7 +283,7 @@ def _publish(setup: Setup) -> list[Program]:
     """
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
     model, dtype, policy = setup.model, setup.rl.engine.dtype, arrays.policy(setup)
-    keeps = bool(setup.aside) or setup.rollouts_go_on or arrays.shares_base(setup)
+    keeps = bool(setup.aside) or setup.rollouts_continue or arrays.shares_base(setup)
     alone = bool(policy.frozen) and keeps
     params = policy.params if alone else policy.model
     program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels, alone)

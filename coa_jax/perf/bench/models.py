@@ -13,9 +13,9 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
+from coa_jax.model.architectures import ARCHITECTURES
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
-from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.rl_config import RLConfig

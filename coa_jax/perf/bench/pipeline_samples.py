@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coa_jax.data.trajectory import Author, SegmentSpan, StopReason, Trajectory
-from coa_jax.perf.bench.forced import ForcedEpisode, ForcedEpisodes, Sleep
+from coa_jax.perf.bench.forced_episodes import ForcedEpisode, ForcedEpisodes, Sleep
 from coa_jax.perf.bench.pipeline_workload import PipelineWorkload, WorkloadSample
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.request import Request

@@ -37,7 +37,7 @@ from absl import flags
 
 from coa_jax.data.trajectory import Author, Reward, Trajectory
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.group import copies, make_engines, publish_all
+from coa_jax.engine.group import make_engines, parameter_copies, publish_all
 from coa_jax.errors import UserError
 from coa_jax.model.compute import training_compute
 from coa_jax.model.remat import POLICIES
@@ -167,7 +167,7 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
             counted = after_warm_up()
         times = [time.perf_counter()]
         publish_all(engines, state.params)
-        jax.block_until_ready(copies(engines))
+        jax.block_until_ready(parameter_copies(engines))
         times.append(time.perf_counter())
         for engine in engines:
             engine.restart()

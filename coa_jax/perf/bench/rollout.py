@@ -48,7 +48,7 @@ from coa_jax.data.trajectory import Author, Trajectory
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.model.compute import local_compute
-from coa_jax.perf.bench.forced import Rollouts, Sleep
+from coa_jax.perf.bench.forced_episodes import Rollouts, Sleep
 from coa_jax.perf.bench.measure import after_warm_up, spread
 from coa_jax.perf.bench.models import Subject, warm_engines
 from coa_jax.perf.bench.shapes import define_flags, run_command

@@ -41,7 +41,7 @@ from coa_jax.perf.bench.workload import Call, Workload
 from coa_jax.run.command import run_main
 
 
-def quicken(workload: Workload) -> tuple[Workload, int]:
+def shorten_slowest_call(workload: Workload) -> tuple[Workload, int]:
     """Shortens the longest tool call of a workload to the latency of the median call.
 
     Returns:
@@ -110,7 +110,7 @@ def measure(
     Raises:
         UserError: there are fewer slots than rollouts, or the workload has no single longest call.
     """
-    quick, slow = quicken(workload)
+    quick, slow = shorten_slowest_call(workload)
     if shapes.slots < len(workload.scripts):
         raise UserError(
             f"--slots={shapes.slots}: give one slot for each of the {len(workload.scripts)} "

@@ -120,7 +120,7 @@ def check_device(out: str) -> int:
 
 
 def _facts(jax: Any) -> dict[str, str]:
-    from coa_jax.engine.memory import size
+    from coa_jax.engine.memory import format_bytes
 
     versions = []
     for name in ("coa_jax", "jax", "jaxlib", "libtpu", "flax", "numpy"):
@@ -135,7 +135,7 @@ def _facts(jax: Any) -> dict[str, str]:
         "python": sys.version.split()[0],
     }
     if "bytes_limit" in stats:
-        facts["memory"] = f"{size(stats['bytes_limit'])} for JAX"
+        facts["memory"] = f"{format_bytes(stats['bytes_limit'])} for JAX"
     if device.platform == "cpu":
         facts["kernels"] = "interpreted: there is no accelerator"
     return facts

@@ -147,7 +147,7 @@ def gap(
 
     def differences(decoded: int = 0, temperature: float = TEMPERATURE) -> np.ndarray:
         batch = _batch(group, decoded)
-        logps = score(params, batch, model=MODEL, compute=trainer, temperature=temperature)
+        logps = score(params, batch, model_config=MODEL, compute=trainer, temperature=temperature)
         return np.abs(np.asarray(logps) - batch.logp)[batch.mask > 0]
 
     gaps = differences()
@@ -231,7 +231,9 @@ def rl_steps(
 
     def preference(params: Params) -> float:
         right, wrong = (
-            np.asarray(score(params, one, model=MODEL, compute=compute, temperature=TEMPERATURE))
+            np.asarray(
+                score(params, one, model_config=MODEL, compute=compute, temperature=TEMPERATURE)
+            )
             for one in signs
         )
         return float(right.sum() / signs[0].mask.sum() - wrong.sum() / signs[1].mask.sum())

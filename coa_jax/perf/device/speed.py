@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from coa_jax.engine.memory import size
+from coa_jax.engine.memory import format_bytes
+from coa_jax.model.architectures import ARCHITECTURES
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 from coa_jax.parallel.slices import TPUS, Slice
 from coa_jax.perf.aot.estimate import analyse
@@ -158,11 +158,13 @@ def _compare(
     needed = program["bytes_per_chip"]["total"]
     name = "memory of a training step"
     if used is None:
-        text = f"this device does not report its memory use; aot predicts {size(needed)}"
+        text = f"this device does not report its memory use; aot predicts {format_bytes(needed)}"
         yield Check(GROUP, name, "skip", text, {"predicted": needed})
     else:
         ratio = used / needed
-        text = f"{size(used)}, {ratio:.2f} times the {size(needed)} that aot predicts"
+        text = (
+            f"{format_bytes(used)}, {ratio:.2f} times the {format_bytes(needed)} that aot predicts"
+        )
         verdict: Verdict = "pass" if 0.5 < ratio < 1.1 else "look"
         yield Check(GROUP, name, verdict, text, {"measured": used, "predicted": needed})
     seconds = step["step_s"]["median"]

@@ -31,7 +31,7 @@ from coa_jax.rollout.environments.base import (
 )
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool, unavailable
-from coa_jax.tools.concurrency import Turns
+from coa_jax.tools.concurrency import ConcurrencyLimit
 
 CLOSE_S = 10.0
 """Maximum time limit of a close, in seconds."""
@@ -117,7 +117,7 @@ class Environments:
         tools: maps each tag of the environment to its description; {} if each whole turn is an
             action.
         together: whether the environments of a task's samples depend on each other.
-        turns: semaphore that limits how many calls of ``reset`` and ``step`` run at the same time;
+        limit: semaphore that limits how many calls of ``reset`` and ``step`` run at the same time;
             None for no limit.
     """
 
@@ -136,7 +136,7 @@ class Environments:
         self.tools = tags_of(config)
         # If the samples of a task share an environment, a resumed run must repeat all of them.
         self.together = bool(getattr(self.make.function, "together", False))
-        self.turns = Turns(config.concurrency) if config.concurrency else None
+        self.limit = ConcurrencyLimit(config.concurrency) if config.concurrency else None
         self._warned: set[str] = set()
 
     def opener(self, task: Task, seed: int, prompt_id: int, samples: Sequence[int]) -> Opener:
@@ -320,7 +320,7 @@ class Session(ToolLoop):
                 self._refused = error
                 raise
 
-        async with self._all.turns.here() if self._all.turns else contextlib.nullcontext():
+        async with self._all.limit.semaphore() if self._all.limit else contextlib.nullcontext():
             result = await call_tool(_Job(what, seconds, fitting), "", context)
         if self._refused is not None:
             raise self._refused

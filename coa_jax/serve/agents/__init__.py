@@ -2,7 +2,7 @@
 
 An agent program is a program of the user that solves a task by sending chat requests to the policy.
 `sampler.AgentSampler` takes the place of the sampler with the tool loop. For each sample it starts
-an agent program (`program`, supervised by `leash`), serves chat completions to this program
+an agent program (`program`, supervised by `supervisor`), serves chat completions to this program
 (`app`), and records the sampled tokens (`session`). docs/agents.md describes how a program talks to
 the trainer.
 """

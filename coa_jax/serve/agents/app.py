@@ -17,13 +17,13 @@ from coa_jax.serve.agents.program import MODEL, ProgramError, ProgramOutcome
 from coa_jax.serve.agents.session import AgentSession
 from coa_jax.serve.app import handle_errors
 from coa_jax.serve.chat import chat_completion, read_messages
+from coa_jax.serve.client_requests import check_length, make_served_request
 from coa_jax.serve.errors import error_response
-from coa_jax.serve.exchange import check_length, make_visit
 from coa_jax.serve.http.bodies import parse_json
 from coa_jax.serve.http.errors import Refused
 from coa_jax.serve.http.guard import Guard, GuardRules, body_of
 from coa_jax.serve.http.refusals import RefusalLog
-from coa_jax.serve.samples import Event, Visit
+from coa_jax.serve.samples import Event, ServedRequest
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.serve.service import Service
 
@@ -36,7 +36,7 @@ class Sessions(Service):
     its ``place``, that is, the turn in the tree after which the request continues.
     """
 
-    def prepare(self, session: AgentSession, _: Service, body: ChatRequest) -> Visit:
+    def prepare(self, session: AgentSession, _: Service, body: ChatRequest) -> ServedRequest:
         """Converts the body of a chat request into a request for the rollout loop.
 
         Callers should call this method in a thread, because it tokenises the new messages. The
@@ -75,7 +75,7 @@ class Sessions(Service):
             raise
         limit = min(body.limit or free, free)
         return dataclasses.replace(
-            make_visit(self, body, prompt, limit, calls=body.calls),
+            make_served_request(self, body, prompt, limit, calls=body.calls),
             task=session.request.task,
             seed=session.request.seed,
             prompt_id=place.number,
@@ -83,37 +83,37 @@ class Sessions(Service):
             metadata={"session": session, "place": place},
         )
 
-    async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
+    async def events(self, served: ServedRequest) -> AsyncGenerator[Event, None]:
         """Runs a chat request, and yields its events as `Service.events` does.
 
         Each completion is recorded in the session before the method yields it.
         """
-        session: AgentSession = visit.metadata["session"]
+        session: AgentSession = served.metadata["session"]
         if session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
         texts: dict[int, str] = defaultdict(str)
-        async with contextlib.aclosing(super().events(visit)) as events:
+        async with contextlib.aclosing(super().events(served)) as events:
             async for event in events:
                 texts[event.sample] += event.text
                 answer = event.trajectory
                 if answer is not None and answer.stop_reason is StopReason.FAULT:
                     session.ended_by = StopReason.FAULT
                 elif answer is not None and answer.stop_reason is not StopReason.CANCELLED:
-                    session.add(visit.metadata["place"], texts[event.sample], answer)
+                    session.add(served.metadata["place"], texts[event.sample], answer)
                 yield event
 
-    def _submit(self, visit: Visit) -> None:
-        visit.metadata["session"].in_engine += len(visit.samples)
-        super()._submit(visit)
+    def _submit(self, served: ServedRequest) -> None:
+        served.metadata["session"].in_engine += len(served.samples)
+        super()._submit(served)
 
     def _ended(self, trajectory: Trajectory) -> None:
         # The session keeps the trajectory, which must not keep the session: only the garbage
         # collector would free such a cycle.
         trajectory.metadata.pop("session").in_engine -= 1
 
-    def running(self, session: AgentSession) -> list[Visit]:
+    def running(self, session: AgentSession) -> list[ServedRequest]:
         """Returns the requests of a session whose completions are still being sampled."""
-        return [visit for visit in self._visits if visit.metadata["session"] is session]
+        return [served for served in self._served_requests if served.metadata["session"] is session]
 
 
 def make_app(service: Sessions, sessions: Mapping[str, AgentSession], log: RefusalLog) -> FastAPI:

@@ -153,7 +153,7 @@ async def run_command(
     """
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "coa_jax.serve.agents.leash", str(os.getpid()), *command),
+            *(sys.executable, "-m", "coa_jax.serve.agents.supervisor", str(os.getpid()), *command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -16,7 +16,7 @@ from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.request import Request
 from coa_jax.serve.agents.program import ProgramOutcome
 from coa_jax.serve.agents.session import AgentSession, TurnPlace
-from coa_jax.serve.samples import ServedEpisodes, Visit
+from coa_jax.serve.samples import ServedEpisodes, ServedRequest
 
 
 def replay_episodes(engine: Engine, tokenizer: Any) -> ServedEpisodes:
@@ -45,7 +45,7 @@ class RecordedSession:
         Args:
             tokenizer: tokenizer of the policy.
             request: request for the samples of the task.
-            sample: record of the sample and its turns, see `train.record.sample_record`.
+            sample: record of the sample and its turns, see `train.run_records.sample_record`.
         """
         self._tokenizer, self._request, self._sample = tokenizer, request, sample
         self._answers: dict[int, Trajectory] = {}
@@ -55,7 +55,7 @@ class RecordedSession:
         """Pair (task index, sample index) that identifies the sample."""
         return self._request.prompt_id, self._sample["sample"]
 
-    def requests(self, before: int | None) -> list[Visit]:
+    def requests(self, before: int | None) -> list[ServedRequest]:
         """Returns the requests that sample the direct successors of a recorded turn again.
 
         A turn has several successors if the program continued it in several conversations.
@@ -66,7 +66,7 @@ class RecordedSession:
         """
         past = () if before is None else self._answers[before].tokens.tolist()
         return [
-            Visit(
+            ServedRequest(
                 task=self._request.task,
                 prompt=(*past, *turn["added"]),
                 seed=self._request.seed,
@@ -83,7 +83,7 @@ class RecordedSession:
             if turn["before"] == before
         ]
 
-    def add(self, answer: Trajectory) -> list[Visit]:
+    def add(self, answer: Trajectory) -> list[ServedRequest]:
         """Adds a turn that was sampled again.
 
         Args:

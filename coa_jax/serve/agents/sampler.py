@@ -123,8 +123,8 @@ class AgentSampler:
                 versions += [
                     turn.answer.metadata["policy_versions"][0][1] for turn in session.turns
                 ]
-                visits = self._service.running(session)
-                versions += [self._service.sampler.oldest(visit) for visit in visits]
+                served_requests = self._service.running(session)
+                versions += [self._service.sampler.oldest(served) for served in served_requests]
         return min((version for version in versions if version is not None), default=None)
 
     def figures(self) -> dict[str, float]:
@@ -201,8 +201,8 @@ class AgentSampler:
             # reason is then this budget, and not a fault.
             reason, fault = session.ended_by or StopReason.FAULT, str(error)
         session.closed = True
-        for visit in self._service.running(session):
-            self._service.sampler.cancel(visit)
+        for served in self._service.running(session):
+            self._service.sampler.cancel(served)
         # Without waiting, new weights could be loaded while a request is still running.
         while session.in_engine and self._service.healthy:
             await asyncio.sleep(0.005)

@@ -1,7 +1,7 @@
 """Counts the cost of calls to language models and tools, and limits this cost.
 
 A limit applies to a whole run. Each process of the run may spend an equal share. The limit also
-includes the cost before a restart, because `spending` stores the cost in the work directory.
+includes the cost before a restart, because `charge_to_run` stores the cost in the work directory.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ class _Run:
         folder: folder with one file per process, which contains the cost of its calls.
         process: index of this process in the run.
         processes: number of processes of the run.
-        before: name of a purse -> cost of all processes before this process began.
-        own: name of a purse -> cost of earlier processes with the index of this process.
-        now: identity of a purse of this process -> (name of the purse, its cost).
+        before: name of a tracker -> cost of all processes before this process began.
+        own: name of a tracker -> cost of earlier processes with the index of this process.
+        now: identity of a tracker of this process -> (name of the tracker, its cost).
     """
 
     folder: Path
@@ -190,16 +190,16 @@ class _Run:
             return remaining // self.processes + (self.process < remaining % self.processes)
         return remaining / self.processes
 
-    def write(self, purse: int, name: str, spent: Spent) -> None:
+    def write(self, tracker: int, name: str, spent: Spent) -> None:
         """Writes the cost of this process to its file.
 
         Args:
-            purse: identity of the purse whose cost has changed.
-            name: name of the purse.
-            spent: cost of the purse.
+            tracker: identity of the tracker whose cost has changed.
+            name: name of the tracker.
+            spent: cost of the tracker.
         """
         with _lock:
-            self.now[purse] = name, spent
+            self.now[tracker] = name, spent
             rows = dict(self.own)
             for each, mine in self.now.values():
                 rows[each] = rows.get(each, Spent()) + mine
@@ -209,12 +209,12 @@ class _Run:
 
 
 _run: _Run | None = None
-_purses: dict[tuple[Any, ...], Purse] = {}
+_trackers: dict[tuple[Any, ...], BudgetTracker] = {}
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[None]:
+def charge_to_run(folder: Path, process: int = 0, processes: int = 1) -> Iterator[None]:
     """Charges the cost of calls in this process to a run, inside a ``with`` block.
 
     A process reads the cost of all processes when it enters the block, and takes a share of the
@@ -229,7 +229,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
     Raises:
         UserError: a file with the cost of a process cannot be read.
     """
-    global _run, _purses
+    global _run, _trackers
     spent_by_process: dict[int, dict[str, Spent]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         rows = durable.read_json_object(path)
@@ -242,23 +242,23 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
         for name, each in spent.items():
             before[name] = before.get(name, Spent()) + each
     with _lock:
-        outer = _run, _purses
+        outer = _run, _trackers
         _run = _Run(folder, process, processes, before, spent_by_process.get(process, {}))
-        _purses = {}
+        _trackers = {}
     try:
         yield
     finally:
         with _lock:
-            mine = _purses
-            _run, _purses = outer
-            for purse in mine.values():
-                purse.close()
+            mine = _trackers
+            _run, _trackers = outer
+            for tracker in mine.values():
+                tracker.close()
 
 
-def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
-    """Returns the purse (the counter of costs) for calls to a model or tool in the current run.
+def budget_tracker(limits: Budget, name: str, model: str = "", where: str = "") -> BudgetTracker:
+    """Returns the tracker (the counter of costs) for calls to a model or tool in the current run.
 
-    The same limits and names always give the same purse in a run.
+    The same limits and names always give the same tracker in a run.
 
     Args:
         limits: limits on the calls.
@@ -269,17 +269,19 @@ def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Pur
     with _lock:
         key = (name, model, limits.prices, limits.max_calls, limits.max_total_tokens,
                limits.max_money, limits.max_per_second)  # fmt: skip
-        if key not in _purses:
-            _purses[key] = Purse(limits, model, where or name, _run, f"{name} {model}".strip())
-        return _purses[key]
+        if key not in _trackers:
+            _trackers[key] = BudgetTracker(
+                limits, model, where or name, _run, f"{name} {model}".strip()
+            )
+        return _trackers[key]
 
 
-class Purse:
+class BudgetTracker:
     """Counts the cost of the calls to a model or tool in this process, and checks the limits.
 
     Call `begin` before and `end` after each request.
 
-    Several threads may use the same purse.
+    Several threads may use the same tracker.
 
     Attributes:
         spent: cost of the calls so far. Code outside this class may add the cost of other
@@ -291,14 +293,14 @@ class Purse:
     def __init__(
         self, limits: Budget, model: str, where: str, run: _Run | None = None, name: str = ""
     ):
-        """Creates an empty purse.
+        """Creates an empty tracker.
 
         Args:
             limits: limits on the calls.
             model: name of the model in the prices; "" for a tool.
             where: name of the settings, used in error messages.
             run: run to which the cost is charged; None for a process that belongs to no run.
-            name: name of the purse in the files of the run.
+            name: name of the tracker in the files of the run.
         """
         self.spent, self.price = Spent(), limits.price_of(model)
         self._limits, self._where, self._run, self._name = limits, where, run, name
@@ -342,7 +344,7 @@ class Purse:
                     "continue"
                 )
 
-    async def turn(self) -> None:
+    async def wait_for_rate_limit(self) -> None:
         """Waits until the limit on calls per second, ``max_per_second``, allows another call."""
         if self._pause:
             with self._lock:

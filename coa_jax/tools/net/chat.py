@@ -1,7 +1,7 @@
 """Sends requests to language models behind OpenAI-compatible endpoints.
 
 Summarisers, vision models, judges, teachers and evaluated policies all use `Client`. A client
-repeats requests after failures that may be temporary, and counts each attempt in a `Purse`.
+repeats requests after failures that may be temporary, and counts each attempt in a `BudgetTracker`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.tools.net import budget
 from coa_jax.tools.net.address import AddressGuard, parse_url, port_of
-from coa_jax.tools.net.budget import Budget, Purse
+from coa_jax.tools.net.budget import Budget, BudgetTracker
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.net.http import (
     HttpRequest,
     RequestLimits,
-    attempts,
     error_status,
     fetch_json,
+    retry,
     tls,
     too_large,
 )
@@ -184,9 +184,9 @@ def trusting(url: str) -> AddressGuard:
     )
 
 
-def purse_of(config: ServedModel) -> Purse:
-    """Returns the purse that counts the cost of a model in this process, see `budget.purse_of`."""
-    return budget.purse_of(config, config.url, config.model, f"chat ({config.model})")
+def budget_tracker_of(config: ServedModel) -> BudgetTracker:
+    """Returns the tracker of a model's cost in this process, see `budget.budget_tracker`."""
+    return budget.budget_tracker(config, config.url, config.model, f"chat ({config.model})")
 
 
 def check_client() -> None:
@@ -205,12 +205,15 @@ class Client:
     A client belongs to one event loop.
     """
 
-    def __init__(self, config: ServedModel, purse: Purse | None = None, max_bytes: int = 8 << 20):
+    def __init__(
+        self, config: ServedModel, tracker: BudgetTracker | None = None, max_bytes: int = 8 << 20
+    ):
         """Creates a client, without opening a connection.
 
         Args:
             config: the model and its endpoint.
-            purse: purse that counts each attempt; None for the purse of this process (`purse_of`).
+            tracker: tracker that counts each attempt; None for the tracker of this process
+                (`budget_tracker_of`).
             max_bytes: maximum size of an answer in bytes, after decompression.
 
         Raises:
@@ -221,7 +224,11 @@ class Client:
         import openai  # a local import, because importing openai takes half a second
 
         quieten("openai")
-        self._config, self._purse, self._max_bytes = config, purse or purse_of(config), max_bytes
+        self._config, self._tracker, self._max_bytes = (
+            config,
+            tracker or budget_tracker_of(config),
+            max_bytes,
+        )
         self._openai, self._secret = openai, Secret(config.key_env)
         # The package that sends the requests: httpx2 with openai 3, httpx with openai 2.
         sender = openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]
@@ -250,7 +257,7 @@ class Client:
         body: Mapping[str, Any],
         read: Callable[[dict[str, Any]], T],
         seconds: float | None = None,
-        go_on: Callable[[], bool] = lambda: True,
+        may_retry: Callable[[], bool] = lambda: True,
     ) -> T:
         """Sends a request, and returns the answer after conversion by ``read``.
 
@@ -261,7 +268,7 @@ class Client:
                 removed. It raises FetchError, LookupError or TypeError if the answer cannot be
                 used.
             seconds: time limit for all attempts together; None to limit only each attempt.
-            go_on: function that returns whether another attempt may follow after a failure.
+            may_retry: function that returns whether another attempt may follow after a failure.
 
         Raises:
             FetchError: there is no answer, or ``read`` cannot use the answer.
@@ -274,8 +281,8 @@ class Client:
         )
 
         async def attempt() -> T:
-            await self._purse.turn()
-            self._purse.begin()
+            await self._tracker.wait_for_rate_limit()
+            self._tracker.begin()
             usage, answered = None, False
             try:
                 answer = await self._send(body)
@@ -287,9 +294,9 @@ class Client:
             except (LookupError, TypeError):
                 raise FetchError("malformed", "the answer is not a chat completion") from None
             finally:
-                self._purse.end(usage, answered)
+                self._tracker.end(usage, answered)
 
-        return await attempts(attempt, limits, go_on)
+        return await retry(attempt, limits, may_retry)
 
     async def _send(self, body: Mapping[str, Any]) -> dict[str, Any]:
         openai, http, more = self._openai, self._http, dict(body)

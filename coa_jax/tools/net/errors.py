@@ -83,7 +83,7 @@ def speaks_of_account(answer: bytes) -> bool:
     return _ACCOUNT.search(answer) is not None
 
 
-class Blame:
+class FaultDetector:
     """Decides whether a failed call is a mistake of the policy or a fault of the service.
 
     The status 400 or 422 may mean an invalid query. It may also mean an account without credits or

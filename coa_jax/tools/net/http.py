@@ -126,7 +126,7 @@ async def fetch(request: HttpRequest, limits: RequestLimits, guard: AddressGuard
     Raises:
         FetchError: within the limits, there is no answer with a status below 400.
     """
-    return await attempts(lambda: _fetch_once(request, limits, guard), limits)
+    return await retry(lambda: _fetch_once(request, limits, guard), limits)
 
 
 async def fetch_json(request: HttpRequest, limits: RequestLimits, guard: AddressGuard) -> Any:
@@ -146,13 +146,13 @@ async def fetch_json(request: HttpRequest, limits: RequestLimits, guard: Address
     async def attempt() -> Any:
         return (await _fetch_once(request, limits, guard)).json()
 
-    return await attempts(attempt, limits)
+    return await retry(attempt, limits)
 
 
-async def attempts(
+async def retry(
     attempt: Callable[[], Awaitable[T]],
     limits: RequestLimits,
-    go_on: Callable[[], bool] = lambda: True,
+    may_retry: Callable[[], bool] = lambda: True,
 ) -> T:
     """Calls a function until it succeeds, and returns its result.
 
@@ -162,7 +162,7 @@ async def attempts(
     Args:
         attempt: function to call. It raises `FetchError` if it fails.
         limits: maximum number of calls, waits, and time limit.
-        go_on: function that returns whether another call may follow after a failure.
+        may_retry: function that returns whether another call may follow after a failure.
 
     Raises:
         FetchError: the error of the last call, or an error of the kind ``timeout`` if the time
@@ -176,7 +176,7 @@ async def attempts(
         return await attempt()
 
     def again(error: BaseException) -> bool:
-        return isinstance(error, FetchError) and error.transient and go_on()
+        return isinstance(error, FetchError) and error.transient and may_retry()
 
     def wait(state: tenacity.RetryCallState) -> float:
         nonlocal last

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distillation.arrange import trajectory_of
+from coa_jax.distillation.message_order import trajectory_of
 from coa_jax.tasks.grading import grade_answer
 from tests.distillation.logs import INVENTING
 from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons
@@ -146,6 +146,43 @@ def test_a_sentence_that_states_the_accepted_answer_answers(read):
 def test_a_sentence_that_does_not_state_the_accepted_answer_stays_whole(read, words):
     (trace,), _ = read(said(words), expected="Douro")
     assert (trace.log.answer, trace.metadata) == (words, {})
+    assert not grade_answer(trace.log.answer, trace.gold)
+
+
+RIVER = "Which river reaches the sea at Porto?"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The river at Porto is the Douro. It rises in Spain and has many dams.",
+        "I read two pages. The river that ends in the city is the **Douro**.",
+        "It is long.\n\nThe river is the Douro!\nIts water is warm.",
+    ],
+)
+def test_one_of_several_sentences_that_is_about_the_question_states_the_answer(read, words):
+    (trace,), _ = read(said(words), expected="Douro", question=RIVER)
+    assert grade_answer(trace.log.answer, trace.gold) == 1
+    assert (trace.log.messages[-2].content, trace.metadata["answer_from"]) == (words, "sentence")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The river is the Douro. The river at Porto is the Minho.",
+        "The river is the Minho. It was the Douro.",
+        "Its old name is Douro. The page has no other.",
+        "The river is the Douro. But I take the Minho.",
+        "The river is the Douro. My answer: the Minho, which is nearer.",
+        "The river is the Douro. I am not sure.",
+        "The river is the Douro. Which sea is it?",
+        "A long name is Douro. A short name is Minho.",
+        "The river that is at Porto is the Douro. It is long.",
+    ],
+)
+def test_several_sentences_that_leave_the_answer_open_stay_whole(read, words):
+    (trace,), _ = read(said(words), expected="Douro", question=RIVER)
+    assert trace.metadata == {}
     assert not grade_answer(trace.log.answer, trace.gold)
 
 

@@ -4,11 +4,11 @@ import json
 import pytest
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distillation.arrange import Unconvertible, trajectory_of
 from coa_jax.distillation.journal import open_journal
+from coa_jax.distillation.message_order import Unconvertible, trajectory_of
 from coa_jax.distillation.messages import to_json
 from coa_jax.distillation.readers import READERS
-from coa_jax.distillation.readers.calls import body_of, tag_of
+from coa_jax.distillation.readers.tool_calls import body_of, tag_of
 from coa_jax.errors import UserError
 from tests.distillation.logs import INVENTING, log_of
 from tests.distillation.readers.samples import calls_of, file_of, read_traces, reasons, step

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distillation.arrange import Unconvertible, trajectory_of
+from coa_jax.distillation.message_order import Unconvertible, trajectory_of
 from coa_jax.distillation.messages import to_json
 from coa_jax.distillation.readers import READERS
 from coa_jax.errors import UserError

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from coa_jax.data.trajectory import part_violations
-from coa_jax.distillation.arrange import Completion, Unconvertible, trajectory_of
+from coa_jax.distillation.message_order import Completion, Unconvertible, trajectory_of
 from coa_jax.distillation.messages import Kind
 from tests.distillation.logs import INVENTING
 from tests.distillation.readers.samples import (

@@ -1,7 +1,8 @@
 """Messages of other systems in their own shapes.
 
-The files in ``logs/`` were written by langchain-core 1.8.3, langgraph 1.2.24 and openai-agents
-0.24.0, whose model was a script. The other shapes are written down here.
+The files in ``logs/`` were written by langchain-core 1.8.3, langgraph 1.2.24, openai-agents 0.24.0,
+pydantic-ai-slim 2.68.0, llama-index-core 0.14.25 and google-adk 2.13.0, whose model was a script.
+The other shapes are written down here.
 """
 
 import json
@@ -244,7 +245,7 @@ def test_a_file_of_no_known_format_is_the_users_mistake(read):
 @pytest.mark.parametrize(
     ("record", "found"),
     [
-        ([{"parts": [{"part_kind": "user-prompt"}], "kind": "request"}], "keys: parts, kind;"),
+        ([{"parts": [{"kind": "user-prompt"}], "kind": "request"}], "keys: parts, kind;"),
         ([1], "a list without objects;"),
         (1, "no object;"),
     ],
@@ -252,6 +253,100 @@ def test_a_file_of_no_known_format_is_the_users_mistake(read):
 def test_an_unknown_record_is_described(read, record, found):
     with pytest.raises(UserError, match=found):
         read(record)
+
+
+GEDIZ = "Near which town does the Gediz end?"
+
+
+def asked(*parts, kind="request"):
+    return {"parts": [{"part_kind": part, **rest} for part, rest in parts], "kind": kind}
+
+
+def replied(*parts):
+    return asked(*parts, kind="response")
+
+
+def call_part(identity, name, arguments):
+    return ("tool-call", {"tool_name": name, "args": arguments, "tool_call_id": identity})
+
+
+def return_part(identity, name, content, outcome="success"):
+    rest = {"tool_name": name, "tool_call_id": identity, "content": content, "outcome": outcome}
+    return ("tool-return", rest)
+
+
+PROMPT = asked(("system-prompt", {"content": "Be brief."}), ("user-prompt", {"content": GEDIZ}))
+FINAL = return_part("f2", "final_result", "Final result processed.")
+
+
+def test_a_call_that_pydantic_ai_retried_has_failed(read):
+    (trace,), _ = read([
+        PROMPT,
+        replied(call_part("a", "web_search", {"query": "river"})),
+        asked(return_part("a", "web_search", [{"type": "missing", "msg": "Name it."}], "retried")),
+        replied(call_part("b", "web_search", '{"query": "Gediz"}')),
+        asked(("retry-prompt", {"tool_name": "web_search", "tool_call_id": "b", "content": "No."})),
+        replied(("text", {"content": "Final answer: Foca"})),
+    ])  # fmt: skip
+    assert [call[3] for call in calls_of(trace)] == ["error", "error"]
+    assert trace.log.answer == "Foca"
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        ({"name": "Foca"}, "Foca"),
+        ({"response": 2}, "2"),
+        ({"sea": "Aegean", "town": "Foca"}, '{"sea": "Aegean", "town": "Foca"}'),
+    ],
+)
+def test_the_answer_of_pydantic_ai_is_the_structured_output_that_was_accepted(read, output, answer):
+    (trace,), report = read([
+        PROMPT,
+        replied(("thinking", {"content": "I know it."}), call_part("f1", "final_result", {"x": 1})),
+        asked(return_part("f1", "final_result", [{"type": "missing", "loc": ["name"]}], "retried")),
+        replied(("text", {"content": "Foca"})),
+        asked(("retry-feedback", {"content": [{"type": "json_invalid"}]})),
+        replied(call_part("f2", "final_result_Town", output)),
+        asked(FINAL),
+    ])  # fmt: skip
+    assert report["problems"] == []
+    assert [message.content for message in trace.log.messages[1:]] == ["I know it.", "Foca", answer]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([PROMPT, replied(("file", {"content": {"data": "", "kind": "binary"}}))], "type 'file'"),
+        ([asked(("user-prompt", {"content": ["What?", {"url": "u", "kind": "image-url"}]}))],
+         "besides text"),
+        ([PROMPT, replied(("text", {"content": "Hm."})), PROMPT], "a second message"),
+        ([PROMPT, replied(call_part("a", "web_search", {}))], "no result of the call 'a'"),
+    ],
+)  # fmt: skip
+def test_a_history_of_pydantic_ai_that_lacks_something_is_refused_in_one_line(
+    read, messages, reason
+):
+    traces, report = read(messages)
+    assert (traces, reason in reasons(report)) == ([], True)
+
+
+def test_hidden_thoughts_and_states_in_a_session_of_adk_are_no_answer(read):
+    def event(role, *parts, author="a"):
+        return {"author": author, "actions": {}, "content": {"role": role, "parts": list(parts)}}
+
+    (trace,), _ = read({"events": [
+        event("user", {"text": "Q?"}, author="user"),
+        {"author": "a", "actions": {"stateDelta": {"k": 1}}, "content": None},
+        event("model", {"text": "Two calls.", "thought": True},
+              {"function_call": {"name": "f", "args": {}}},
+              {"function_call": {"name": "g", "args": {}}}),
+        event("user", {"function_response": {"name": "f", "response": {"error": "down"}}},
+              {"function_response": {"name": "g", "response": {"output": "Lima"}}}),
+        event("model", {"text": "Final answer: Lima"}),
+    ]})  # fmt: skip
+    assert calls_of(trace) == [("f", "{}", "down", "error"), ("g", "{}", "Lima", "ok")]
+    assert (trace.log.messages[1].thought, trace.log.answer) == ("Two calls.", "Lima")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from coa_jax.distillation.synthesis.drafts import (
     Draft,
     Duplicates,
     TextRules,
+    contains_answer,
     fault_of,
     screen,
-    told,
 )
 from coa_jax.tasks.base import split_of
 
@@ -55,9 +55,9 @@ def test_each_fault_is_named(draft, fault):
 
 
 def test_part_of_a_word_tells_nothing():
-    assert not told(["Oman"], "Who is the most romantic Romanian woman?")
-    assert told(["Côte d'Ivoire"], "the cote divoire, its people")
-    assert not told(["..."], "anything")
+    assert not contains_answer(["Oman"], "Who is the most romantic Romanian woman?")
+    assert contains_answer(["Côte d'Ivoire"], "the cote divoire, its people")
+    assert not contains_answer(["..."], "anything")
 
 
 WORDS = st.lists(st.sampled_from(["lima", "peru", "river", "of", "ana", "nalima"]), min_size=1)
@@ -66,9 +66,9 @@ WORDS = st.lists(st.sampled_from(["lima", "peru", "river", "of", "ana", "nalima"
 @given(WORDS, WORDS, WORDS)
 def test_an_answer_is_told_exactly_if_its_words_stand_there_in_a_row(before, answer, after):
     text = " ".join([*before, *answer, *after])
-    assert told([" ".join(answer)], text)
+    assert contains_answer([" ".join(answer)], text)
     rows = [before[i : i + len(answer)] for i in range(len(before))]
-    assert told([" ".join(answer)], " ".join(before)) == (answer in rows)
+    assert contains_answer([" ".join(answer)], " ".join(before)) == (answer in rows)
 
 
 def test_what_was_asked_before_is_a_duplicate_and_another_subject_is_not():

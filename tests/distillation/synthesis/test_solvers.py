@@ -3,13 +3,13 @@ import asyncio
 import pytest
 
 from coa_jax.demo.author import Prior
-from coa_jax.demo.scripted import scripted_minds
+from coa_jax.demo.scripted import scripted_agents
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.synthesis.closed_book import (
     ClosedBookConfig,
     PolicySolver,
-    remembers,
+    closed_book_solver,
 )
 from coa_jax.distillation.synthesis.drafts import Document
 from coa_jax.distillation.synthesis.solvers import WithoutTools, WithTools
@@ -23,9 +23,9 @@ WRONG = Task("b", "What is the capital of Chile?", "generalist", ("Lima",), "tes
 ODD = Task("c", "Why is the sea salt?", "generalist", ("rivers",), "test")
 
 
-def with_tools(tools, path, attempts=1, minds=None):
-    minds = minds or scripted_minds()
-    return WithTools(tools, minds, DistillConfig(), attempts, path, {"minds": "scripted"})
+def with_tools(tools, path, attempts=1, agents=None):
+    agents = agents or scripted_agents()
+    return WithTools(tools, agents, DistillConfig(), attempts, path, {"minds": "scripted"})
 
 
 def test_the_team_says_what_can_be_solved_with_tools(tools, tmp_path):
@@ -44,14 +44,14 @@ def test_a_solved_task_is_not_tried_again_and_an_unsolved_one_is(tools, tmp_path
 
 
 def test_an_answer_without_a_call_needs_no_tool(tmp_path):
+    from coa_jax.distillation.agent_functions import Action
     from coa_jax.distillation.messages import AGENTS, Kind
-    from coa_jax.distillation.minds import Action
 
     class Knows:
         async def __call__(self, view):
             return Action("user", Kind.ANSWER, "Lima")
 
-    solver = with_tools({}, tmp_path / "runs.jsonl", minds=dict.fromkeys(AGENTS, Knows()))
+    solver = with_tools({}, tmp_path / "runs.jsonl", agents=dict.fromkeys(AGENTS, Knows()))
     assert asyncio.run(solver([LIMA]))[0][0] == "solved_without_a_call"
 
 
@@ -115,8 +115,8 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
     async def work(server):
         config = EndpointConfig(url=server.url, model="m")
         endpoint = Endpoint(config, tmp_path / "calls.jsonl")
-        answers = await remembers(endpoint, 1)([LIMA], len(said))
-        again = await remembers(endpoint, 1)([LIMA], len(said))
+        answers = await closed_book_solver(endpoint, 1)([LIMA], len(said))
+        again = await closed_book_solver(endpoint, 1)([LIMA], len(said))
         await endpoint.close()
         return answers, again
 
@@ -129,7 +129,7 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
 def test_a_spent_budget_is_one_line(tmp_path):
     async def work(server):
         config = EndpointConfig(url=server.url, model="m", max_calls=2)
-        await remembers(Endpoint(config, tmp_path / "calls.jsonl"), 16)([LIMA, ODD], 4)
+        await closed_book_solver(Endpoint(config, tmp_path / "calls.jsonl"), 16)([LIMA, ODD], 4)
 
     with serving(lambda chat: "x") as server, pytest.raises(UserError, match="max_calls=2 is spe"):
         asyncio.run(work(server))

@@ -8,7 +8,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.perf.bench import stalls
-from coa_jax.perf.bench.forced import Sleep
+from coa_jax.perf.bench.forced_episodes import Sleep
 from coa_jax.perf.bench.shapes import engine_shapes
 from tests.perf.bench.small_workload import rollout, subject, workload
 
@@ -25,7 +25,7 @@ def work(tmp_path):
 
 
 def test_only_the_longest_call_is_made_quick(work):
-    quick, slow = stalls.quicken(work)
+    quick, slow = stalls.shorten_slowest_call(work)
     assert slow == 1
     assert [[call.seconds for call in script.calls] for script in quick.scripts] == [
         [0.02, 0.02],
@@ -66,6 +66,6 @@ def test_a_loop_that_waits_is_found(work, monkeypatch):
 def test_a_workload_without_a_slow_tool_or_with_too_few_slots_is_refused(tmp_path, work):
     even = workload(tmp_path, rollout(), rollout())
     with pytest.raises(UserError, match="one call of several rollouts must be longer"):
-        stalls.quicken(even)
+        stalls.shorten_slowest_call(even)
     with pytest.raises(UserError, match="--slots=3: give one slot for each of the 4 rollouts"):
         stalls.measure(subject(), work, shapes(work, slots=3), repeats=1)

@@ -22,8 +22,8 @@ from coa_jax.rollout.agent_config import AgentConfig
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.optimizer import OptimizerConfig
-from coa_jax.train.record import checksum, oldest_of
-from coa_jax.train.rl import repeat
+from coa_jax.train.rl import replay_steps
+from coa_jax.train.run_records import checksum, oldest_of
 from coa_jax.train.update import group_examples
 from tests import tiny_policy
 from tests.evaluation import tiny_evaluation
@@ -79,7 +79,7 @@ def test_a_replay_repeats_every_token_without_the_program(finished, folder, name
         train(folder, name, **changes)
     config = rl_config(folder / "model", folder / "tasks.jsonl", **{**CHANGES, **changes})
     absent = AgentConfig(function="nowhere:nothing")
-    found = repeat(dataclasses.replace(config, agent=absent), folder / name)
+    found = replay_steps(dataclasses.replace(config, agent=absent), folder / name)
     assert found.identical and found.steps == 2, str(found)
     kept = read_trajectories(folder / name / "traces.jsonl")
     assert found.trajectories == len([t for t in kept if t.metadata["step"]])

@@ -11,7 +11,7 @@ from coa_jax.errors import UserError
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.budget import BudgetSpentError
-from coa_jax.tools.net.chat import ChatConfig, chat, purse_of
+from coa_jax.tools.net.chat import ChatConfig, budget_tracker_of, chat
 from tests.tasks.finished import finished
 
 ASK = [{"role": "user", "content": "?"}]
@@ -48,7 +48,7 @@ def test_a_model_is_asked_until_its_budget_is_spent(server, limit, calls):
 
     with pytest.raises(BudgetSpentError, match=rf"budget chat \(m1\)\.{next(iter(limit))}="):
         asyncio.run(ask())
-    spent = purse_of(config).spent
+    spent = budget_tracker_of(config).spent
     assert (spent.calls, spent.prompt, spent.completion) == (calls, 30 * calls, 5 * calls)
 
 
@@ -59,7 +59,7 @@ def test_calls_that_are_under_way_count(server):
         return await asyncio.gather(*(chat(config, ASK) for _ in range(8)), return_exceptions=True)
 
     refused = [found for found in asyncio.run(ask()) if isinstance(found, BudgetSpentError)]
-    assert len(refused) == 5 and purse_of(config).spent.calls == 3
+    assert len(refused) == 5 and budget_tracker_of(config).spent.calls == 3
 
 
 def test_a_server_that_counts_no_tokens_cannot_keep_a_limit_of_them(server):

@@ -12,7 +12,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.net import chat as chat_module
-from coa_jax.tools.net.chat import ChatConfig, Client, chat, purse_of
+from coa_jax.tools.net.chat import ChatConfig, Client, budget_tracker_of, chat
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from tests.tools import fault_server
@@ -57,7 +57,7 @@ def test_failures_in_passing_are_tried_again_and_only_answers_are_paid_for(serve
     config = {"attempts": 5, "max_calls": 7}
     assert asked(server, **config) == "Oslo"
     assert server.hits[ROUTE] == 5
-    spent = purse_of(ChatConfig(server.url("/v1"), "m", **config)).spent
+    spent = budget_tracker_of(ChatConfig(server.url("/v1"), "m", **config)).spent
     assert (spent.calls, spent.prompt, spent.unmetered) == (2, 60, 0)
 
 

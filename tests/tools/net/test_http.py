@@ -132,7 +132,7 @@ def test_waits_grow_between_attempts(monkeypatch):
     monkeypatch.setattr(http.asyncio, "sleep", sleep)
     limits = RequestLimits(total_s=1000, attempts=6, backoff_s=1.0)
     with pytest.raises(FetchError):
-        asyncio.run(http.attempts(attempt, limits))
+        asyncio.run(http.retry(attempt, limits))
     assert len(waits) == 5
     assert all(2**k / 2 <= wait <= 2**k for k, wait in enumerate(waits))
 
