@@ -593,7 +593,7 @@ def _given(
         several: Any = () if isinstance(tools, ToolsConfig | Mapping) else tools
         tagged = any(isinstance(tool, FunctionTool) for tool in several)
         if tagged or any(not isinstance(tool, str | Tool) for tool in several):
-            form = {"prompt_style": "full", "format": "" if tagged else "hermes"}
+            form = {"prompt_style": "model", "format": "" if tagged else "hermes"}
             values["rollout"] = {**form, **_values(values.get("rollout", {}))}
             values["tools"]["protocol"] = values["tools"].get("protocol") or OWN_TOOLS
     if environment is not None:

@@ -109,7 +109,8 @@ def groups_of_commands(reference) -> set[type]:
         if dataclasses.is_dataclass(cls) and cls not in found:
             found.add(cls)
             left += [
-                reference.parts(reference.present(x))[0] for x in field_annotations(cls).values()
+                reference.parts(reference.without_none(x))[0]
+                for x in field_annotations(cls).values()
             ]
     return found
 

@@ -425,7 +425,7 @@ class Scheduler:
         await self._repeat_restarts()
         if self.engine.any_active:
             await self._decode()
-        elif not self.ended and self.all_begun and not self.gave_way:
+        elif not self.ended and self.all_begun and not self.gave_way and not self._has_result():
             calls = {
                 run.tool for run in self.all_begun if run.tool is not None and not run.tool.done()
             }
@@ -436,6 +436,17 @@ class Scheduler:
                 self._end(news)
         ended, self.ended = self.ended, []
         return ended
+
+    def _has_result(self) -> bool:
+        """Returns whether a sample in a slot can take the result of its tool call.
+
+        A turn of the policy may have several calls. `_collect` begins the next one, which may end
+        while the engine computes the observation of the one before.
+        """
+        return any(
+            run.tool is not None and run.tool.done() and not run.must_pause(self.version)
+            for run in self.running.values()
+        )
 
     async def _decode(self) -> None:
         """Decodes one chunk, and gives its tokens to the samples."""

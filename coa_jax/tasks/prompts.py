@@ -286,14 +286,17 @@ def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any
 
     Returns:
         A mapping with three keys. ``protocol`` is the protocol of all tasks, or "" if there are
-        several. ``prompt_style`` is a style or the template of a prompt; "" if each task has
-        its own instructions (style ``data``). ``system`` is the system message, or None
+        several. ``prompt_style`` is a style or the template of a prompt (after training on
+        conversations, the question alone); "" if each task has its own instructions (style
+        ``data``). ``system`` is the system message, or None
         if the prompt sets no system message.
     """
     wording = _summed_wording(asked, prompt)
     chosen: Prompt | None = prompt
     if prompt.style == "data":
         chosen = _common_prompt(wording.kinds)
+    if wording.protocols and not any(get_protocol(name).roles for name in wording.protocols):
+        chosen = Prompt(QUESTION)  # conversations have no instructions, whatever the style is
     return {
         "protocol": wording.protocols[0] if len(wording.protocols) == 1 else "",
         "prompt_style": chosen.style if chosen else "",

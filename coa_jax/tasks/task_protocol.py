@@ -45,5 +45,5 @@ def with_task_protocol(values: Mapping[str, Any]) -> dict[str, Any]:
     asked = values.get("protocol") or protocol  # evaluations may ask for another protocol
     values["task_options"] = {"protocol": asked, **(values.get("task_options") or {})}
     if functions and not rollout.get("format"):
-        values["rollout"] = {"prompt_style": "full", **rollout, "format": "hermes"}
+        values["rollout"] = {"prompt_style": "model", **rollout, "format": "hermes"}
     return values

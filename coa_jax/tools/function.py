@@ -162,5 +162,6 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
                 raise TypeError(f"{name} has the type {kind.__name__}")
     except Exception as error:  # transformers and typing raise many types here
         raise UserError(f"{where}: its arguments cannot be described: {error}") from error
+    schema.pop("return", None)  # the prompt of a policy does not describe results
     schema["description"] = " ".join(schema["description"].split())
     return schema

@@ -147,7 +147,7 @@ class Checkpoints:
                     best_fn=self._quality if best else None,
                     create=False,
                     # Without a list of processes, Orbax's barriers are programs on all devices,
-                    # outside the order of `turn`.
+                    # outside the order of `launch_lock`.
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
                         active_processes=set(range(processes.count()))
                     ),

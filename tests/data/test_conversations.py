@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.data.test_forms import assert_same, wanted
 
 from coa_jax.data.row_formats import convert_row
 from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import part_violations
 from coa_jax.protocol import parse_code
 from tests.data.published import HOPS, RIVER, SUMS, alpaca, message, sharegpt
+from tests.data.test_row_formats import assert_same, wanted
 
 
 @pytest.mark.parametrize("reply", ["{}", "<observation>\n{}\n</observation>"])

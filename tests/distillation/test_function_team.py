@@ -10,6 +10,10 @@ import pytest
 import coa_jax
 from coa_jax import UserError
 from coa_jax.data.records import read_records
+from coa_jax.protocol import Prompt, messages_of
+from coa_jax.tasks import Task
+from coa_jax.tasks.prompts import load_prompt, make_card
+from coa_jax.tools.make import OWN_TOOLS, ToolsConfig, make_tools, named_tools
 
 TASKS = [{"prompt": f"What is {a} * 7?", "answer": str(7 * a)} for a in range(2, 8)]
 
@@ -59,6 +63,18 @@ def test_right_runs_become_records_and_a_killed_distillation_continues(tmp_path,
     again = coa_jax.distill(chosen, tmp_path / "run", **given)
     assert asked[6:] == ["What is 5 * 7?"]  # only what had failed
     assert [record.answer for record in again.records] == ["14", "28", "35", "42", "49"]
+
+
+def test_rl_puts_questions_as_the_distilled_records_do(tmp_path):
+    made = coa_jax.distill(messages, tmp_path, tasks=TASKS, tools=[multiply])
+    card = make_card(Prompt("brief"), made.records)
+    config = ToolsConfig(**named_tools([multiply]), protocol=OWN_TOOLS)
+    make_tools(config)  # registers the protocol
+    for record in made.records:
+        task = Task("t", record.question, f"{OWN_TOOLS}:hermes", ("14",), "rows")
+        asked = messages_of(task, load_prompt("model", card))
+        assert asked == messages_of(record, Prompt("brief"))
+        assert asked.user == record.question and json.loads(asked.tools)
 
 
 def test_rows_may_have_columns_of_other_names(tmp_path):

@@ -167,7 +167,14 @@ APART = """
 import sys, threading, jax, numpy as np
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
-from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
+from coa_jax.engine.group import (
+    install_copies,
+    make_engines,
+    new_copies,
+    on_separate_devices,
+    parameter_copies,
+    publish_all,
+)
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import join, shardings, split_trained, without_adapters
 from coa_jax.parallel.placement import (rollout_devices, training_mesh)
@@ -205,7 +212,7 @@ def chunk(engine):
 expected, engines = [], []
 for where in ((), devices):
     engines = make_engines(params(0), model, shapes, tensor=tensor, aside=where)
-    assert apart(engines, params(0)) == bool(where)
+    assert on_separate_devices(engines, params(0)) == bool(where)
     for engine in engines:
         started(engine)
     old = [chunk(engine) for engine in engines]
@@ -261,7 +268,7 @@ ended.set()
 thread.join()
 assert {tuple(tokens) for tokens in seen} <= {tuple(old), tuple(new)}
 assert chunk(engine)[0] == new
-take_copies(engines, last)
+install_copies(engines, last)
 assert chunk(engine)[0] == old
 print("safe")
 """

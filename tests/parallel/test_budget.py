@@ -37,7 +37,7 @@ def main(argv):
                 made += 1
         except BudgetSpentError as error:
             print(made, error, flush=True)
-        processes.meet("the end", 60)
+        processes.barrier("the end", 60)
 
 run_main(main)
 """

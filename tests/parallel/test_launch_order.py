@@ -27,7 +27,7 @@ def main(argv):
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from coa_jax.parallel import processes
-    from coa_jax.parallel.launch_order import in_turn
+    from coa_jax.parallel.launch_order import launch_alone
 
     def program(devices, size):
         # A sum over all devices of a mesh, as updates and engines have many of.
@@ -46,7 +46,7 @@ def main(argv):
     def loop(devices, size, count, found):
         mesh, run, x = program(devices, size)
         for _ in range(count):
-            y = in_turn(mesh, run, x)
+            y = launch_alone(mesh, run, x)
         found.append(float(np.asarray(y.addressable_shards[0].data)[0]))
 
     update, engine = [], []

@@ -21,19 +21,19 @@ def main(argv):
     from coa_jax.parallel.transfer import gather
     case, me = os.environ["CASE"], processes.index()
     assert processes.count() == jax.process_count() == 2 and me == jax.process_index()
-    mine = processes.share(list(range(7)))
+    mine = processes.local_items(list(range(7)))
     # Of very different sizes, and once more than the smallest message.
     items = [(n, "x" * 10**n) for n in mine]
     merged = gather(items, "gathering", 60)
     assert [(n, len(text)) for n, text in merged] == [(n, 10**n) for n in range(7)]
     for turn in range(3):
-        told = processes.exchange([turn, me], "telling", 60)
+        told = processes.all_gather([turn, me], "telling", 60)
         assert told == [[turn, 0], [turn, 1]]
     print("gathered", mine, flush=True)
     if me == int(case[-1]):
-        processes.doing("rollouts of step 3")
+        processes.set_activity("rollouts of step 3")
         if "kill" in case:
-            processes.meet("rollouts", 60)
+            processes.barrier("rollouts", 60)
             if "freeze" in case:
                 time.sleep(1)  # so that the other has heard what this one is at
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -46,23 +46,23 @@ def main(argv):
         if case.startswith("late"):
             time.sleep(6)
     if "kill" in case:
-        processes.meet("rollouts", 60)
+        processes.barrier("rollouts", 60)
         time.sleep(60)
     if case.startswith("late to tell"):
-        processes.exchange(0, "the update of step 3", 1.5)
+        processes.all_gather(0, "the update of step 3", 1.5)
     elif case.startswith("late to end"):
         from coa_jax.train.stop import Stop
         assert Stop().agreed(1.5, due=me == 1) == (False, False)
         assert Stop().agreed(1.5, due=True) == (False, True)
     elif case.startswith("late"):
-        processes.meet("the update of step 3", 1.5)
+        processes.barrier("the update of step 3", 1.5)
     if case.startswith("late"):
         print("met", flush=True)
     if case.startswith("fail"):
         time.sleep(60)
     if case.startswith("unread"):
         silence(2)
-        processes.meet("the update of step 3", 60)
+        processes.barrier("the update of step 3", 60)
 
 def silence(stream):
     reader, writer = os.pipe()
@@ -217,17 +217,17 @@ def main(argv):
     from coa_jax.train.stop import stop_on_sigterm
     from coa_jax.parallel import processes
     me, abandoned = processes.index(), threading.Event()
-    pids = processes.exchange(os.getpid(), "pids", 60)
+    pids = processes.all_gather(os.getpid(), "pids", 60)
     with stop_on_sigterm(abandoned.set) as stop:
         assert not abandoned.wait(2.5) and stop.agreed(60) == (False, False)
         if me == 1:
             os.kill(pids[0], signal.SIGTERM)  # which waits for this one
             assert abandoned.wait(30)
-        if os.environ["CASE"] == "exchange":
-            told = processes.exchange(abandoned.is_set(), "rollouts", 60)
+        if os.environ["CASE"] == "all_gather":
+            told = processes.all_gather(abandoned.is_set(), "rollouts", 60)
             assert told == [False, True], told
         else:
-            processes.meet("rollouts", 60)
+            processes.barrier("rollouts", 60)
         assert abandoned.wait(30) and stop.agreed(60) == (True, False)
     print("stopped", flush=True)
 
@@ -235,7 +235,7 @@ run_main(main)
 """
 
 
-@pytest.mark.parametrize("case", [pytest.param("exchange", marks=pytest.mark.slow), "meet"])
+@pytest.mark.parametrize("case", [pytest.param("all_gather", marks=pytest.mark.slow), "barrier"])
 def test_a_request_to_stop_reaches_the_others_though_its_process_waits_for_them(tmp_path, case):
     (tmp_path / "program.py").write_text(STOPPING)
     done = launch(2, 1, str(tmp_path / "program.py"), timeout=200, CASE=case)

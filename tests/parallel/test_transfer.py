@@ -57,7 +57,7 @@ def main(argv):
         shared = str(root.resolve()) == os.environ["SHARED"]
         if turn == 1 and processes.index() == 1 and not shared:
             (root / "name" / "one").unlink()  # as programs do that clean up folders
-        processes.meet("the end of a turn", 60)
+        processes.barrier("the end of a turn", 60)
 
 run_main(main)
 """

@@ -24,6 +24,7 @@ from coa_jax.model.encode import prompt_ids
 from coa_jax.model.tokenizer import decode_ids, end_of_turn_id, eos_ids
 from coa_jax.protocol import Prompt, get_protocol
 from coa_jax.rollout.constrain import constraint_for
+from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.replay import RecordedTool
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.tasks.base import with_level
@@ -97,6 +98,20 @@ def test_the_end_of_each_turn_is_learned_and_the_frame_of_a_result_is_not():
     frame = decode_ids(model.tokenizer, trajectory.tokens[trajectory.author == Author.ENVIRONMENT])
     assert frame.startswith("\n<|im_start|>user\n<tool_response>\n")
     assert frame.endswith("\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.timeout(300)
+def test_a_call_that_ends_while_the_result_before_it_is_computed_is_taken(monkeypatch):
+    """A turn with two calls, of which the second is no JSON, while no other sample decodes."""
+    next_call, bad = Episode.next_call, [ToolRequest("tool_call", "{", error="no JSON")]
+
+    def with_bad_call(self):
+        after_a_result = bool(self.tool_calls) and bool(bad)
+        return next_call(self) or (bad.pop() if after_a_result else None)
+
+    monkeypatch.setattr(Episode, "next_call", with_bad_call)
+    (trajectory,) = run("hermes", [Says("wiki_search", "x")], tasks=TASKS[:1])
+    assert [call.outcome for call in trajectory.tool_calls][:2] == ["ok", "bad_call"]
 
 
 @pytest.mark.parametrize("form", FORMATS)

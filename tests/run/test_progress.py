@@ -147,4 +147,4 @@ def test_quantities_that_move_while_a_unit_is_under_way_are_shown_with_their_rat
         bar.update()
     lines = stream.getvalue().splitlines()
     assert lines[1] == "evaluate gaia 0/5 0%, 2,000 tokens 200/s"
-    assert lines[-1] == "evaluate gaia 1/5 20% 20s each 1m20s left, 4,000 tokens 200/s; took 20.0s"
+    assert lines[-1] == "evaluate gaia 1/5 20%, 4,000 tokens 200/s; took 20.0s"

@@ -116,6 +116,10 @@ def test_a_field_of_the_metadata_precedes_a_column_and_a_value_without_json_is_l
     ("asked", "protocol"), [("", "own_tools"), ("free_search_dice", "free_search_dice")]
 )
 def test_questions_get_the_protocol_that_an_evaluation_asks_for(asked, protocol):
-    own = {"dice": {"path": "examples.own_tool.my_tools:Dice"}}
-    values = {"tasks": "questions.jsonl", "protocol": asked, "tools": {"names": (), "own": own}}
+    own = {"days": {"path": "examples.own_tool.days:Days"}}
+    values = {
+        "tasks": "questions.jsonl",
+        "protocol": asked,
+        "tools": {"names": ("days",), "own": own},
+    }
     assert with_task_protocol(values)["task_options"]["protocol"] == protocol

@@ -130,7 +130,8 @@ def test_the_time_in_which_a_program_waits_for_a_processor_does_not_count():
     assert seen.outcome == "timeout"
     lines = seen.text.partition("STDOUT:\n")[2].splitlines()
     ran, waited = next(map(float, line.split()) for line in reversed(lines) if line.count(".") == 2)
-    assert waited > 0.5 and ran > 2.0 + min(waited, 2.0) - 0.4
+    # On a busy machine, the last line may be older than the end of the program.
+    assert waited > 0.5 and ran > 2.0 + min(waited, 2.0) - 1.0
 
 
 def test_failures_read_as_those_of_a_program_alone(session):

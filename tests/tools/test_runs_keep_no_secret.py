@@ -36,12 +36,12 @@ SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 BODIES = {"far": "{}", "leak": json.dumps({"names": [NAME], "way": "error"})}
 CONFIG = """
 from coa_jax.train.rl_config import RLConfig
-from coa_jax.run.settings import complete
+from coa_jax.run.settings import complete_config
 from coa_jax.tools.make import ToolsConfig
 
 def get_config(arg=None):
-    config = complete(RLConfig, {run!r})
-    config.tools = complete(ToolsConfig, {tools!r})
+    config = complete_config(RLConfig, {run!r})
+    config.tools = complete_config(ToolsConfig, {tools!r})
     return config
 """
 

@@ -154,7 +154,11 @@ def _scoring(setup: Setup) -> list[Program]:
         step_programs.append(score("score", times, params, params, base))
     if critic is not None:
         values = functools.partial(
-            experience.score_values.lower, critic.params, batch, model=setup.model, compute=compute
+            experience.score_values.lower,
+            critic.params,
+            batch,
+            model_config=setup.model,
+            compute=compute,
         )
         step_programs.append(program("values", values, 1, critic.params))
     return step_programs
