@@ -63,14 +63,14 @@ def total(adapters, params_of, model, remat):
 )
 def test_a_shared_base_gives_the_same_log_probabilities_and_gradients(model, remat):
     adapters, base, shared = parts(model)
-    found, expected = (
+    with_shared, with_copy = (
         jax.jit(jax.value_and_grad(total), static_argnums=(1, 2, 3))(
             adapters, params_of, model, remat
         )
         for params_of in (lambda own: Adapted(own, shared), lambda own: join(base, own))
     )
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, with_shared, with_copy)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
@@ -93,9 +93,9 @@ def test_the_backward_pass_keeps_no_copy_of_the_base(remat):
 
 def test_the_base_is_exported_as_it_was_loaded():
     adapters, base, shared = parts()
-    found = Adapted(adapters, shared).stacked(MODEL)
-    assert flatten_dict(found).keys() == flatten_dict(random_params(MODEL)).keys()
-    jax.tree.map(np.testing.assert_array_equal, found, join(base, adapters))
+    stacked = Adapted(adapters, shared).stacked(MODEL)
+    assert flatten_dict(stacked).keys() == flatten_dict(random_params(MODEL)).keys()
+    jax.tree.map(np.testing.assert_array_equal, stacked, join(base, adapters))
     assert all(x.is_deleted() for layer in shared.layers for x in jax.tree.leaves(layer))
 
 
@@ -115,9 +115,9 @@ def test_engines_decode_with_the_very_arrays_of_the_shared_base():
     free_engine_memory(engines)
     publish_all(engines, Adapted(new, shared))
     (expected,) = publish(join(base, new), MODEL, engines[0].config)
-    for found in (beside, *parameter_copies(engines)):
-        assert arrays(found) == arrays(shared)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for published in (beside, *parameter_copies(engines)):
+        assert arrays(published) == arrays(shared)
+        jax.tree.map(np.testing.assert_array_equal, published, expected)
 
 
 def test_an_engine_with_a_shared_base_needs_no_memory_for_a_copy():
