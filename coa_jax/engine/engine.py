@@ -17,7 +17,7 @@ from coa_jax.engine.pages import PageTable
 from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig, warn_of_positions
-from coa_jax.model.params import DecodeParams, Params
+from coa_jax.model.params import Adapted, DecodeParams, Params
 from coa_jax.parallel.launch_order import launch_alone
 
 
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(
         self,
-        params: Params | DecodeParams,
+        params: Params | Adapted | DecodeParams,
         model_config: ModelConfig,
         config: EngineConfig,
         stop_tokens: Sequence[int] = (),
@@ -97,7 +97,7 @@ class Engine:
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
         self._pages: Any = layout.new_pages(self.params, model_config, config, self.compute)
 
-    def publish(self, params: Params | DecodeParams) -> None:
+    def publish(self, params: Params | Adapted | DecodeParams) -> None:
         """Replaces the parameters of the engine.
 
         Args:

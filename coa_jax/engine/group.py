@@ -13,11 +13,11 @@ from coa_jax.engine.constraint import Constraint
 from coa_jax.engine.engine import Engine, check_shapes
 from coa_jax.engine.memory import check_room
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import DecodeParams, Params, select
+from coa_jax.model.params import Adapted, DecodeParams, Params, select
 
 
 def make_engines(
-    params: Params,
+    params: Params | Adapted,
     model_config: ModelConfig,
     config: EngineConfig,
     stop_tokens: Sequence[int] = (),
@@ -30,7 +30,8 @@ def make_engines(
     A device group is a set of devices over which one engine shards the model.
 
     Args:
-        params: training parameters, on one device or a mesh.
+        params: training parameters, on one device or a mesh; their base may be shared, see
+            `layout.shares_base`.
         model, stop_tokens, constraint: arguments of `Engine`.
         config: settings of all engines of one device group together.
         tensor: number of devices of a device group; 0 for the number of devices over which training
@@ -153,10 +154,11 @@ def engines_with_adapters(
     ]
 
 
-def publish_all(engines: Sequence[Engine], params: Params) -> None:
+def publish_all(engines: Sequence[Engine], params: Params | Adapted) -> None:
     """Gives new training parameters to all engines from `make_engines`.
 
-    - If only adapters are trained, engines keep the other parameters and get new adapters.
+    - If only adapters are trained, engines keep the other parameters and get new adapters. After
+      `free_engine_memory`, they get a new copy of the other parameters, unless these are shared.
     - Otherwise, engines on devices that do not train keep the old parameters until the new copy is
       complete, and may decode until then. On devices that also train, the old copy is deleted
       first, because the two copies might not fit in memory together.
@@ -185,7 +187,7 @@ def free_engine_memory(engines: Sequence[Engine]) -> None:
         engine.free_memory(places[id(engine.params)])
 
 
-def on_separate_devices(engines: Sequence[Engine], params: Params) -> bool:
+def on_separate_devices(engines: Sequence[Engine], params: Params | Adapted) -> bool:
     """Returns whether the engines decode on other devices than those that hold ``params``.
 
     ``params`` are the training parameters.
@@ -194,7 +196,7 @@ def on_separate_devices(engines: Sequence[Engine], params: Params) -> bool:
     return not decoding.device_set & training.device_set
 
 
-def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
+def new_copies(engines: Sequence[Engine], params: Params | Adapted) -> list[DecodeParams]:
     """Copies new training parameters to the devices of the engines, for `install_copies`.
 
     The engines keep their old parameters, and may be decoding at the same time. Until
@@ -202,7 +204,10 @@ def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
     the adapters are held twice. If the engines run on devices of their own, the function waits
     until the new copies are complete.
     """
-    first, old, adapted = engines[0], parameter_copies(engines), _keeps_base(engines)
+    first = engines[0]
+    if isinstance(params, Adapted):
+        return layout.publish(params, first.model, first.config, _group_size(first))
+    old, adapted = parameter_copies(engines), _keeps_base(engines)
     published = select(first.model, params, adapter=True) if adapted else params
     parts = layout.publish(published, first.model, first.config, _group_size(first))
     if on_separate_devices(engines, params):

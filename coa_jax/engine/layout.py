@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from coa_jax.engine.config import EngineConfig
@@ -27,7 +28,15 @@ from coa_jax.model.attention.choice import Case, platform_of, resolve
 from coa_jax.model.cache import LayerPages, init_layers, layer_axes
 from coa_jax.model.compute import Compute, KernelLayout, backend_for
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import DecodeParams, Params, decode_shardings, unstack
+from coa_jax.model.params import (
+    Adapted,
+    DecodeParams,
+    Params,
+    decode_shardings,
+    join,
+    unstack,
+    without_adapters,
+)
 from coa_jax.parallel import launch_order
 from coa_jax.parallel.launch_order import launch_alone
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
@@ -167,8 +176,69 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
     return factors or [(1, 1)]
 
 
+def shares_base(
+    model_config: ModelConfig, mesh: Mesh | None, dtype: str, decode_dtype: str, tensor: int = 0
+) -> bool:
+    """Returns whether engines can decode with the very arrays that are frozen in training.
+
+    This is the case if only adapters are trained, in the dtype of the engines, on devices whose
+    parts of the base are the parts that decoding needs: a single device, or a mesh that does not
+    split parameters over ``fsdp`` and whose ``tensor`` groups are the device groups.
+
+    Args:
+        model_config: the architecture, with the adapters.
+        mesh: training mesh, on which the engines decode too; None for one device.
+        dtype, decode_dtype: dtype of the frozen parameters, and of the engines.
+        tensor: number of devices of a device group, see `decode_mesh`.
+    """
+    if not model_config.lora.rank or dtype != decode_dtype:
+        return False
+    if mesh is None:
+        return True
+    size = mesh.shape["tensor"]
+    if mesh.shape["fsdp"] > 1 or (tensor or size) != size:
+        return False
+    return bool((groups_of(decode_mesh(mesh, size), size) == mesh.devices.reshape(-1, size)).all())
+
+
+def share_base(base: Params, model_config: ModelConfig) -> DecodeParams:
+    """Converts frozen parameters to the layout for decoding, and deletes those of the layers.
+
+    One array after the other is converted, so that there are never two copies of all layers.
+
+    Args:
+        base: parameters without adapters in the layout for training, placed as `shares_base` needs.
+        model_config: the architecture, without adapters.
+    """
+    mesh, (device, *_) = mesh_of(base), jax.tree.leaves(base)[0].devices()
+    kernels = kernels_for(device.platform, alone=mesh is None)
+    places = None if mesh is None else decode_shardings(model_config, mesh, kernels)
+    shared: Params = {}
+    layers: list[Params] = [{} for _ in range(model_config.num_layers)]
+    for path, array in flatten_dict(base).items():
+        change = functools.partial(unstack, config=model_config, kernels=kernels)
+        program = jax.jit(change, out_shardings=None if places is None else _only(places, path))
+        part = launch_alone(mesh, program, unflatten_dict({path: array}))
+        shared = join(shared, part.shared)
+        layers = list(map(join, layers, part.layers))
+        if path[0] == "layers":  # other arrays may be results themselves
+            array.delete()
+    return DecodeParams(shared, tuple(layers), kernels)
+
+
+def _only(params: DecodeParams, path: tuple[str, ...]) -> DecodeParams:
+    """Returns the part of a tree in the layout for decoding that belongs to one training array."""
+    if path[0] != "layers":
+        leaf = flatten_dict(params.shared)[path]
+        empty: tuple[Params, ...] = ({},) * len(params.layers)
+        return DecodeParams(unflatten_dict({path: leaf}), empty, params.kernels)
+    leaves = (flatten_dict(layer)[path[1:]] for layer in params.layers)
+    layers = tuple(unflatten_dict({path[1:]: leaf}) for leaf in leaves)
+    return DecodeParams({}, layers, params.kernels)
+
+
 def publish(
-    params: Params, model_config: ModelConfig, config: EngineConfig, tensor: int = 0
+    params: Params | Adapted, model_config: ModelConfig, config: EngineConfig, tensor: int = 0
 ) -> list[DecodeParams]:
     """Copies training parameters into the layout for decoding, one copy per device group.
 
@@ -179,11 +249,18 @@ def publish(
 
     Args:
         params: training parameters, on one device or on a mesh; or the adapters alone. Then the
-            result holds adapters, which `DecodeParams.with_adapters` joins to other parameters.
+            result holds adapters, which `DecodeParams.with_adapters` joins to other parameters. A
+            base that is shared with the engines is not copied, see `shares_base`.
         model_config: the architecture.
         config: settings of the engines that will use the copies.
         tensor: number of devices of a device group, see `decode_mesh`.
     """
+    if isinstance(params, Adapted):
+        new = publish(params.adapters, model_config, config, tensor)
+        return [
+            base.with_adapters(part)
+            for base, part in zip(_local_parts(params.base, model_config), new, strict=True)
+        ]
     alone = "embed" not in params
     dtype, mesh = config.dtype, mesh_of(params)
     if mesh is None:
@@ -203,6 +280,19 @@ def publish(
     return [
         jax.tree.map(_part, everywhere, places(group))
         for group in groups_of(groups, tensor_size(groups))
+        if group[0].process_index == jax.process_index()
+    ]
+
+
+def _local_parts(base: DecodeParams, model_config: ModelConfig) -> list[DecodeParams]:
+    """Returns the parts of a shared base on the device groups of this process, without copies."""
+    mesh = mesh_of(base)
+    if mesh is None:
+        return [base]
+    model_config = without_adapters(model_config)
+    return [
+        jax.tree.map(_part, base, decode_shardings(model_config, _group_mesh(group), base.kernels))
+        for group in mesh.devices.reshape(-1, mesh.shape["tensor"])
         if group[0].process_index == jax.process_index()
     ]
 
@@ -441,7 +531,7 @@ def _new_pages(model_config: ModelConfig, config: EngineConfig, compute: Compute
     return jax.jit(program, keep_unused=True, out_shardings=places)
 
 
-def mesh_of(params: Params | DecodeParams) -> Mesh | None:
+def mesh_of(params: Params | Adapted | DecodeParams) -> Mesh | None:
     """Returns the mesh over which parameters are sharded; None if they are on one device."""
     mesh = launch_order.mesh_of(jax.tree.leaves(params)[0])
     return None if mesh is None or mesh.size == 1 else mesh

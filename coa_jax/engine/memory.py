@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import DecodeParams, Params, num_params
+from coa_jax.model.params import Adapted, DecodeParams, Params, num_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +233,7 @@ def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
 
 
 def check_room(
-    params: Params | DecodeParams,
+    params: Params | Adapted | DecodeParams,
     model_config: ModelConfig,
     config: EngineConfig,
     tensor: int,
@@ -242,7 +242,8 @@ def check_room(
     """Checks that an engine fits in the memory of the devices that will run it.
 
     Args:
-        params: training parameters that will be copied; or the copy, which is already allocated.
+        params: training parameters that will be copied; or parameters that are already allocated:
+            the copy, or training parameters with a shared base.
         model, config: the architecture, and the settings of the engine.
         tensor: number of devices of the engine's group.
         places: shardings of the engines' parameters on devices that are reserved for rollouts; each
@@ -259,7 +260,7 @@ def check_room(
     free = [count for count in map(free_memory, devices) if count is not None]
     # All CPU devices have the same memory.
     shared = len(devices) if any(device.platform == "cpu" for device in devices) else 1
-    published = isinstance(params, DecodeParams)
+    published = isinstance(params, DecodeParams | Adapted)
     least = min(free) // shared if free else None
     check_memory(model_config, config, least, tensor, published=published, twice=bool(places))
 

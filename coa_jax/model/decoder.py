@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +217,18 @@ class Layer(nnx.Module):
         return x + y, pages
 
 
+class PickedLayers(NamedTuple):
+    """Layers for `jax.lax.scan` whose parameters are not stacked along a first axis.
+
+    Attributes:
+        scanned: pytree of arrays, over whose first axis the scan iterates.
+        pick: returns a layer, given the elements of ``scanned`` that belong to the layer.
+    """
+
+    scanned: Any
+    pick: Callable[[Any], Layer]
+
+
 class Decoder(nnx.Module):
     """The whole model: embeddings, layers, the final normalisation, and the output head.
 
@@ -244,7 +256,7 @@ class Decoder(nnx.Module):
         *,
         segment_ids: Any = None,
         unfolded: Unfolded | None = None,
-        layers: Sequence[Layer] | None = None,
+        layers: Sequence[Layer] | PickedLayers | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Computes the final hidden states of tokens.
@@ -260,7 +272,8 @@ class Decoder(nnx.Module):
             unfolded: layout of rows whose sequences share a prompt, for attention; None if no
                 sequences share a prompt. Must be None with a cache.
             layers: the layers, one by one, as decoding needs them: slices of a stack would be
-                copied in the loop over decoding steps. None uses the stacked layers of the module.
+                copied in the loop over decoding steps. Without a cache, they may be picked one by
+                one in a loop over layers. None uses the stacked layers of the module.
             cache: keys and values of earlier tokens: a token at position p reads the positions 0 to
                 p. None attends over the rows themselves.
 
@@ -279,7 +292,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, compute.dtype)
         x = compute.constrain(x, *STREAM)
         if cache is not None:
-            assert layers is not None
+            assert layers is not None and not isinstance(layers, PickedLayers)
             pages: list[Any] = []
             for layer, before, window in zip(layers, cache.layers, windows, strict=True):
                 attend = cache.attention(before, positions, compute, window)
@@ -288,14 +301,16 @@ class Decoder(nnx.Module):
             return self.final_norm(x, compute), cache._replace(layers=tuple(pages))
         where = None if local is None else positions
         attend = causal_attention(compute, tokens.shape, segment_ids, unfolded, where)
-        if layers is not None:
+        if layers is not None and not isinstance(layers, PickedLayers):
             for layer, window in zip(layers, windows, strict=True):
                 windowed = functools.partial(attend, window=window)
                 x, _ = layer(x, local_rope if window else rope, compute, windowed)
             return self.final_norm(x, compute), None
 
-        def body(x: jax.Array, scanned: tuple[Layer, Any]) -> tuple[jax.Array, None]:
+        def body(x: jax.Array, scanned: tuple[Any, Any]) -> tuple[jax.Array, None]:
             layer, is_local = scanned
+            if layers is not None:
+                layer = layers.pick(layer)
             if local is None:
                 return layer(x, rope, compute, attend)[0], None
             # One program computes all layers: the window of the others has all positions.
@@ -304,7 +319,9 @@ class Decoder(nnx.Module):
             return layer(x, tables, compute, functools.partial(attend, window=window))[0], None
 
         kinds = None if local is None else jnp.array(local.layers)
-        x, _ = jax.lax.scan(rematerialize(body, compute.remat), x, (self.layers, kinds))
+        scanned = self.layers if layers is None else layers.scanned
+        repeated = rematerialize(body, compute.remat, picked=layers is not None)
+        x, _ = jax.lax.scan(repeated, x, (scanned, kinds))
         return self.final_norm(x, compute), None
 
     @jax.named_scope("head")

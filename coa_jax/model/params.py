@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from coa_jax.model.compute import KernelLayout
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.decoder import Decoder, Layer
+from coa_jax.model.decoder import Decoder, Layer, PickedLayers
 from coa_jax.model.linear import Lora
 from coa_jax.parallel.launch_order import launch_alone, mesh_of
 from coa_jax.parallel.mesh import DECODE_RULES, sharding_for
@@ -87,6 +87,14 @@ def num_params(config: ModelConfig) -> int:
 def join(first: Params, second: Params) -> Params:
     """Merges two nested dicts of parameters; the second has priority where both have a path."""
     return unflatten_dict({**flatten_dict(first), **flatten_dict(second)})
+
+
+def whole(adapters: Params, base: Params | DecodeParams) -> Params | Adapted:
+    """Returns all parameters of a model, given its adapters ({} for none) and its base.
+
+    The base is in the layout for training, or shared with engines, see `Adapted`.
+    """
+    return Adapted(adapters, base) if isinstance(base, DecodeParams) else join(adapters, base)
 
 
 def param_dtype(params: Params) -> jnp.dtype:
@@ -173,6 +181,72 @@ class DecodeParams:
         return DecodeParams(self.shared, layers, self.kernels)
 
 
+class Adapted(NamedTuple):
+    """Parameters for training whose base is shared with the engines that decode.
+
+    The base has the layout for decoding, so training and decoding need no copies of their own. A
+    loop over layers picks the arrays of one layer at a time, which copies this layer. The copies
+    have the layout for training, so the results do not depend on the layout of the base.
+
+    Attributes:
+        adapters: the adapters, in the layout for training; {} for the base alone.
+        base: all other parameters, in the layout for decoding.
+    """
+
+    adapters: Params
+    base: DecodeParams
+
+    def bind(self, config: ModelConfig) -> tuple[Decoder, PickedLayers]:
+        """Returns the decoder and its layers with these parameters, inside a compiled function."""
+        _, shared, layer = _graphs(config)
+        base, count = self.base, config.num_layers
+
+        def pick(scanned: tuple[jax.Array, Params]) -> Layer:
+            index, adapters = scanned
+            own = jax.lax.switch(index, [functools.partial(_same, x) for x in base.layers])
+            return nnx.merge(layer, join(_for_training(own, config, base.kernels), adapters))
+
+        scanned = (jnp.arange(count), self.adapters.get("layers", {}))
+        decoder = nnx.merge(shared, _for_training(base.shared, config, base.kernels))
+        return decoder, PickedLayers(scanned, pick)
+
+    def stacked(self, config: ModelConfig) -> Params:
+        """Returns these parameters in the layout for training, and deletes the base.
+
+        One array after the other is stacked over layers, so that there are never two copies.
+        """
+        base = self.base
+        shared = jax.jit(lambda x: _for_training(x, config, base.kernels))(base.shared)
+        made = flatten_dict(shared)
+        for path in flatten_dict(base.layers[0]):
+            own = [unflatten_dict({path: flatten_dict(layer)[path]}) for layer in base.layers]
+            made["layers", *path] = launch_alone(
+                mesh_of(jax.tree.leaves(own)[0]), _stack, own, config=config, kernels=base.kernels
+            )
+            for array in jax.tree.leaves(own):
+                array.delete()
+        return join(unflatten_dict(made), self.adapters)
+
+
+def _same(params: Params) -> Params:
+    return params
+
+
+@functools.partial(jax.jit, static_argnames=("config", "kernels"))
+def _stack(layers: list[Params], config: ModelConfig, kernels: KernelLayout) -> jax.Array:
+    turned = [jax.tree.leaves(_for_training(layer, config, kernels))[0] for layer in layers]
+    return jnp.stack(turned)
+
+
+def _for_training(params: Params, config: ModelConfig, kernels: KernelLayout) -> Params:
+    """Changes the order of the axes of a layer's parameters from a layout to that of training."""
+    inputs, turned = inputs_of(config), {}
+    for path, x in flatten_dict(params).items():
+        order = _order(inputs.get(path, 0), x.ndim, kernels)
+        turned[path] = jnp.transpose(x, sorted(range(x.ndim), key=order.__getitem__))
+    return unflatten_dict(turned)
+
+
 def is_adapter(path: Path) -> bool:
     """Returns whether the parameter at a path of `specs` belongs to an adapter.
 
@@ -192,9 +266,8 @@ def unstack(
         kernels: order of the axes of weight matrices in the result, see `compute.KernelLayout`.
     """
     shared = {key: value for key, value in params.items() if key != "layers"}
-    layers = tuple(
-        jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.num_layers)
-    )
+    stacked = params.get("layers", {})
+    layers = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.num_layers))
     inputs = inputs_of(config)
 
     def turned(params: Params) -> Params:

@@ -53,15 +53,28 @@ Every policy recomputes the attention scores.
 """
 
 
-def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
+def rematerialize(
+    layer: Callable[..., Any], name: str, *, picked: bool = False
+) -> Callable[..., Any]:
     """Returns a layer function that recomputes activations in its backward pass.
 
     Args:
         layer: function that computes one decoder layer.
         name: rematerialisation policy, a key of `POLICIES`, which says which activations are saved;
             ``none`` returns ``layer`` unchanged.
+        picked: whether the function picks its own parameters, see `decoder.PickedLayers`. The
+            backward pass then picks them again, because saved they would be a copy of the model.
     """
     policy = POLICIES[name]
+    if name == "none":
+        if not picked:
+            return layer
+        policy = _all_but_parameters
     # Within a scan XLA cannot merge the forward and backward pass, so no barrier (`prevent_cse`) is
     # needed.
-    return layer if name == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def _all_but_parameters(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Saves the results of all operations but those that pick parameters or change their shape."""
+    return primitive.name not in ("cond", "transpose", "reshape", "convert_element_type")

@@ -35,6 +35,7 @@ from coa_jax.model.params import (
     Params,
     abstract_params,
     decode_shardings,
+    unstack,
     without_adapters,
 )
 from coa_jax.model.tokenizer import load_tokenizer
@@ -206,8 +207,35 @@ def parameters(setup: Setup) -> Params:
 
 def policy(setup: Setup) -> TrainState:
     """Returns the shapes and shardings of the policy's parameters and optimiser state."""
+    state = _own_policy(setup)
+    if not shares_base(setup):
+        return state
+    model, kernels = without_adapters(setup.model), engine_compute(setup).kernels
+    shapes = jax.eval_shape(lambda params: unstack(params, model, kernels), state.frozen)
+    return state._replace(frozen=_placed(shapes, decode_shardings(model, setup.mesh, kernels)))
+
+
+def _own_policy(setup: Setup) -> TrainState:
+    """Returns the result of `policy` for a run whose engines have a copy of the parameters."""
     config = setup.config
     return run_state(setup.model, config.optimizer, setup.mesh, config.loaded_dtype)
+
+
+def shares_base(setup: Setup) -> bool:
+    """Returns whether the engines of a run use the frozen arrays of training."""
+    if not isinstance(setup.config, RLConfig):
+        return False
+    platform = "tpu" if setup.where.tpu else "gpu"
+    return setup.config.shares_base(setup.model, setup.mesh, platform)
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    """Adds shardings to a tree of shapes."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        places,
+    )
 
 
 def critic(setup: Setup) -> TrainState | None:
@@ -254,11 +282,16 @@ def export_bytes(setup: Setup) -> int:
     With several hosts, the result includes the largest tensor, because every chip gathers one whole
     tensor at a time. The parameters of stacked layers are gathered layer by layer. If adapters are
     trained, three copies of one layer are included: the layer itself, the layer in float32, and the
-    sum of that copy and the adapters.
+    sum of that copy and the adapters. Parameters that the engines share are stacked over layers for
+    the export, one array after the other, so the largest array of all layers is included.
     """
     merged = largest = 0
     if setup.model.lora.rank:
-        layers = chip_bytes(policy(setup).frozen["layers"]) // setup.model.num_layers
+        frozen = _own_policy(setup).frozen
+        assert isinstance(frozen, dict)
+        layers = chip_bytes(frozen["layers"]) // setup.model.num_layers
+        if shares_base(setup):
+            largest = max(map(chip_bytes, jax.tree.leaves(frozen["layers"])))
         items = [jnp.dtype(x).itemsize for x in (setup.config.loaded_dtype, "float32")]
         merged = layers // items[0] * (items[0] + 2 * items[1])
     if setup.hosts > 1:
@@ -360,11 +393,7 @@ def decoding_params(setup: Setup) -> DecodeParams:
     places = decode_shardings(model, engine_mesh(setup), kernels)
     program = publish_program(model, dtype, None, kernels)
     shapes = jax.eval_shape(program, abstract_params(model, setup.mesh))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        places,
-    )
+    return _placed(shapes, places)
 
 
 def pages(setup: Setup) -> tuple[LayerPages, ...]:
@@ -442,11 +471,15 @@ def _protocols(config: RLConfig) -> set[str]:
 
 
 def engine_bytes(setup: Setup) -> int:
-    """Returns the number of bytes per chip of an engine's parameters, KV cache and tables."""
+    """Returns the number of bytes per chip of an engine's parameters, KV cache and tables.
+
+    Parameters that the engine shares with training are not included.
+    """
     if not isinstance(setup.config, RLConfig):
         return 0
-    rules = tables(setup, engine_mesh(setup))
-    return chip_bytes((decoding_params(setup), pages(setup), rules))
+    params, rules = decoding_params(setup), tables(setup, engine_mesh(setup))
+    own = params.adapters() if shares_base(setup) else params
+    return chip_bytes((own, pages(setup), rules))
 
 
 def kept_bytes(setup: Setup) -> int:

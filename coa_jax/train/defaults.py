@@ -289,6 +289,13 @@ def _engine(
     if config.rows and engine.slots:
         return {"engine": engine}, 0
     copy = num_params(without_adapters(model_config)) * (2 if engine.dtype == "bfloat16" else 4)
+    shared = 0  # bytes of the engine's parameters that are among those of training
+    if isinstance(config, RLConfig) and machine.devices == 1:
+        shares = dataclasses.replace(config, engine=engine).shares_base(
+            model_config, None, platform
+        )
+        shared = copy if shares else 0
+        left += shared
     chips = mesh.decode_tensor
     if not config.rows and not chips and mesh.tensor == 1:
         chips = 1  # as few chips of a process as hold the model beside the rest
@@ -304,7 +311,7 @@ def _engine(
         memory = left
     else:
         memory = copy // chips + max(left - copy // chips, 0) // 3
-        reserved = memory if rl else 0
+        reserved = memory - shared if rl else 0
     if rl:
         engines = max(1, (mesh.rollout_devices or machine.devices) // chips)
         samples = -(-config.groups * config.group_size // engines)

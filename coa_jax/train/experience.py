@@ -16,7 +16,7 @@ import numpy as np
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_weights import to_host
-from coa_jax.model.params import Params, without_adapters
+from coa_jax.model.params import Adapted, Params, without_adapters
 from coa_jax.parallel.launch_order import launch_alone
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.advantages import distillation, gae, whiten
@@ -30,7 +30,7 @@ from coa_jax.train.teacher import Teacher
 
 @functools.partial(jax.jit, static_argnames=("model_config", "compute", "temperature"))
 def score(
-    params: Params,
+    params: Params | Adapted,
     batch: Batch,
     allowed: jax.Array | None = None,
     *,
@@ -89,10 +89,10 @@ def complete_experience(
     algorithm: Algorithm,
     batches: Sequence[Batch],
     model_config: ModelConfig,
-    policy: Params,
+    policy: Params | Adapted,
     *,
     critic: Params | None,
-    reference: Params | None,
+    reference: Params | Adapted | None,
     temperature: float,
     compute: Compute,
     teacher: Teacher | None = None,
@@ -132,7 +132,9 @@ def complete_experience(
         columns: Iterator[Any] = (to_host(launch_alone(compute.mesh, program, b)) for b in placed)
         return [b._replace(**{name: values}) for b, values in zip(filled, columns, strict=True)]
 
-    def scored(name: str, params: Params, model: ModelConfig, allowed: Any) -> list[Batch]:
+    def scored(
+        name: str, params: Params | Adapted, model: ModelConfig, allowed: Any
+    ) -> list[Batch]:
         static = {"model_config": model, "compute": compute, "temperature": temperature}
         return each(name, functools.partial(score, params, allowed=allowed, **static))
 

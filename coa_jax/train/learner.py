@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.group import (
     free_engine_memory,
@@ -14,9 +16,10 @@ from coa_jax.engine.group import (
     parameter_copies,
     publish_all,
 )
+from coa_jax.engine.layout import share_base
 from coa_jax.engine.memory import describe_waves, engine_memory
 from coa_jax.model.api import describe_model, load_weights
-from coa_jax.model.params import DecodeParams, Params, split_trained
+from coa_jax.model.params import DecodeParams, Params, split_trained, without_adapters
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import rollout_devices, training_mesh
@@ -77,7 +80,9 @@ class Learner(Trained):
         check_rows(model.config, config.rows, config.row_length, config.dtype, self._mesh)
         self.teacher = load_teacher(config.teacher, model.tokenizer, config.dtype, self._mesh)
         self.norm_before = norm_before(config.model) if config.lora.rank else 0.0
-        print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
+        shared = isinstance(self.state.frozen, DecodeParams)
+        note = " (parameters that training holds too, as the same arrays)" if shared else ""
+        print(f"engine: {engine_memory(model.config, config.engine)}{note}", flush=True)
         ends = constraint_or_ends(
             config.rollout, model.tokenizer, model.config.vocab_size, protocols
         )
@@ -109,7 +114,14 @@ class Learner(Trained):
         # Copy the parameters first, because updates of the state reuse their memory.
         critic, reference = critic_state(config, params), reference_params(config, params)
         trained, frozen = split_trained(params, model, config.seed, self._mesh)
-        return init_state(trained, config.optimizer, frozen), critic, reference
+        return init_state(trained, config.optimizer, self._shared(frozen)), critic, reference
+
+    def _shared(self, frozen: Params) -> Params | DecodeParams:
+        """Returns frozen parameters in the layout in which engines can share them, if they can."""
+        config, model = self._config, self.model.config
+        if not config.shares_base(model, self._mesh, jax.default_backend()):
+            return frozen
+        return share_base(frozen, without_adapters(model))
 
     def _resumed(self) -> _States | None:
         """Reads the newest checkpoint and sets the position in the run; returns None without one.
@@ -123,7 +135,8 @@ class Learner(Trained):
         dtype, reference = config.loaded_dtype, None
         like = run_state(model, config.optimizer, self._mesh, dtype)
         if model.lora.rank:
-            like = like._replace(frozen=load_weights(config.model, self._mesh, dtype))
+            frozen = load_weights(config.model, self._mesh, dtype)
+            like = like._replace(frozen=self._shared(frozen))
         elif config.chosen.needs_reference:
             reference = load_weights(config.model, self._mesh)
         critic = critic_run_state(config, model, self._mesh)

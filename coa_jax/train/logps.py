@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, bind, param_dtype
+from coa_jax.model.params import Adapted, Params, bind, param_dtype
 from coa_jax.model.policy import Model
 from coa_jax.train.batch import Batch
 from coa_jax.train.output_head import Head, score_chunks, weighted_sum
@@ -65,7 +65,7 @@ def _log_probs(
 
 
 def token_logps(
-    params: Params,
+    params: Params | Adapted,
     config: ModelConfig,
     batch: Batch,
     compute: Compute,
@@ -112,7 +112,9 @@ def token_logps(
     return _restore(order, logps, batch), _restore(order, entropies, batch)
 
 
-def logp_sum(params: Params, config: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
+def logp_sum(
+    params: Params | Adapted, config: ModelConfig, batch: Batch, compute: Compute
+) -> jax.Array:
     """Computes the sum of the log-probabilities of all tokens that have a loss.
 
     The result equals a sum over the result of `token_logps`, but takes less time: the forward pass
@@ -178,16 +180,21 @@ def chunked(rows: int, length: int, compute: Compute) -> tuple[int, int, int]:
 
 
 def _hidden(
-    params: Params, config: ModelConfig, batch: Batch, compute: Compute, mask: Any
+    params: Params | Adapted, config: ModelConfig, batch: Batch, compute: Compute, mask: Any
 ) -> tuple[jax.Array, jax.Array, _Order]:
     """Computes final hidden states ``[K, R, C, D]``, the head's weight, and the permutation."""
-    decoder = bind(config, params)
+    layers = None
+    if isinstance(params, Adapted):
+        decoder, layers = params.bind(config)
+    else:
+        decoder = bind(config, params)
     hidden, _ = decoder(
         batch.tokens,
         batch.positions,
         compute,
         segment_ids=batch.segment_ids,
         unfolded=batch.unfolded,
+        layers=layers,
     )
     weight = decoder.embed.embedding if decoder.head is None else decoder.head.kernel
     scored = jnp.ones(batch.tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0

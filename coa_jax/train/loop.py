@@ -21,6 +21,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.evaluation.held_out import HeldOut
 from coa_jax.model.api import Model
+from coa_jax.model.params import Adapted
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
 from coa_jax.run.progress import progress
@@ -169,7 +170,7 @@ class Loop:
         trained, figures = self.trained, None
         if self.held_out is not None:
             processes.set_activity(f"evaluation after step {trained.step}")
-            parameters = digest(fingerprint(trained.state.model))
+            parameters = digest(fingerprint(trained.state.params))
             figures = self.held_out.measure(trained.step, parameters, trained.model, self.engines)
         trained.extra["unmeasured"] = self.held_out is not None and figures is None
         return figures or {}
@@ -210,7 +211,10 @@ def export(config: TrainingConfig, trained: Trained, output: Path, phase: str) -
     """Writes the trained model to ``output``, or ends the process if the run was asked to stop."""
     if trained.step < trained.total or trained.unmeasured:
         end_run(trained.step, trained.total)
-    model = trained.model.replace(params=trained.state.model)
+    params = trained.state.model
+    if isinstance(params, Adapted):
+        params = params.stacked(trained.model.config)
+    model = trained.model.replace(params=params)
     settings = dataclasses.asdict(config)
     save_trained(model, config.model, output, config.export_dtype, phase, settings)
 

@@ -20,7 +20,7 @@ from coa_jax.config.extensions import first_line
 from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, join
+from coa_jax.model.params import DecodeParams, Params, whole
 from coa_jax.train.algorithms import LOSSES, Algorithm
 from coa_jax.train.batch import Batch
 from coa_jax.train.critic import token_values
@@ -46,7 +46,7 @@ class Net(NamedTuple):
             without constrained decoding.
     """
 
-    frozen: Params
+    frozen: Params | DecodeParams
     model: ModelConfig
     compute: Compute
     allowed: jax.Array | None = None
@@ -82,7 +82,7 @@ class SFTLoss:
 
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        loss = -logp_sum(join(params, net.frozen), net.model, batch, net.compute)
+        loss = -logp_sum(whole(params, net.frozen), net.model, batch, net.compute)
         return loss, {"loss": loss}
 
 
@@ -101,7 +101,7 @@ class PolicyLoss:
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
         logp, entropy = token_logps(
-            join(params, net.frozen),
+            whole(params, net.frozen),
             net.model,
             batch,
             net.compute,

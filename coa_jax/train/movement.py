@@ -16,7 +16,7 @@ from coa_jax.model.adapters import product_norm, read_adapter
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_weights import to_host
-from coa_jax.model.params import Params, without_adapters
+from coa_jax.model.params import Adapted, Params, without_adapters
 from coa_jax.parallel.launch_order import launch_alone
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch
@@ -62,7 +62,7 @@ def movement(
     """
     placed = put_batch(inputs(batch), compute.mesh)
 
-    def logps(params: Params, config: ModelConfig, temperature: float) -> np.ndarray:
+    def logps(params: Params | Adapted, config: ModelConfig, temperature: float) -> np.ndarray:
         def program(batch: Batch) -> jax.Array:
             return score(
                 params,
@@ -76,8 +76,8 @@ def movement(
         return np.asarray(to_host(launch_alone(compute.mesh, program, placed)))
 
     base = without_adapters(model_config)
-    start = logps(state.frozen, base, temperature)
-    was, now = logps(state.frozen, base, _GREEDY), logps(state.model, model_config, _GREEDY)
+    start = logps(state.base, base, temperature)
+    was, now = logps(state.base, base, _GREEDY), logps(state.model, model_config, _GREEDY)
     changed = (was > -0.5) != (now > -0.5)  # the most probable token has the log-probability 0
     divergence = np.asarray(kl_estimate("k3", batch.logp, start))
     weights, count = batch.counts, max(float(batch.counts.sum()), 1.0)

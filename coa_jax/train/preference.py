@@ -23,7 +23,7 @@ from coa_jax.data.trajectory import Trajectory
 from coa_jax.errors import UserError
 from coa_jax.model.api import describe_model, download_once, load_weights
 from coa_jax.model.hf_weights import to_host
-from coa_jax.model.params import Params, join, without_adapters
+from coa_jax.model.params import Params, whole, without_adapters
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run.run_dir import RunDir
@@ -200,8 +200,8 @@ class DPOLoss:
 
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `losses.Loss`."""
-        whole = join(params, net.frozen)
-        logp, _ = token_logps(whole, net.model, batch, net.compute, mask=batch.mask, entropy=False)
+        every = whole(params, net.frozen)
+        logp, _ = token_logps(every, net.model, batch, net.compute, mask=batch.mask, entropy=False)
         return dpo_objective(logp, batch, self.beta)
 
 

@@ -161,7 +161,7 @@ def replay_run(
                 then, learner.state, groups=groups, **learner.update_arguments
             )
             learner.step = step
-            if diverged is None and digest(fingerprint(learner.state.model)) != known[step]:
+            if diverged is None and digest(fingerprint(learner.state.params)) != known[step]:
                 diverged = step
             again.publish()
             bar.update()

@@ -370,7 +370,7 @@ def run_steps(
             learner.extra["ledger"] = sampled.composition.state
             figures |= source.count(sampled.composition)
             with clock("traces"):
-                parameters = digest(fingerprint(learner.state.model))
+                parameters = digest(fingerprint(learner.state.params))
             if check_updates(stats) is None:
                 figures |= _publish(learner, source, loop)
             processes.set_activity(f"rows of step {learner.step}")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from coa_jax.config.fields import Between, Bounded, Natural, OneOf, Place, Size, Sparse, Times
 from coa_jax.config.preflight import SECONDS, ProbeSeconds
@@ -26,6 +26,11 @@ from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.config import METRICS, DistilledConfig, TeacherConfig, TrainingConfig, check_best
 from coa_jax.train.shaping import StopRewards
 from coa_jax.train.task_pool import PoolConfig
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from coa_jax.model.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +184,21 @@ class RLConfig(TrainingConfig):
         This is the smaller of ``rollout.max_tokens`` and ``engine.max_length``.
         """
         return min(self.rollout.max_tokens, self.engine.max_length)
+
+    def shares_base(self, model_config: ModelConfig, mesh: Mesh | None, platform: str) -> bool:
+        """Returns whether training and decoding use the same arrays of the frozen parameters.
+
+        Args:
+            model_config: architecture of the model, with the adapters that the run trains.
+            mesh: training mesh; None for one device.
+            platform: platform of the devices, such as ``cpu``.
+        """
+        from coa_jax.engine.layout import shares_base  # here, because it loads JAX
+
+        if self.mesh.rollout_devices:
+            return False
+        dtype = self.engine.on_platform(platform).dtype
+        return shares_base(model_config, mesh, self.loaded_dtype, dtype, self.mesh.decode_tensor)
 
     @property
     def budgets(self) -> RolloutConfig:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, abstract_params, join, select
+from coa_jax.model.params import DecodeParams, Params, abstract_params, select, whole
 from coa_jax.parallel.launch_order import launch_lock
 from coa_jax.parallel.placement import put_batch
 from coa_jax.train.batch import Batch, stack
@@ -39,8 +39,9 @@ class TrainState(NamedTuple):
     Attributes:
         params: trained parameters, float32: all parameters of a model, or its adapters.
         frozen: the parameters that stay fixed while adapters are trained, in the dtype of the
-            matmuls; {} in a run without adapters. The training step never donates these arrays, so
-            other programs may use them. Checkpoints do not contain the frozen parameters.
+            matmuls; {} in a run without adapters. In a run of RL they may have the layout for
+            decoding, see `engine.layout.shares_base`. The training step never donates these arrays,
+            so other programs may use them. Checkpoints do not contain the frozen parameters.
         opt_state: state of the optimiser.
         step: number of updates so far, including skipped updates, int32 ``[]``.
         skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
@@ -49,19 +50,26 @@ class TrainState(NamedTuple):
     """
 
     params: Params
-    frozen: Params
+    frozen: Params | DecodeParams
     opt_state: Any
     step: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
 
     @property
-    def model(self) -> Params:
-        """All parameters of the model, trained and frozen."""
-        return join(self.params, self.frozen)
+    def model(self) -> Any:
+        """All parameters of the model, trained and frozen: `Params`, or `Adapted`."""
+        return whole(self.params, self.frozen)
+
+    @property
+    def base(self) -> Any:
+        """The frozen parameters, as those of a model without adapters, see ``model``."""
+        return whole({}, self.frozen)
 
 
-def init_state(params: Params, optimizer: Optimizer, frozen: Params | None = None) -> TrainState:
+def init_state(
+    params: Params, optimizer: Optimizer, frozen: Params | DecodeParams | None = None
+) -> TrainState:
     """Creates the state before the first update.
 
     The moments of the optimiser are sharded like the parameters that they belong to. The function
@@ -83,7 +91,7 @@ def init_state(params: Params, optimizer: Optimizer, frozen: Params | None = Non
 
 
 def abstract_state(
-    params: Params, optimizer: Optimizer, frozen: Params | None = None
+    params: Params, optimizer: Optimizer, frozen: Params | DecodeParams | None = None
 ) -> TrainState:
     """Returns the shapes and shardings of the result of `init_state`.
 
@@ -178,7 +186,7 @@ def gradient_sums(
 )
 def train_program(
     state: TrainState,
-    frozen: Params,
+    frozen: Params | DecodeParams,
     batches: Batch,
     number: jax.Array,
     count: jax.Array,

@@ -15,7 +15,7 @@ from coa_jax.data.trajectory import Author, Trajectory
 from coa_jax.engine.constraint import Constraint
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params
+from coa_jax.model.params import Adapted, Params
 from coa_jax.parallel.placement import replicate
 from coa_jax.train.advantages import advantages_of
 from coa_jax.train.algorithms import Algorithm
@@ -91,7 +91,7 @@ def update(
     constraint: Constraint | None = None,
     *,
     critic: TrainState | None = None,
-    reference: Params | None = None,
+    reference: Params | Adapted | None = None,
     teacher: Teacher | None = None,
     version: int = 0,
     norm_before: float = 0.0,
@@ -136,7 +136,7 @@ def update(
     if constraint is not None:
         allowed = replicate(jnp.asarray(constraint.tables.allowed), compute.mesh)
     if algorithm.needs_reference and config.lora.rank:
-        reference = state.frozen
+        reference = state.base
     step, figures = complete_experience(
         algorithm,
         _packed(config, members),

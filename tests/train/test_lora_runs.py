@@ -1,13 +1,16 @@
 """Runs that train adapters resume bit-identically and sample from the merged model."""
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.data.trajectory import write_records
+from coa_jax.data.trajectory import read_trajectories, write_records
 from coa_jax.model.config import LoraConfig
 from coa_jax.train.algorithms import Algorithm
+from coa_jax.train.learner import Learner
 from coa_jax.train.optimizer import OptimizerConfig
+from coa_jax.train.rl_config import RLConfig
 from tests import tiny_policy
 from tests.killing import stopped_after
 from tests.train.test_rl import assert_same_run, interrupt, train
@@ -59,6 +62,30 @@ def test_rollouts_sample_from_the_model_with_its_adapters(folder):
     assert max(row["mismatch/abs_logp_max"] for row in history) < 1e-4
     before, after = tensors(folder / "model"), tensors(run / "model")
     assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_engines_that_share_the_base_sample_and_learn_as_with_a_copy_of_it(folder, monkeypatch):
+    publish, live = Learner.publish, []
+
+    def publish_and_weigh(learner):
+        publish(learner)
+        jax.block_until_ready(learner.engines[0].params)
+        live.append(sum(x.nbytes for x in jax.live_arrays()))
+
+    monkeypatch.setattr(Learner, "publish", publish_and_weigh)
+    shared, with_shared = train(folder, "shared", lora=LORA, optimizer=RATE), live.copy()
+    monkeypatch.setattr(RLConfig, "shares_base", lambda *_: False)
+    live.clear()
+    copied = train(folder, "copied", lora=LORA, optimizer=RATE)
+    base = sum(tensor.nbytes for tensor in tensors(folder / "model").values())
+    assert min(live) - max(with_shared) > 0.9 * base
+    one, other = (read_trajectories(run / "traces.jsonl") for run in (shared, copied))
+    for a, b in zip(one, other, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
+    left, right = tensors(shared / "model"), tensors(copied / "model")
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], atol=1e-5)
 
 
 def test_an_interrupted_rl_run_ends_with_the_same_adapters(folder):

@@ -21,7 +21,7 @@ from coa_jax.model.attention.causal import STAND_IN
 from coa_jax.model.attention.choice import Case, resolve
 from coa_jax.model.compute import Compute, backend_for, collectives_for
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, without_adapters
+from coa_jax.model.params import without_adapters
 from coa_jax.train import arrays, experience
 from coa_jax.train.arrays import Setup, chip_bytes
 from coa_jax.train.batch import Batch
@@ -120,7 +120,7 @@ def _scoring(setup: Setup) -> list[Program]:
     batch, compute = experience.inputs(arrays.sampled_batch(setup)), _compute(setup)
 
     def program(
-        name: str, lower: Callable[[], Any], times: int, params: Params, *turns: float
+        name: str, lower: Callable[[], Any], times: int, params: Any, *turns: float
     ) -> Program:
         return Program(
             name,
@@ -133,7 +133,7 @@ def _scoring(setup: Setup) -> list[Program]:
             _kernel_bytes(setup, backward=False),
         )
 
-    def score(name: str, times: int, params: Params, shared: Params, model: ModelConfig) -> Program:
+    def score(name: str, times: int, params: Any, shared: Any, model: ModelConfig) -> Program:
         lower = functools.partial(
             experience.score.lower, params, batch, _allowed(setup),
             model_config=model, compute=compute, temperature=config.temperature,
@@ -149,7 +149,8 @@ def _scoring(setup: Setup) -> list[Program]:
         step_programs.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
         old = False
     if times := old + config.chosen.needs_reference:
-        params, base = policy.frozen or policy.params, without_adapters(setup.model)
+        params: Any = policy.base if policy.frozen else policy.params
+        base = without_adapters(setup.model)
         step_programs.append(score("score", times, params, params, base))
     if critic is not None:
         values = functools.partial(
@@ -282,11 +283,12 @@ def _publish(setup: Setup) -> list[Program]:
 
     If the engines have separate chips, the copies are then transferred within each host. If
     adapters are trained, the engines keep the other parameters while rollouts go on, or on chips of
-    their own: then only the adapters are copied.
+    their own, or if they share these parameters with training: then only the adapters are copied.
     """
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
     model, dtype, policy = setup.model, setup.rl.engine.dtype, arrays.policy(setup)
-    alone = bool(policy.frozen) and (bool(setup.aside) or setup.rollouts_continue)
+    keeps = bool(setup.aside) or setup.rollouts_continue or arrays.shares_base(setup)
+    alone = bool(policy.frozen) and keeps
     params = policy.params if alone else policy.model
     program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels, alone)
     lower = functools.partial(program.lower, params)
