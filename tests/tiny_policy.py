@@ -164,7 +164,7 @@ def learn(episodes: Sequence[DistilledRecord], steps: int = 90) -> Model:
     examples = [record_example(model.tokenizer, record, Prompt("brief")) for record in episodes]
     batches = split_rows(pack(examples, ROW_LENGTH), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=steps, warmup_steps=5)
-    static = {"loss": SFTLoss(), "model": model.config, "compute": local_compute()}
+    static = {"loss": SFTLoss(), "model_config": model.config, "compute": local_compute()}
     state = init_state(model.params, optimizer)
     for _ in range(optimizer.total_steps):
         state, stats = train_step(state, batches, optimizer=optimizer, **static)

@@ -143,7 +143,7 @@ def _restored(
         raise UserError(f"{checkpoint} is damaged ({error}); choose another --step") from error
     finally:
         checkpoints.close()
-    return Model(model, restored.state.model, described.tokenizer)
+    return Model(model, restored.state.all_params, described.tokenizer)
 
 
 def _only_phase(workdir: Path) -> str:

@@ -166,7 +166,7 @@ def make_updates(
                     trained.state,
                     update.batches,
                     loss=loss,
-                    model=model_config,
+                    model_config=model_config,
                     compute=compute,
                     optimizer=config.optimizer,
                     capacity=-(-config.batch_size // config.rows),

@@ -90,7 +90,7 @@ class Learner(Trained):
         if self.constraint is not None:
             print(f"constraint: {self.constraint}", flush=True)
         self.engines = make_engines(
-            self.state.model,
+            self.state.all_params,
             model.config,
             config.engine,
             eos_ids(model.tokenizer),
@@ -175,7 +175,7 @@ class Learner(Trained):
 
     def publish(self) -> None:
         """Copies the current policy to the engines; no slot of an engine may be in use."""
-        publish_all(self.engines, self.state.model)
+        publish_all(self.engines, self.state.all_params)
 
     def free_engine_memory(self) -> None:
         """Frees the engines' memory until the next `publish`; no slot of an engine may be in use.
@@ -191,7 +191,7 @@ class Learner(Trained):
 
         The engines may decode while the copies are made.
         """
-        return new_copies(self.engines, self.state.model)
+        return new_copies(self.engines, self.state.all_params)
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Writes a checkpoint, see `loop.Trained.save`."""

@@ -211,7 +211,7 @@ def export(config: TrainingConfig, trained: Trained, output: Path, phase: str) -
     """Writes the trained model to ``output``, or ends the process if the run was asked to stop."""
     if trained.step < trained.total or trained.unmeasured:
         end_run(trained.step, trained.total)
-    params = trained.state.model
+    params = trained.state.all_params
     if isinstance(params, Adapted):
         params = params.stacked(trained.model.config)
     model = trained.model.replace(params=params)

@@ -40,14 +40,14 @@ class Net(NamedTuple):
 
     Attributes:
         frozen: the parameters that are not trained; {} in a run without adapters.
-        model: architecture of the model.
+        model_config: architecture of the model.
         compute: dtype, operations and sharding of the computation.
         allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
             without constrained decoding.
     """
 
     frozen: Params | DecodeParams
-    model: ModelConfig
+    model_config: ModelConfig
     compute: Compute
     allowed: jax.Array | None = None
 
@@ -82,7 +82,7 @@ class SFTLoss:
 
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        loss = -logp_sum(whole(params, net.frozen), net.model, batch, net.compute)
+        loss = -logp_sum(whole(params, net.frozen), net.model_config, batch, net.compute)
         return loss, {"loss": loss}
 
 
@@ -102,7 +102,7 @@ class PolicyLoss:
         """Computes the loss of a micro-batch; see `Loss`."""
         logp, entropy = token_logps(
             whole(params, net.frozen),
-            net.model,
+            net.model_config,
             batch,
             net.compute,
             temperature=self.temperature,
@@ -127,7 +127,7 @@ class ValueLoss:
 
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        values = token_values(params, batch, model_config=net.model, compute=net.compute)
+        values = token_values(params, batch, model_config=net.model_config, compute=net.compute)
         return value_objective(values, batch, self.bound)
 
 

@@ -76,9 +76,10 @@ def movement(
         return np.asarray(to_host(launch_alone(compute.mesh, program, placed)))
 
     base = without_adapters(model_config)
-    start = logps(state.base, base, temperature)
-    was, now = logps(state.base, base, _GREEDY), logps(state.model, model_config, _GREEDY)
-    changed = (was > -0.5) != (now > -0.5)  # the most probable token has the log-probability 0
+    start = logps(state.base_params, base, temperature)
+    before = logps(state.base_params, base, _GREEDY)
+    after = logps(state.all_params, model_config, _GREEDY)
+    changed = (before > -0.5) != (after > -0.5)  # the most probable token has the log-probability 0
     divergence = np.asarray(kl_estimate("k3", batch.logp, start))
     weights, count = batch.counts, max(float(batch.counts.sum()), 1.0)
     norm = float(adapter_norm(state.params, model_config.lora.alpha / model_config.lora.rank))

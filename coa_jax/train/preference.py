@@ -201,7 +201,9 @@ class DPOLoss:
     def __call__(self, params: Params, batch: Batch, net: Net) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `losses.Loss`."""
         every = whole(params, net.frozen)
-        logp, _ = token_logps(every, net.model, batch, net.compute, mask=batch.mask, entropy=False)
+        logp, _ = token_logps(
+            every, net.model_config, batch, net.compute, mask=batch.mask, entropy=False
+        )
         return dpo_objective(logp, batch, self.beta)
 
 

@@ -159,7 +159,7 @@ def _engines(
     """Creates engines with the current parameters, for a single evaluation."""
     tokenizer = model.tokenizer
     engines: list[Engine] = make_engines(
-        state.model,
+        state.all_params,
         model.config,
         config.engine,
         eos_ids(tokenizer),
@@ -194,7 +194,7 @@ def mean_loss(
     with data.read_ahead(batches, workers=0) as ahead:
         for batch in ahead:
             placed = put_batch(batch, compute.mesh, rows)
-            total += _loss(state.model, placed, model_config=model_config, compute=compute)
+            total += _loss(state.all_params, placed, model_config=model_config, compute=compute)
     return float(total) / max(float(examples.losses.sum()), 1.0)
 
 

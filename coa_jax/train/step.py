@@ -57,13 +57,13 @@ class TrainState(NamedTuple):
     skipped_in_a_row: jax.Array
 
     @property
-    def model(self) -> Any:
+    def all_params(self) -> Any:
         """All parameters of the model, trained and frozen: `Params`, or `Adapted`."""
         return whole(self.params, self.frozen)
 
     @property
-    def base(self) -> Any:
-        """The frozen parameters, as those of a model without adapters, see ``model``."""
+    def base_params(self) -> Any:
+        """The frozen parameters, as those of a model without adapters, see ``all_params``."""
         return whole({}, self.frozen)
 
 
@@ -181,7 +181,7 @@ def gradient_sums(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("loss", "model", "compute", "optimizer", "learning_rate"),
+    static_argnames=("loss", "model_config", "compute", "optimizer", "learning_rate"),
     donate_argnames=("state",),
 )
 def train_program(
@@ -193,7 +193,7 @@ def train_program(
     allowed: jax.Array | None = None,
     *,
     loss: Loss,
-    model: ModelConfig,
+    model_config: ModelConfig,
     compute: Compute,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule | None,
@@ -209,7 +209,7 @@ def train_program(
         allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
             without constrained decoding.
         loss: loss of a micro-batch.
-        model: architecture of the model.
+        model_config: architecture of the model.
         compute: dtype, operations and sharding of the computation.
         optimizer: the optimiser.
         learning_rate: the schedule that the optimiser follows, for the statistics; None if it is
@@ -218,7 +218,7 @@ def train_program(
     Returns:
         The new state, and statistics by name, see `train_step`.
     """
-    net = Net(frozen, model, compute, allowed)
+    net = Net(frozen, model_config, compute, allowed)
     sums, stats = gradient_sums(loss, state.params, batches, number, net)
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
@@ -260,7 +260,7 @@ def train_step(
     batches: Sequence[Batch],
     *,
     loss: Loss,
-    model: ModelConfig,
+    model_config: ModelConfig,
     optimizer: Optimizer,
     compute: Compute | None = None,
     allowed: jax.Array | None = None,
@@ -278,7 +278,7 @@ def train_step(
         state: state before the update; donated, except for its frozen parameters.
         batches: at least one micro-batch, on the host. Only tokens with mask 1 have a loss.
         loss: loss of a micro-batch; static.
-        model: architecture of the model; static.
+        model_config: architecture of the model; static.
         optimizer: settings of the optimiser, or an optax object; static.
         compute: dtype, operations and sharding; static. Rows are split over the mesh of
             ``compute``. None for float32 on the first device.
@@ -305,7 +305,7 @@ def train_step(
         count = float(sum(np.sum(batch.counts, dtype=np.float64) for batch in batches))
     arrays = put_batch(stack(batches, capacity), compute.mesh, rows)
     sizes = np.int32(number), np.float32(max(count, 1.0))
-    static: dict[str, Any] = {"loss": loss, "model": model, "compute": compute}
+    static: dict[str, Any] = {"loss": loss, "model_config": model_config, "compute": compute}
     static |= {"optimizer": make_optimizer(optimizer), "learning_rate": schedule_of(optimizer)}
     changing, frozen = state._replace(frozen={}), state.frozen
     with launch_lock(compute.mesh) as finish:

@@ -136,12 +136,12 @@ def update(
     if constraint is not None:
         allowed = replicate(jnp.asarray(constraint.tables.allowed), compute.mesh)
     if algorithm.needs_reference and config.lora.rank:
-        reference = state.base
+        reference = state.base_params
     step, figures = complete_experience(
         algorithm,
         _packed(config, members),
         model_config,
-        state.model,
+        state.all_params,
         critic=None if critic is None else critic.params,
         reference=reference,
         temperature=config.temperature,
@@ -164,7 +164,7 @@ def update(
             state,
             [batch._replace(value=None, returns=None) for batch in batches],
             loss=PolicyLoss(algorithm, config.temperature),
-            model=model_config,
+            model_config=model_config,
             compute=compute,
             optimizer=config.optimizer,
             allowed=allowed,
@@ -179,7 +179,7 @@ def update(
                     for b in batches
                 ],
                 loss=ValueLoss(algorithm.value_clip),
-                model=model_config,
+                model_config=model_config,
                 compute=compute,
                 optimizer=critic_optimizer(config),
                 capacity=capacity,

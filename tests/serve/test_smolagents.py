@@ -118,7 +118,7 @@ def learnt(turns):
     assert max(len(example.tokens) for example in examples) < LENGTH
     batches = split_rows(pack(examples, LENGTH), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=120, warmup_steps=5)
-    static = {"loss": SFTLoss(), "model": model.config, "compute": local_compute()}
+    static = {"loss": SFTLoss(), "model_config": model.config, "compute": local_compute()}
     state = init_state(model.params, optimizer)
     for _ in range(optimizer.total_steps):
         state, stats = train_step(state, batches, optimizer=optimizer, **static)

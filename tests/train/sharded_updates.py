@@ -144,7 +144,7 @@ def run(
                 states["policy"],
                 split_rows(pack(examples, LENGTH), config.rows),
                 loss=SFTLoss(),
-                model=model,
+                model_config=model,
                 compute=compute,
                 optimizer=config.optimizer,
             )

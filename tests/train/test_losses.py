@@ -186,7 +186,7 @@ def test_an_update_does_not_depend_on_micro_batches():
         state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer)
         parts = rows_of(batch, groups)
         state, stats = train_step(
-            state, parts, loss=SFT, model=MODEL, compute=COMPUTE, optimizer=optimizer
+            state, parts, loss=SFT, model_config=MODEL, compute=COMPUTE, optimizer=optimizer
         )
         results.append((state.opt_state, stats))
         programs.append(step.train_program._cache_size())

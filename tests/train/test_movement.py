@@ -51,7 +51,7 @@ def log_probabilities(config, params, tokens):
 @pytest.mark.slow
 def test_movement_is_that_of_the_whole_distributions(state):
     rng = np.random.default_rng(3)
-    merged, base = merge_adapters(MODEL, state.model), without_adapters(MODEL)
+    merged, base = merge_adapters(MODEL, state.all_params), without_adapters(MODEL)
     examples, divergences, changed = [], [], []
     for copies, size in ((1, 19), (3, 11)):
         tokens = rng.integers(0, 61, size).astype(np.int32)
@@ -82,7 +82,7 @@ def test_a_written_adapter_has_the_norm_of_the_trained_one(state, tmp_path):
     origin = Origin("base", "base", "base", "", {})
     write_adapters(tmp_path / "model-adapters", state.params, MODEL.lora, origin)
     adapter = read_adapter(tmp_path / "model-adapters")
-    merged = merge_adapters(MODEL, state.model)
+    merged = merge_adapters(MODEL, state.all_params)
     difference = jax.tree.map(lambda new, old: np.sum((new - old) ** 2), merged, state.frozen)
     norm = np.sqrt(sum(jax.tree.leaves(difference)))
     assert product_norm(adapter) == pytest.approx(norm, rel=1e-4)

@@ -47,7 +47,7 @@ def advance(state, parts, capacity=4):
         state,
         parts,
         loss=PolicyLoss(DAPO, temperature=1.0),
-        model=MODEL,
+        model_config=MODEL,
         compute=local_compute(),
         optimizer=OPTIMIZER,
         capacity=capacity,

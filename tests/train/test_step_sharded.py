@@ -50,7 +50,7 @@ def run(mesh, kind, collectives="compiler"):
     history = []
     for _ in range(2):
         state, stats = train_step(
-            state, halves, loss=loss, model=model.config, optimizer=optimizer,
+            state, halves, loss=loss, model_config=model.config, optimizer=optimizer,
             compute=local_compute(mesh=mesh, collectives=collectives),
         )
         history.append(stats)

@@ -93,7 +93,7 @@ def _training(setup: Setup) -> list[Program]:
             functools.partial(
                 train_program.lower, state._replace(frozen={}), state.frozen,
                 batch, count, tokens, allowed,
-                loss=loss, model=setup.model, compute=_compute(setup),
+                loss=loss, model_config=setup.model, compute=_compute(setup),
                 optimizer=make_optimizer(optimizer), learning_rate=schedule_of(optimizer),
             ),
             updates,
@@ -146,10 +146,12 @@ def _scoring(setup: Setup) -> list[Program]:
         step_programs.append(score("score_teacher", 1, shapes, shapes, setup.teacher))
     old = experience.scores_old(config.chosen, config.updates_per_step)
     if policy.frozen and old:
-        step_programs.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
+        step_programs.append(
+            score("score_adapters", 1, policy.all_params, policy.frozen, setup.model)
+        )
         old = False
     if times := old + config.chosen.needs_reference:
-        params: Any = policy.base if policy.frozen else policy.params
+        params: Any = policy.base_params if policy.frozen else policy.params
         base = without_adapters(setup.model)
         step_programs.append(score("score", times, params, params, base))
     if critic is not None:
@@ -289,7 +291,7 @@ def _publish(setup: Setup) -> list[Program]:
     model, dtype, policy = setup.model, setup.rl.engine.dtype, arrays.policy(setup)
     keeps = bool(setup.aside) or setup.rollouts_continue or arrays.shares_base(setup)
     alone = bool(policy.frozen) and keeps
-    params = policy.params if alone else policy.model
+    params = policy.params if alone else policy.all_params
     program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels, alone)
     lower = functools.partial(program.lower, params)
     lying = arrays.kept_bytes(setup) - chip_bytes(params)

@@ -92,7 +92,7 @@ def measure(subject: Subject, work: Work) -> dict[str, Any]:
         began = time.perf_counter()
         # `train_step` returns statistics on the host, so the computation has ended here.
         state, stats = train_step(
-            state, batches, loss=SFTLoss(), model=model, compute=compute, optimizer=optimizer
+            state, batches, loss=SFTLoss(), model_config=model, compute=compute, optimizer=optimizer
         )
         seconds.append(time.perf_counter() - began)
     counts = counted()  # before the peak FLOP rate is measured

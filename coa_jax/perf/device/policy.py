@@ -193,7 +193,7 @@ def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
     step_stats = []
     for _ in range(2):
         state, stats = train_step(
-            state, batches, loss=SFTLoss(), model=MODEL, compute=compute, optimizer=OPTIMIZER
+            state, batches, loss=SFTLoss(), model_config=MODEL, compute=compute, optimizer=OPTIMIZER
         )
         step_stats.append(stats)
     return step_stats

@@ -63,7 +63,7 @@ def policy() -> Model:
     examples = [transcript(tokenizer, seed) for seed in range(24)]
     batches = split_rows(pack(examples, 192), 4)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=60, warmup_steps=5)
-    static = {"loss": SFTLoss(), "model": config, "compute": local_compute()}
+    static = {"loss": SFTLoss(), "model_config": config, "compute": local_compute()}
     state = init_state(init_params(config, jax.random.key(0)), optimizer)
     for _ in range(optimizer.total_steps):
         state, stats = train_step(state, batches, optimizer=optimizer, **static)
