@@ -57,7 +57,7 @@ def names_of(turns: Sequence[Turn]) -> set[str]:
         listed = turn.calls if turn.role == "assistant" else None
         if turn.role == "call":
             with contextlib.suppress(Unusable):
-                listed = _json(turn.text, "")
+                listed = json_of(turn.text, "")
         for each in listed if isinstance(listed, list) else [listed]:
             function = each.get("function", each) if isinstance(each, dict) else {}
             if isinstance(function, dict) and isinstance(function.get("name"), str):
@@ -76,7 +76,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     listed = row.get("tools") or []
     if isinstance(listed, str):
-        listed = _json(listed, "the column tools is no JSON")
+        listed = json_of(listed, "the column tools is no JSON")
     if not isinstance(listed, list):
         raise Unusable("the column tools is no list of functions")
     functions = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in listed]
@@ -144,7 +144,7 @@ def _call_texts(turn: Turn) -> list[str]:
 def _calls(turn: Turn) -> list[tuple[str, dict[str, Any]]]:
     """Returns (name, arguments) of each call of a turn."""
     if turn.role == "call":
-        listed = _json(turn.text, "a function call is not JSON")
+        listed = json_of(turn.text, "a function call is not JSON")
         return [_call(each) for each in (listed if isinstance(listed, list) else [listed])]
     if turn.role != "assistant" or not turn.calls:
         return []
@@ -157,13 +157,14 @@ def _call(call: Any) -> tuple[str, dict[str, Any]]:
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", "the arguments of a call are not JSON")
+        arguments = json_of(arguments or "{}", "the arguments of a call are not JSON")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise Unusable("a call has no name, or its arguments are no JSON object")
     return name, arguments
 
 
-def _json(text: str, problem: str) -> Any:
+def json_of(text: str, problem: str) -> Any:
+    """Parses a text of a row; raises `Unusable` with the problem if the text is not JSON."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coa_jax.data.atif import chat_of, from_atif, is_atif, is_own
-from coa_jax.data.function_calls import PROTOCOL, Turn, names_of, parts_of_calls, tools_of
+from coa_jax.data.function_calls import PROTOCOL, Turn, json_of, names_of, parts_of_calls, tools_of
 from coa_jax.data.text_parts import (
     ENVIRONMENT,
     POLICY,
@@ -213,27 +212,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     """Converts a row with messages, which have the keys of ShareGPT or of OpenAI."""
     if not isinstance(listed, list):
         raise TypeError(f"the conversation cannot be {type(listed).__name__}")
-    if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
-        raise ValueError(
-            "a message log of agents, not a record; make records of it with coa-jax distill and "
-            "configs/distill/traces.py"
-        )
-    turns: list[Turn] = []
-    for number, turn in enumerate(listed, start=1):
-        if not isinstance(turn, dict):
-            raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
-        source_role = turn.get("role", turn.get("from"))
-        role = _ROLES.get(source_role.lower()) if isinstance(source_role, str) else None
-        if role is None:
-            raise Unusable(f"turn {number} has the unknown role {str(source_role)[:40]!r}")
-        text = _content(turn["content"] if "content" in turn else turn.get("value"), number)
-        if role == "assistant":
-            text = _with_thought(turn, text)
-        elif role == "user" and turns and _ends_with_call(turns[-1]):
-            role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
-        # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
-        marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
-        turns.append(Turn(role, text, turn.get("tool_calls"), marked))
+    turns = _turns(listed)
     if value.get("system") and (not turns or turns[0].role != "system"):
         turns.insert(0, Turn("system", _text(value, "system")))
     protocol_name = _text(value, "protocol") or protocol
@@ -268,6 +247,32 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         if value.get("parts") is not None or {turn.role for turn in turns} & {"tool", "call"}:
             raise
         return ConvertedRow(_of_function_calls(value, turns, name))
+
+
+def _turns(listed: list[Any]) -> list[Turn]:
+    """Reads the messages of a conversation."""
+    if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
+        raise ValueError(
+            "a message log of agents, not a record; make records of it with coa-jax distill and "
+            "configs/distill/traces.py"
+        )
+    turns: list[Turn] = []
+    for number, turn in enumerate(listed, start=1):
+        if not isinstance(turn, dict):
+            raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
+        source_role = turn.get("role", turn.get("from"))
+        role = _ROLES.get(source_role.lower()) if isinstance(source_role, str) else None
+        if role is None:
+            raise Unusable(f"turn {number} has the unknown role {str(source_role)[:40]!r}")
+        text = _content(turn["content"] if "content" in turn else turn.get("value"), number)
+        if role == "assistant":
+            text = _with_thought(turn, text)
+        elif role == "user" and turns and _ends_with_call(turns[-1]):
+            role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
+        # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
+        marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
+        turns.append(Turn(role, text, turn.get("tool_calls"), marked))
+    return turns
 
 
 def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
@@ -341,7 +346,7 @@ def _turn_text(rules: Protocol, turn: Turn) -> str:
     """Returns the text of a turn of the trajectory. Tool calls are written as tags."""
     text, calls = turn.text, turn.calls
     if turn.role == "call" and text.lstrip().startswith("{"):
-        return _call_tag(rules, _json(text, "a function call is not JSON"))
+        return _call_tag(rules, json_of(text, "a function call is not JSON"))
     if turn.role != "assistant" or not calls:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
@@ -349,19 +354,12 @@ def _turn_text(rules: Protocol, turn: Turn) -> str:
     return "\n".join(filter(None, (text, _call_tag(rules, calls[0].get("function")))))
 
 
-def _json(text: str, problem: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        raise Unusable(problem) from None
-
-
 def _call_tag(rules: Protocol, call: Any) -> str:
     """Writes a call ``{"name": ..., "arguments": ...}`` as the tag of the tool with a body."""
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        arguments = _json(arguments, "the arguments of a call are not JSON")
+        arguments = json_of(arguments, "the arguments of a call are not JSON")
     if isinstance(arguments, dict) and len(arguments) == 1:
         (arguments,) = arguments.values()
     if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):

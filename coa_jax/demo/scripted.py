@@ -39,7 +39,7 @@ def _state(view: AgentView) -> Progress:
 # --- manager -------------------------------------------------------------------------------
 
 
-def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Action:
+def _ask_for_step(state: Progress, again: bool = False) -> Action:
     """Asks the agent that can carry out the current step to do so."""
     if isinstance(state.step, Computed):
         text = f"Step {state.number}: {steps.operands(state.step, state.answers)}."
@@ -69,7 +69,7 @@ def _after_report(mistakes: Mistakes, view: AgentView, state: Progress) -> Actio
     reviewed = following == frozenset({"reflection"})  # the protocol reviews every result
     if reviewed or state.problem:
         return Action("reflection", Kind.REQUEST, "")
-    return _conclude(mistakes, view, state) if state.complete else _ask_for_step(view, state)
+    return _conclude(mistakes, view, state) if state.complete else _ask_for_step(state)
 
 
 def _next_call(view: AgentView, state: Progress) -> str | None:
@@ -90,7 +90,7 @@ def _after_reflection(mistakes: Mistakes, view: AgentView, state: Progress) -> A
     grades = parse_reflection(view.last.content) or {}
     if "poor" in grades.values():
         return Action("planner", Kind.REQUEST, "Plan again.")
-    return _ask_for_step(view, state, again=bool(state.problem))
+    return _ask_for_step(state, again=bool(state.problem))
 
 
 def manage(mistakes: Mistakes, view: AgentView) -> Action:
@@ -115,9 +115,7 @@ def manage(mistakes: Mistakes, view: AgentView) -> Action:
                 text = "One program computes it."
             return Action("planner", Kind.REQUEST, text)
         case Kind.PLAN:
-            return (
-                _conclude(mistakes, view, state) if state.complete else _ask_for_step(view, state)
-            )
+            return _conclude(mistakes, view, state) if state.complete else _ask_for_step(state)
         case Kind.REPORT:
             return _after_report(mistakes, view, state)
         case Kind.REFLECTION:
@@ -151,7 +149,7 @@ def plan(mistakes: Mistakes, view: AgentView) -> Action:
     return Action("manager", Kind.PLAN, "\n".join(lines))
 
 
-def _report(view: AgentView, state: Progress) -> Action:
+def _report(state: Progress) -> Action:
     text = state.problem or f"#{len(state.answers)} is {state.answers[-1]}."
     return Action("manager", Kind.REPORT, text)
 
@@ -170,7 +168,7 @@ def search(mistakes: Mistakes, view: AgentView) -> Action:
     if state.link:
         return Action("crawl_page", Kind.CALL, state.link)
     if view.last.kind is Kind.OBSERVATION:
-        return _report(view, state)
+        return _report(state)
     tool = "web_search" if "web_search" in view.tools else "wiki_search"
     decision = f"query/{state.number}"
     if state.failures == 0 and mistakes.happens(view.episode, decision):
@@ -189,7 +187,7 @@ def code(mistakes: Mistakes, view: AgentView) -> Action:
     """
     state = _state(view)
     if view.last.kind is Kind.OBSERVATION:
-        return _report(view, state)
+        return _report(state)
     decision = f"program/{state.number}"
     if state.failures == 0 and mistakes.happens(view.episode, decision):
         source = mistakes.wrong_program(view.episode, decision, state.step, state.answers)

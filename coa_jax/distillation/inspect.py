@@ -21,7 +21,7 @@ from coa_jax.data.records import Counts, SkippedRow, iterate_records
 from coa_jax.data.trajectory import DistilledRecord, part_violations
 from coa_jax.distillation.convert import invented_segments
 from coa_jax.errors import UserError
-from coa_jax.protocol import LEVELS, get_protocol, parse
+from coa_jax.protocol import LEVELS, get_protocol, observation_body, parse
 from coa_jax.run.command import run_main
 from coa_jax.tasks.base import with_level
 
@@ -51,8 +51,7 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
     invented, numbers = invented_segments(record), itertools.count()
     for author, text in record.parts:
         if author == "environment":
-            body = text.strip().removeprefix(f"<{rules.observation}>")
-            body = body.removesuffix(f"</{rules.observation}>").strip("\n")
+            body = observation_body(rules, text).strip("\n")
             lines += [f"    | {line}" for line in body.split("\n")]
             continue
         for segment in parse(rules, text).segments:

@@ -11,7 +11,7 @@ import dataclasses
 from coa_jax.data.trajectory import DistilledRecord
 from coa_jax.distillation.convert import figures_of, invented_segments
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of
-from coa_jax.protocol import get_protocol, parse
+from coa_jax.protocol import get_protocol, observation_body, parse
 
 _ROLES = {
     "plan": (Kind.PLAN, "planner", "manager"),
@@ -44,8 +44,7 @@ def log_of(record: DistilledRecord) -> MessageLog:
 
     for author, text in record.parts:
         if author == "environment":
-            body = text.strip().removeprefix(f"<{rules.observation}>")
-            body = body.removesuffix(f"</{rules.observation}>").strip("\n")
+            body = observation_body(rules, text).strip("\n")
             observation = Message(
                 len(messages), tool, agent_of(tool), Kind.OBSERVATION, body, outcome="ok"
             )

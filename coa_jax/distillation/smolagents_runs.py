@@ -136,29 +136,14 @@ def run_smolagents(
     # What a step or a plan raises if the endpoint gives no reply.
     lost = smolagents_package().AgentGenerationError, openai.OpenAIError
     jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
-    spent, lock = Spent(), threading.Lock()
     if limits.max_per_second:
         raise UserError(
             "config.endpoint.max_per_second does not apply to smolagents, which has a client of "
             "its own; set it to 0, and lower config.smolagents.concurrency instead"
         )
-    tracker = BudgetTracker(limits, limits.model, "config.endpoint")
+    runs = _Runs(path, tasks, limits, beside)
     usable = False  # in this process; earlier processes may have had other settings
-    done: set[str] = set()
-    questions = {task.id: task.question for task in tasks}
-
-    def account(dump: dict[str, Any]) -> None:
-        for each in (spent, tracker.spent):
-            _add(each, dump, tracker.price)
-        if questions.get(dump["task_id"]) == dump["question"]:
-            done.add(dump["task_id"])
-
-    for row in jsonl.read_lines(path, _dump):
-        account(row)
-    for other in filter(Path.exists, beside):
-        for row in jsonl.read_lines(other, _dump, growing=True):
-            _add(tracker.spent, row, tracker.price)
-    stop = threading.Event()
+    lock, stop = threading.Lock(), threading.Event()
 
     def solve(task: Task, max_steps: int) -> dict[str, Any]:
         models = model_of(task, "manager"), model_of(task, "search")
@@ -167,7 +152,7 @@ def run_smolagents(
 
     def check_settings(task: Task) -> None:
         trial = solve(dataclasses.replace(task, question=_PLAIN), 1)
-        account(trial)
+        runs.count(trial)
         if trial["state"] == REFUSED:
             raise UserError(
                 f"{task.id}: the endpoint refuses the model: {trial['error']}; fix the settings "
@@ -179,16 +164,16 @@ def run_smolagents(
         if stop.is_set():
             return
         try:
-            tracker.check()
+            runs.tracker.check()
             dump = solve(task, config.max_steps)
             with lock:  # one plain question is enough
                 if dump["state"] == REFUSED and not usable:
                     check_settings(task)
                 usable = True
                 jsonl.append_lines(path, [dump])
-                account(dump)
+                runs.count(dump)
                 if on_done is not None:
-                    on_done(len(done))
+                    on_done(len(runs.done))
         except BaseException as error:
             stop.set()
             if not isinstance(error, lost):
@@ -199,13 +184,36 @@ def run_smolagents(
             ) from error
 
     with concurrent.futures.ThreadPoolExecutor(config.concurrency) as pool:
-        runs = [pool.submit(work, task) for task in tasks if task.id not in done]
+        jobs = [pool.submit(work, task) for task in tasks if task.id not in runs.done]
         try:
-            for run in concurrent.futures.as_completed(runs):
-                run.result()
+            for job in concurrent.futures.as_completed(jobs):
+                job.result()
         finally:
             stop.set()  # after Ctrl-C, running tasks finish but no new task starts
-    return spent
+    return runs.spent
+
+
+class _Runs:
+    """The cost of the runs in a file, their budget, and the ids of the tasks that they solved."""
+
+    def __init__(
+        self, path: Path, tasks: Sequence[Task], limits: EndpointConfig, beside: Sequence[Path]
+    ):
+        self.spent, self.done = Spent(), set[str]()
+        self.tracker = BudgetTracker(limits, limits.model, "config.endpoint")
+        self._questions = {task.id: task.question for task in tasks}
+        for row in jsonl.read_lines(path, _dump):
+            self.count(row)
+        for other in filter(Path.exists, beside):
+            for row in jsonl.read_lines(other, _dump, growing=True):
+                _add(self.tracker.spent, row, self.tracker.price)
+
+    def count(self, dump: dict[str, Any]) -> None:
+        """Adds the cost of a run; its task is done, unless the run was asked another question."""
+        for each in (self.spent, self.tracker.spent):
+            _add(each, dump, self.tracker.price)
+        if self._questions.get(dump["task_id"]) == dump["question"]:
+            self.done.add(dump["task_id"])
 
 
 def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) -> None:

@@ -188,7 +188,6 @@ def convert_files(
                 continue
         # Another file may contain a run with the same name.
         name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
-        names.add(name)
         trace = dataclasses.replace(trace, gold=task.gold) if task else trace
         try:
             if missing:
@@ -258,7 +257,6 @@ def _read_records(config: TraceFilesConfig, folder: Path | None) -> Converted:
                 made.refuse(str(path), line, row.reason)
                 continue
             name = unused(row.record.id, f"{path.name}:{line}:{row.record.id}", names)
-            names.add(name)
             record = dataclasses.replace(row.record, id=name)
             log = log_of(record)
             about = {"trace": {"file": path.name, "line": line}}

@@ -42,7 +42,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def settings(
-    config: EvaluateConfig, policy: str, tools: Mapping[str, Any], prompt: Prompt | None = None
+    config: EvaluateConfig, policy: str, tools: Mapping[str, Any], prompt: Prompt
 ) -> dict[str, Any]:
     """Returns the settings on which the samples of an evaluation depend.
 
@@ -50,12 +50,8 @@ def settings(
         config: settings of the evaluation.
         policy: a name that identifies the policy and its weights.
         tools: settings of the tools, as JSON values.
-        prompt: instructions of the prompt; None for those that the config names.
-
-    Raises:
-        UserError: the file with the instructions cannot be read.
+        prompt: instructions of the prompt.
     """
-    prompt = prompt or load_prompt(config.rollout.prompt_style)
     return {
         "policy": policy,
         "tasks": config.tasks,
@@ -153,7 +149,7 @@ def evaluate(
     run: RunDir,
     stage: str,
     about: Mapping[str, Any],
-    prompt: Prompt | None = None,
+    prompt: Prompt,
     *,
     servers: ToolsConfig | None = None,
     fresh: bool = False,
@@ -168,12 +164,12 @@ def evaluate(
     Args:
         load: function that loads the policy, see `load_sampler`. It is called only if samples are
             missing.
-        tasks: the tasks of the evaluation.
+        tasks: the tasks of the evaluation, in the level and the format of ``config.rollout``.
         config: settings of the evaluation.
         run: the run directory.
         stage: name of the evaluation.
         about: settings on which the samples depend, from `settings`.
-        prompt: instructions of the prompt; None for those that the config names.
+        prompt: instructions of the prompt.
         servers: settings of the tools, whose servers are checked, too; None if there are no tools.
         fresh: whether to delete the results that earlier processes stored for this stage.
 
@@ -183,8 +179,6 @@ def evaluate(
     Raises:
         UserError: an error that the user can correct; finished samples are kept.
     """
-    tasks = with_level(tasks, config.rollout.level, config.rollout.format)
-    prompt = prompt or load_prompt(config.rollout.prompt_style)
     warn_of_prompts(tasks, prompt, "tasks", "config.rollout.prompt_style")
     graders, exposure = Graders(config.graders), exposure_of(tasks, config.blocked)
     graders.check(tasks)
@@ -202,13 +196,13 @@ def evaluate(
         bar.count(tokens=sample.tokens)
         bar.update()
 
-    async def complete() -> dict[str, str]:
+    async def complete() -> tuple[list[TaskSamples], dict[str, str]]:
         await run_and_grade(
             sampler, missing, tasks, graders, journal,
             ungraded=ungraded, attempts=config.attempts, ended=ended,
         )  # fmt: skip
         groups = group_by_task(tasks, journal.samples, config.samples)
-        return await choose(
+        return groups, await choose(
             config.best_of, graders, groups, config.samples, journal.verdicts,
             lambda sample: journal.trajectory(sample.key), journal.add_verdict,
         )  # fmt: skip
@@ -223,8 +217,7 @@ def evaluate(
     _check_ready(config, groups, journal, requests, ungraded, servers)
     sampler = load() if requests else None  # outside the event loop, because it may take long
     with progress(f"evaluate {stage}", total=total, initial=total - unfinished) as bar:
-        why = asyncio.run(complete())
-    groups = group_by_task(tasks, journal.samples, config.samples)
+        groups, why = asyncio.run(complete())
     journal.finish([sample.key for group in groups for sample in group.samples])
     check_written(stage, groups)
     scaled = scaling(groups, config.samples, config.best_of.n, journal.verdicts, why)

@@ -258,15 +258,21 @@ def _open(
             source = _checkpoint(path, folder, on_hub)
             if any("language_model." in name for name in source.shapes):
                 source = TextTensors(source)
-    if not isinstance(model.tokenizer, MissingTokenizer):
-        vocabulary = model.tokenizer.get_vocab()
-        largest = max((i for token, i in vocabulary.items() if token != _IMAGE), default=0)
-        if largest >= model.config.vocab_size:
-            raise UserError(
-                f"{folder}: the tokenizer has ids up to {largest}, the model only "
-                f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
-            )
+    _check_ids(model, folder)
     return model, source
+
+
+def _check_ids(model: Model, folder: Path) -> None:
+    """Raises `UserError` if the tokenizer of a model has ids without embeddings."""
+    if isinstance(model.tokenizer, MissingTokenizer):
+        return
+    vocabulary = model.tokenizer.get_vocab()
+    largest = max((i for token, i in vocabulary.items() if token != _IMAGE), default=0)
+    if largest >= model.config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has ids up to {largest}, the model only "
+            f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
+        )
 
 
 def _checkpoint(path: str | Path, folder: Path, on_hub: bool) -> Checkpoint:

@@ -22,6 +22,7 @@ from coa_jax.protocol.bodies import parse_solution as parse_solution
 from coa_jax.protocol.bodies import parse_urls as parse_urls
 from coa_jax.protocol.bodies import split_answers as split_answers
 from coa_jax.protocol.convert import in_format as in_format
+from coa_jax.protocol.convert import observation_body as observation_body
 from coa_jax.protocol.formats import BAD_CALL as BAD_CALL
 from coa_jax.protocol.formats import FORMATS as FORMATS
 from coa_jax.protocol.formats import TAGS as TAGS

@@ -45,7 +45,7 @@ def in_format(
         text = "".join(text for _, text in run)
         if not policy:
             if call is not None:
-                steps.append(EpisodeStep(tuple(thoughts), *call, _body(tags, text)))
+                steps.append(EpisodeStep(tuple(thoughts), *call, observation_body(tags, text)))
                 thoughts, call = [], None
             continue
         thought = ""
@@ -70,8 +70,8 @@ def in_format(
     return protocol.format.write(protocol, steps)
 
 
-def _body(tags: Protocol, text: str) -> str:
+def observation_body(protocol: Protocol, text: str) -> str:
     """Returns the result of a tool without the observation tags around the result."""
-    name = tags.observation
+    name = protocol.observation
     inner = text.strip().removeprefix(f"<{name}>").removesuffix(f"</{name}>")
     return inner.removeprefix("\n").removesuffix("\n")

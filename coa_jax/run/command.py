@@ -115,27 +115,15 @@ def run_main(
         importable(Path())
         enable_compilation_cache()
         rest = _parse_flags(argv, positional, opens_places)
-        if not flags.FLAGS["verbosity"].present:
-            # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
-            logging.set_verbosity(logging.WARNING)
-        # transformers is used only for its tokenizers, so its warning about a missing PyTorch is
-        # irrelevant.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        if not any(Path("/dev").glob("nvidia[0-9]*")):
-            # Where the compiler for GPUs is installed without CUDA, JAX would print a traceback.
-            os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        _quieten_libraries()
         _join_processes()
         return rest
-
-    def run(argv: list[str]) -> int | None:
-        with closing_caches():
-            return main(argv)
 
     try:
         if define_flags is not None:
             define_flags()
         try:
-            app.run(run, flags_parser=parse)
+            app.run(closing_caches()(main), flags_parser=parse)
         finally:
             sys.stdout.flush()
     except SystemExit as done:
@@ -161,15 +149,33 @@ def run_main(
                 traceback.print_exc()
                 _leave_processes(error, repr(error), 1)
             raise
-        _silence_stdout()
-        print(f"error: {line}", file=sys.stderr)
-        code = int(os.environ.get("COA_JAX_STOP_CODE", "2")) if isinstance(error, Outage) else 2
-        _leave_processes(error, line, code)
-        if line.startswith(_DISK_FULL):
-            # TensorStore's threads print a traceback for each write that the exit interrupts.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.exit(code)
+        _exit_with(error, line)
     sys.exit(0)
+
+
+def _quieten_libraries() -> None:
+    """Keeps libraries from printing what is no news to a user."""
+    if not flags.FLAGS["verbosity"].present:
+        # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
+        logging.set_verbosity(logging.WARNING)
+    # transformers is used only for its tokenizers, so its warning about a missing PyTorch is
+    # irrelevant.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        # Where the compiler for GPUs is installed without CUDA, JAX would print a traceback.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def _exit_with(error: Exception, line: str) -> NoReturn:
+    """Ends the process after an error that the user can correct, with a line that explains it."""
+    _silence_stdout()
+    print(f"error: {line}", file=sys.stderr)
+    code = int(os.environ.get("COA_JAX_STOP_CODE", "2")) if isinstance(error, Outage) else 2
+    _leave_processes(error, line, code)
+    if line.startswith(_DISK_FULL):
+        # TensorStore's threads print a traceback for each write that the exit interrupts.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.exit(code)
 
 
 def _exit_without_destructors(code: int) -> None:

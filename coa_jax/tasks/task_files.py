@@ -81,13 +81,12 @@ def load_files(
         get_protocol(protocol_option)
     if options:
         raise UserError(f"{source}: there is no option {min(options)}; use :protocol=NAME")
-    mapping = Columns(
-        columns or {}, answer_after, grader, protocol_option or protocol or "generalist", source
-    )
+    default = protocol_option or protocol or "generalist"
+    mapping = Columns(columns or {}, answer_after, grader, default, source)
     mapped = bool(columns or answer_after or grader)
 
     def question(row: Fields, number: int) -> Task | None:
-        return question_task(row, split, protocol_option or protocol or "generalist", source)
+        return question_task(row, split, default, source)
 
     def release(row: Fields, number: int) -> Task:
         return release_task(row, number, protocol_option, source, protocol or "mhqa")
@@ -103,12 +102,11 @@ def load_files(
         raise UserError(
             f"{path}: there is no task of the split {split!r}; add rows or use another split"
         )
-    others = sorted({task.protocol for task in tasks} - {protocol_option})
-    if protocol_option and others:
-        number = sum(task.protocol != protocol_option for task in tasks)
+    others = [task.protocol for task in tasks if protocol_option not in ("", task.protocol)]
+    if others:
         logging.warning(
             "%s: %d of %d rows have a protocol of their own (%s), which is used for them",
-            source, number, len(tasks), ", ".join(others),
+            source, len(others), len(tasks), ", ".join(sorted(set(others))),
         )  # fmt: skip
     return draw(tasks, n, seed)
 

@@ -136,15 +136,20 @@ class Checkpoints:
         self._before_save = before_save
         if not read_only and processes.index() == 0 and not self.directory.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
+        self._manager = self._open_manager(policy, read_only)
+        self._reader = _reader_alone()
+
+    def _open_manager(self, policy: Any, read_only: bool) -> ocp.CheckpointManager:
+        """Opens the directory with Orbax, which keeps the checkpoints that the policy chooses."""
         verbosity = logging.get_verbosity()
         if read_only:
             logging.set_verbosity(logging.ERROR)  # hides Orbax's warning of a read-only directory
         try:
-            self._manager = ocp.CheckpointManager(
+            return ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policy,
-                    best_fn=self._quality if best else None,
+                    best_fn=self._quality if self.best_metric else None,
                     create=False,
                     # Without a list of processes, Orbax's barriers are programs on all devices,
                     # outside the order of `launch_lock`.
@@ -165,7 +170,6 @@ class Checkpoints:
             )
         finally:
             logging.set_verbosity(verbosity)
-        self._reader = _reader_alone()
 
     def _quality(self, metrics: Mapping[str, float]) -> float:
         # A checkpoint without this metric is worse than every other.

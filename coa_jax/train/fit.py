@@ -88,10 +88,6 @@ def fit(
         cursor=trained.extra["cursor"],
         number=trained.total - trained.step,
     )
-
-    def speed(update: Update, tokens: float, seconds: float) -> dict[str, float]:
-        return train_speed(model.config, update.lengths, tokens, seconds)
-
     loop = Loop(
         config=config,
         run=run,
@@ -111,7 +107,9 @@ def fit(
         model_config=model.config,
         compute=compute,
         epoch=epoch,
-        speed=speed,
+        speed=lambda update, tokens, seconds: train_speed(
+            model.config, update.lengths, tokens, seconds
+        ),
         complete=complete,
         validate=validate,
     )

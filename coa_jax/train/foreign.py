@@ -85,9 +85,7 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     readers, counts = read_parts(config, policy.tokenizer, prompt, config.parts)
     longest = max(int(each.sizes.max(initial=1)) for each in counts)
     config = open_sizes(config, longest, sum(int((each.sizes > 0).sum()) for each in counts))
-    parts = [
-        fitting(part, sizes, config.row_length) for part, sizes in zip(readers, counts, strict=True)
-    ]
+    parts = [fitting(*read, config.row_length) for read in zip(readers, counts, strict=True)]
     parted: tuple[Any, ...] = nnx.split(policy.module, nnx.Param, ...)
     graph, params, rest = parted
     start, frozen = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
@@ -100,12 +98,12 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
         trained.state, trained.step = restored.state, restored.step
         trained.extra = restored.extra
     run.begin("sft", trained.step, trained.total)
-    examples, rows = data.join(parts), config.rows
+    examples = data.join(parts)
     updates = Unpacked(
         examples=examples,
-        order=data.shuffled([len(part) for part in parts], config.weights or (1.0,), config.seed),
+        order=data.shuffled([*map(len, parts)], config.weights or (1.0,), config.seed),
         batch_size=config.batch_size,
-        rows=rows,
+        rows=config.rows,
         length=config.row_length,
         cursor=trained.extra["cursor"],
         number=trained.total - trained.step,

@@ -134,14 +134,7 @@ def replay_run(
         progress("replay", total=len(records)) as bar,
     ):
         learner = Learner(config, protocols, checkpoints)
-        needed = _slots_needed(records)
-        each = learner.engines[0].config
-        slots = len(learner.engines) * each.whole().slots
-        if slots < needed or each.pages:  # no sample may give way where the recorded one did not
-            parts = parameter_copies(learner.engines)
-            learner.engines = engines_sharing_parameters(
-                learner.engines, parts, max(slots, needed), whole=True
-            )
+        _give_slots(learner, _slots_needed(records))
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step
@@ -189,8 +182,27 @@ def _slots_needed(records: Sequence[StepRecord]) -> int:
     return max(waiting.values(), default=0) + 1
 
 
-def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:
-    """Adds the recorded environment of a sample, if it had one, to the sample's request."""
+def _give_slots(learner: Learner, needed: int) -> None:
+    """Replaces the engines of a learner if they have too few slots or slots that share pages."""
+    each = learner.engines[0].config
+    slots = len(learner.engines) * each.whole().slots
+    if slots < needed or each.pages:  # no sample may give way where the recorded one did not
+        parts = parameter_copies(learner.engines)
+        learner.engines = engines_sharing_parameters(
+            learner.engines, parts, max(slots, needed), whole=True
+        )
+
+
+def _request_again(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:
+    """Returns the request of a recorded sample, with its environment if it had one."""
+    reason = StopReason(sample["stop_reason"])
+    request = dataclasses.replace(
+        request,
+        samples=(sample["sample"],),
+        plan=tuple((position, version) for position, version in sample["versions"]),
+        restarts=tuple((at, version) for at, version in sample.get("restarts", ())),
+        ends=(sample["length"], reason) if reason in _CLOCK else None,
+    )
     begun = sample.get("begun", {})
     if begun:
         prompt = tuple(conversation_ids(tokenizer, begun["messages"]))
@@ -239,15 +251,7 @@ class _Again:
                         self._ready += session.requests(None)
                         self._take(session.key, session.trajectory())
                         continue
-                    reason = StopReason(sample["stop_reason"])
-                    one = dataclasses.replace(
-                        _asked(request, sample, tokenizer),
-                        samples=(number,),
-                        plan=tuple((position, version) for position, version in sample["versions"]),
-                        restarts=tuple((at, version) for at, version in sample.get("restarts", ())),
-                        ends=(sample["length"], reason) if reason in _CLOCK else None,
-                    )
-                    self._ready.append(one)
+                    self._ready.append(_request_again(request, sample, tokenizer))
         self._ready.sort(key=_first_version)
         names = {call.tool for made in calls.values() for call in made}
         timeless = dataclasses.replace(config.budgets, max_seconds=0.0, max_tool_seconds=0.0)

@@ -80,14 +80,10 @@ def train(
     number = sum(int((each.sizes > 0).sum()) for each in lengths)
     config = completed(config, model.config, longest, number)
     mesh = training_mesh(config.mesh, config.rows)
-    parts = [
-        fitting(part, its, config.row_length) for part, its in zip(readers, lengths, strict=False)
-    ]
-    examples, longest = data.join(parts), max(int(part.sizes.max()) for part in parts)
-    held_out_examples: data.Examples | None = None
-    if config.validation:
-        held_out_examples = fitting(readers[-1], counts[-1], config.row_length)
-        longest = max(longest, int(held_out_examples.sizes.max()))
+    parts = [fitting(*read, config.row_length) for read in zip(readers, counts, strict=True)]
+    longest = max(int(part.sizes.max()) for part in parts)
+    validation = parts.pop() if config.validation else None
+    examples = data.join(parts)
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
     model = model.replace(card=card)
@@ -99,8 +95,8 @@ def train(
         change = augmentation(model.tokenizer, trained, prompt)
 
     def validate(state: TrainState) -> float:
-        assert held_out_examples is not None
-        return mean_loss(state, held_out_examples, config, model.config, compute)
+        assert validation is not None
+        return mean_loss(state, validation, config, model.config, compute)
 
     held_out = _held_out(config, run, prompt, tools) if config.evaluate_every else None
     protocols = [task.protocol for task in held_out.tasks] if held_out else []
@@ -116,9 +112,7 @@ def train(
         updates=functools.partial(
             data.Updates,
             examples=examples,
-            order=data.shuffled(
-                [len(part) for part in parts], config.weights or (1.0,), config.seed
-            ),
+            order=data.shuffled([*map(len, parts)], config.weights or (1.0,), config.seed),
             own=own_rows(mesh, config.rows),
             change=change,
         ),

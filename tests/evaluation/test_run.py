@@ -136,10 +136,11 @@ def test_samples_of_something_else_are_not_mixed_in(tmp_path):
 
 def test_samples_depend_on_dtypes_and_on_how_much_of_an_observation_is_shown(tmp_path):
     def more(**changes):
-        found = settings(dataclasses.replace(CONFIG, **changes), "p", {})
+        found = settings(dataclasses.replace(CONFIG, **changes), "p", {}, prompt)
         return {name: value for name, value in found.items() if name not in plain}
 
-    plain = settings(CONFIG, "p", {})
+    prompt = load_prompt(CONFIG.rollout.prompt_style)
+    plain = settings(CONFIG, "p", {}, prompt)
     assert not {"dtype", "cache_dtype", "observation_chars"} & {*plain}  # the defaults
     engine = dataclasses.replace(CONFIG.engine, dtype="bfloat16", cache_dtype="int8")
     assert more(engine=engine) == {"dtype": "bfloat16", "cache_dtype": "int8"}
@@ -419,7 +420,7 @@ def test_several_sources_are_measured_together_and_by_source(tmp_path):
     # A weight changes no sample, another source does.
     weighted = {**parts, "one": {**parts["one"], "weight": 9.0}}
     known = [
-        settings(dataclasses.replace(config, mixture=mixture), "p", {})
+        settings(dataclasses.replace(config, mixture=mixture), "p", {}, load_prompt("brief"))
         for mixture in (parts, weighted, {"all": parts["all"]})
     ]
     assert known[0] == known[1] != known[2]

@@ -21,6 +21,7 @@ from coa_jax.model.api import Model, load_model
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.rollout.sampler import Sampler
 from coa_jax.run.run_dir import RunDir
+from coa_jax.tasks.prompts import load_prompt
 from tests import tiny_policy
 
 CONFIG = EvaluateConfig(
@@ -74,10 +75,11 @@ def run(
     name: str = "tiny",
     **options: Any,
 ) -> dict[str, Any]:
-    about = settings(config, name, {})
+    prompt = load_prompt(config.rollout.prompt_style)
+    about = settings(config, name, {}, prompt)
     with RunDir(folder) as directory:
         return evaluate(
-            load or policy_of(config), tasks, config, directory, "sft", about, **options
+            load or policy_of(config), tasks, config, directory, "sft", about, prompt, **options
         )
 
 

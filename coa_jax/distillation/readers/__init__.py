@@ -166,7 +166,6 @@ class TraceFile:
                 task = trace.log.episode
                 name = task or f"{Path(self.path).name}:{line.number}"
                 name = unused(name, f"{name}@{line.number}", names)
-                names.add(name)
                 log = dataclasses.replace(trace.log, episode=name)
                 yield dataclasses.replace(trace, log=log, line=line.number, task=task)
         problems.sort(key=lambda problem: problem["line"])

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, agent_of, clean
@@ -258,8 +258,8 @@ def _cleaned(value: Any) -> Any:
     return clean(value) if isinstance(value, str) else value
 
 
-def unused(name: str, other: str, names: Collection[str]) -> str:
-    """Returns a name that is not in use.
+def unused(name: str, other: str, names: set[str]) -> str:
+    """Returns a name that is not in use, and adds the name to those in use.
 
     Args:
         name: preferred name.
@@ -267,7 +267,9 @@ def unused(name: str, other: str, names: Collection[str]) -> str:
         names: names in use.
     """
     numbered = (f"{other}#{number}" for number in itertools.count(2))
-    return next(text for text in itertools.chain([name, other], numbered) if text not in names)
+    chosen = next(text for text in itertools.chain([name, other], numbered) if text not in names)
+    names.add(chosen)
+    return chosen
 
 
 # --- fields --------------------------------------------------------------------------------

@@ -192,15 +192,7 @@ def _figures(
         row["kernels"] = costs.kernels
     # Only in the text of TPU programs are the instructions in the order of execution.
     if where.tpu:
-        places = np.array([device.coords[: len(where.shape)] for device in program.devices])
-        # Chips are regarded as neighbours if only idle chips lie between them.
-        sizes = [len(np.unique(axis)) for axis in places.T]
-        places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
-        # Chips along only a part of an axis do not form a ring.
-        rings = tuple(
-            size if ring and size == whole else 0
-            for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
-        )
+        places, rings = _torus(program, where)
         played = {
             share: play(module, Machine(where.chip, places, rings, share), program.data_trips)
             for share in shares
@@ -210,6 +202,20 @@ def _figures(
             f"{share:g}": each.total for share, each in played.items()
         }
     return row
+
+
+def _torus(program: Program, where: Slice) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Returns the places of a program's chips and the sizes of their rings, see `Machine`."""
+    places = np.array([device.coords[: len(where.shape)] for device in program.devices])
+    # Chips are regarded as neighbours if only idle chips lie between them.
+    sizes = [len(np.unique(axis)) for axis in places.T]
+    places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
+    # Chips along only a part of an axis do not form a ring.
+    rings = tuple(
+        size if ring and size == whole else 0
+        for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
+    )
+    return places, rings
 
 
 def _temporaries(analysis: Any) -> int:

@@ -59,12 +59,7 @@ def check_device(out: str) -> int:
     # The CPU computes the expected results, so JAX needs the CPU in addition to any other platform.
     if (platforms := os.environ.get("JAX_PLATFORMS", "")) and "cpu" not in platforms:
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
-    # JAX is imported here, because the other checks need neither JAX nor a device.
-    import jax
-
-    from coa_jax.files.durable import write_json
-    from coa_jax.perf.device import attention, policy, speed
-    from coa_jax.perf.device.checks import Check, guarded
+    import jax  # here, because the other checks need neither JAX nor a device
 
     try:
         facts = _facts(jax)
@@ -72,6 +67,16 @@ def check_device(out: str) -> int:
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
     for name, value in facts.items():
         print(f"{name:13} {value}", flush=True)
+    return _run_checks(out, facts)
+
+
+def _run_checks(out: str, facts: dict[str, str]) -> int:
+    """Runs all checks and writes the report; returns the exit code, see `check_device`."""
+    from coa_jax.files.durable import write_json
+    from coa_jax.perf.device import attention, policy, speed
+    from coa_jax.perf.device.checks import Check, guarded
+
+    path = Path(out)
     began, checks = time.monotonic(), list[Check]()
 
     def write(finished: bool = False) -> list[str]:
