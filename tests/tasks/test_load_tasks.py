@@ -22,7 +22,16 @@ def test_unknown_sources_and_splits_name_the_known_ones():
     with pytest.raises(UserError, match="arithmetic, drawn_tools, factbook"):
         load_tasks("webwork", "train")
     with pytest.raises(UserError, match="train, validation, test"):
-        load_tasks("factbook", "dev")
+        load_tasks(SUMS, "dev")
+
+
+SUMS = "tests.tasks.test_load_tasks:sums"
+
+
+def sums(split: str, seed: int, protocol: str, largest: int = 9) -> list[Task]:
+    """A generator of questions, whose splits share none."""
+    numbers = range(SPLITS.index(split) + 1, largest, len(SPLITS))
+    return [Task(f"{n}", f"{n} + {seed}?", "generalist", (str(n + seed),), "") for n in numbers]
 
 
 def write(path, *rows):
@@ -50,9 +59,10 @@ def test_a_split_of_which_nothing_is_wanted_need_not_exist(tmp_path):
     assert (len(splits["train"]), splits["validation"]) == (3, [])
     with pytest.raises(UserError, match="validation"):
         load_splits(path, {"train": 3, "validation": 1})
-    built_in = {"train": 5, "validation": 5}
-    parts = load_splits("factbook:hops=1", built_in, 1)
-    assert parts == {k: load_tasks("factbook:hops=1", k, n, 1) for k, n in built_in.items()}
+    generated = {"train": 5, "validation": 5}
+    parts = load_splits(f"{SUMS}:largest=40", generated, 1)
+    assert parts == {k: load_tasks(f"{SUMS}:largest=40", k, n, 1) for k, n in generated.items()}
+    assert all(len(tasks) == 5 for tasks in parts.values())
 
 
 @pytest.mark.parametrize("source", ["openenv", "textarena:games=Nim-v0+TicTacToe-v0"])
