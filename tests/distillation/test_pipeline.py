@@ -59,7 +59,9 @@ def test_results_depend_neither_on_order_nor_on_concurrency(tools, distilled):
     one = DistillConfig(team=TEAM, mistake_rate=0.4, unrecovered_rate=0.2, concurrency=1)
     records, report = distill_tasks(shuffled, tools, one)
     assert sorted(records, key=lambda r: r.id) == sorted(distilled[0], key=lambda r: r.id)
-    assert report == distilled[1]
+    # The example of a filter is the first run that it drops, so it depends on the order.
+    first, second = (dataclasses.replace(r, examples={}) for r in (report, distilled[1]))
+    assert first == second
 
 
 @pytest.mark.slow
