@@ -118,7 +118,6 @@ WITH_DEMO = {
     "tests/test_house.py": "names a wrong import",
     "tests/test_configs.py": "checks the config files of all commands",
     "tests/test_full_disk.py": "trains on the files of the command debug-files",
-    "tests/protocol/test_made.py": "gives the tags of a tool to a policy from the command scratch",
 }
 
 
