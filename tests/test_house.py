@@ -113,6 +113,24 @@ def test_a_right_import_is_let_pass(tmp_path, path, code):
     assert wrong_imports(tmp_path) == []
 
 
+# Test files of the core that run the demonstration, and why.
+WITH_DEMO = {
+    "tests/test_house.py": "names a wrong import",
+    "tests/test_configs.py": "checks the config files of all commands",
+    "tests/test_full_disk.py": "trains on the files of the command debug-files",
+}
+
+
+def test_tests_of_the_core_have_data_of_their_own():
+    leaning = {
+        str(path.relative_to(REPOSITORY))
+        for path in (REPOSITORY / "tests").rglob("*.py")
+        if path.relative_to(REPOSITORY / "tests").parts[0] not in WINGS
+        and re.search(r"coa_jax\.demo\b|coa_jax import .*\bdemo\b", path.read_text())
+    }
+    assert leaning == {*WITH_DEMO}
+
+
 def circles(package: Path) -> list[str]:
     """Lists the modules of a room that import each other, also for typing or in functions."""
     modules = {

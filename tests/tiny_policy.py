@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from coa_jax.data.trajectory import DistilledRecord, part_violations, write_records
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
@@ -37,6 +36,7 @@ from coa_jax.train.examples import record_example
 from coa_jax.train.losses import SFTLoss
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
+from tests.tiny_tokenizer import train_tokenizer
 
 ROW_LENGTH = 192
 PROTOCOL = "generalist"
@@ -102,7 +102,7 @@ def records() -> tuple[DistilledRecord, ...]:
 def write_untrained(path: Path, episodes: Sequence[DistilledRecord] = ()) -> Path:
     """Writes the policy before training on ``episodes``, by default on `records`."""
     protocol = get_protocol(PROTOCOL)
-    tokenizer = train_bpe(
+    tokenizer = train_tokenizer(
         [
             render_prompt(protocol, r.question, "brief") + "\n" + r.text
             for r in episodes or records()

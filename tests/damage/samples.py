@@ -17,7 +17,6 @@ import jax
 
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import Reward, read_trajectories, trajectory_violations
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.journal import open_journal
 from coa_jax.distillation.messages import Ending, Kind, Message, MessageLog, to_json
@@ -47,6 +46,7 @@ from coa_jax.tools.recorded import Recorded
 from tests.chats import chat_ids
 from tests.evaluation.made import outcome, task, trajectory
 from tests.report.run_files import write_run
+from tests.tiny_tokenizer import train_tokenizer
 from tests.trajectory_files import write_trajectories
 
 _TEMPLATE = (
@@ -76,7 +76,7 @@ def _packed() -> str:
 
 def write_model(folder: Path) -> None:
     """A random model, its tokenizer with a chat template of its own, and its weights in shards."""
-    tokenizer = train_bpe(["one two three <b>"] * 4, 300)
+    tokenizer = train_tokenizer(["one two three <b>"] * 4, 300)
     tokenizer.chat_template = _TEMPLATE
     model = Model(_CONFIG, init_params(_CONFIG, jax.random.key(0)), tokenizer)
     save_model(model, folder, max_shard_bytes=40_000)
@@ -239,7 +239,7 @@ def _read_evaluation(path: Path) -> None:
 
 
 def _read_economy(path: Path) -> None:
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     with contextlib.suppress(UserError):
         check_tokens(tokenizer, read_economy(str(path), "evaluate-a"), "model")
 

@@ -18,7 +18,6 @@ from coa_jax.data.records import Records, SkippedRow, iterate_records, read_reco
 from coa_jax.data.row_formats import convert_row
 from coa_jax.data.text_parts import Unusable, parts_of
 from coa_jax.data.trajectory import write_records
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.distillation.export import FORMS, export
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids
@@ -26,13 +25,14 @@ from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_promp
 from coa_jax.train.examples import record_example
 from tests.data.published import HOPS, RIVER, STORIES, SUMS, Story, alpaca, message, sharegpt
 from tests.rows import write
+from tests.tiny_tokenizer import train_tokenizer
 
 
 @functools.cache
 def tokenizer():
     roles = get_protocol("universal").roles
     tags = [f"<{slash}{role}>" for role in roles for slash in ("", "/")]
-    return train_bpe([story.text() for story in STORIES], 600, tags=tags)
+    return train_tokenizer([story.text() for story in STORIES], 600, tags=tags)
 
 
 def example(record, style="data"):

@@ -20,6 +20,7 @@ from coa_jax.tasks import grade_answer, load_tasks
 from coa_jax.tasks.base import split_of
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.wiki_search import WikiConfig
+from tests.train.test_task_overlap import overlap_of, record_of
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +224,17 @@ def test_a_protocol_without_programs_gets_no_question_that_needs_one():
     tasks = load_tasks("factbook_people:protocol=mhqa", "validation", 60)
     assert {task.metadata["topic"] for task in tasks} == {"single", "chain"}
     assert {task.protocol for task in tasks} == {"mhqa"}
+
+
+@pytest.mark.slow
+def test_questions_of_another_generator_about_a_distilled_fact_are_found(tmp_path):
+    known = next(
+        task
+        for task in load_tasks("factbook:hops=1,templates=1", "train", None, 0)
+        if task.metadata["relation"] == "capital"
+    )
+    people = load_tasks("factbook_people:topics=single", "train", None, 0)
+    found = overlap_of(tmp_path, [record_of(known)], people)
+    (same,) = (task for task in people if task.id in found.left_out)
+    assert same.metadata["entities"] == known.metadata["entities"]
+    assert same.gold == known.gold and same.question != known.question

@@ -1,7 +1,5 @@
+import dataclasses
 import json
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +9,16 @@ from coa_jax.distillation.dataset import distill_split, statistics_of
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.errors import UserError
 from coa_jax.run.command import load_config
-from coa_jax.tasks import load_tasks
 from tests import forked
-from tests.killing import kill_when
+from tests.distillation.small_team import TASKS, TEAM, command_settings
 
-TASKS = load_config("configs/distill/factbook.py").tasks.tasks
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = DistillConfig(mistake_rate=0.3, unrecovered_rate=0.1)
+CONFIG = DistillConfig(team=TEAM, mistake_rate=0.3, unrecovered_rate=0.1)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, tools, factbook_tasks):
+def whole(tmp_path_factory, tools):
     workdir = tmp_path_factory.mktemp("whole")
-    return workdir, distill_split("train", factbook_tasks[:40], tools, CONFIG, workdir)
+    return workdir, distill_split("train", TASKS[:40], tools, CONFIG, workdir)
 
 
 def test_the_file_holds_the_records(whole):
@@ -32,33 +27,33 @@ def test_the_file_holds_the_records(whole):
     assert len(split.records) > 30
 
 
-def test_a_second_start_makes_nothing_again(whole, tools, factbook_tasks):
+def test_a_second_start_makes_nothing_again(whole, tools):
     workdir, split = whole
     files = {path: path.read_bytes() for path in workdir.rglob("*.jsonl")}
     assert len(files) == 3  # journal, kept, examples of dropped
-    again = distill_split("train", factbook_tasks[:40], tools, CONFIG, workdir)
+    again = distill_split("train", TASKS[:40], tools, CONFIG, workdir)
     assert (again.resumed, list(again.records)) == (40, list(split.records))
     assert all(path.read_bytes() == data for path, data in files.items())
 
 
-def test_more_tasks_continue_the_journal(whole, tools, factbook_tasks, tmp_path):
-    part = distill_split("train", factbook_tasks[:15], tools, CONFIG, tmp_path)
-    full = distill_split("train", factbook_tasks[:40], tools, CONFIG, tmp_path)
+def test_more_tasks_continue_the_journal(whole, tools, tmp_path):
+    part = distill_split("train", TASKS[:15], tools, CONFIG, tmp_path)
+    full = distill_split("train", TASKS[:40], tools, CONFIG, tmp_path)
     assert (part.resumed, full.resumed) == (0, 15)
     assert list(full.records) == list(whole[1].records)
 
 
-def test_another_seed_needs_another_place(whole, tools, factbook_tasks):
+def test_another_seed_needs_another_place(whole, tools):
     with pytest.raises(UserError, match="another configuration"):
-        distill_split("train", factbook_tasks[:2], tools, DistillConfig(seed=9), whole[0])
+        distill_split("train", TASKS[:2], tools, DistillConfig(team=TEAM, seed=9), whole[0])
 
 
-def test_other_filters_may_be_tried_on_the_same_runs(whole, tools, factbook_tasks, tmp_path):
+def test_other_filters_may_be_tried_on_the_same_runs(whole, tools, tmp_path):
     journal = tmp_path / "journal" / "train.jsonl"
     journal.parent.mkdir()
     journal.write_bytes((whole[0] / "journal" / "train.jsonl").read_bytes())
-    strict = DistillConfig(mistake_rate=0.3, unrecovered_rate=0.1, max_chars=1000)
-    split = distill_split("train", factbook_tasks[:40], tools, strict, tmp_path)
+    strict = dataclasses.replace(CONFIG, max_chars=1000)
+    split = distill_split("train", TASKS[:40], tools, strict, tmp_path)
     assert split.resumed == 40
     assert split.report.dropped["too_long"] > 0
     assert all(len(record.text) <= 1000 for record in split.records)
@@ -76,73 +71,16 @@ def test_statistics_describe_the_records(whole):
     assert statistics_of([])["records"] == 0
 
 
-def command(workdir, *more):
-    return [
-        sys.executable,
-        "-m",
-        "coa_jax.cli.distill",
-        "--config=configs/distill/factbook.py",
-        f"--workdir={workdir}",
-        "--config.tasks.train=30",
-        "--config.tasks.validation=10",
-        "--config.teacher.concurrency=2",
-        *more,
-    ]
-
-
-def run(workdir, *more):
-    return forked.run(command(workdir, *more)[1:])
-
-
-@pytest.mark.slow
-def test_a_killed_command_continues_to_the_same_files(tmp_path):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert run(straight).returncode == 0
-    journal = killed / "journal" / "train.jsonl"
-    done = kill_when(command(killed), ROOT, journal, 5) - 1
-    assert not (killed / "train.jsonl").exists()
-    finished = run(killed)
-    assert finished.returncode == 0, finished.stderr
-    assert f"{done} of them from before" in finished.stderr
-    for name in ("train.jsonl", "validation.jsonl"):
-        assert (killed / name).read_bytes() == (straight / name).read_bytes()
-    summaries = [json.loads((d / "summary.json").read_text()) for d in (straight, killed)]
-    assert all(set(s) == {"data", "teacher", "timings_s"} for s in summaries)
-    assert summaries[0]["teacher"] == summaries[1]["teacher"]
-    assert summaries[0]["data"] == summaries[1]["data"]
-    assert summaries[0]["teacher"]["n"] == 10
-    assert "teacher pass@1" in finished.stdout
-
-
-@pytest.mark.slow
-def test_two_thousand_runs_killed_on_the_way_hold_every_task_once(tmp_path):
-    """The bar: under ten minutes on two cores, and the kills change no byte."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    size = ("--config.tasks.train=2000", "--config.teacher.concurrency=16")
-    start = time.monotonic()
-    assert run(straight, *size).returncode == 0
-    seconds = time.monotonic() - start
-    print(f"2,000 runs and 10 of validation, start of the process included: {seconds:.1f} s")
-    assert seconds < 600
-    journal = killed / "journal" / "train.jsonl"
-    for enough in (600, 1300):
-        kill_when(command(killed, *size), ROOT, journal, enough)
-    finished = run(killed, *size)
-    assert finished.returncode == 0, finished.stderr
-    assert (killed / "train.jsonl").read_bytes() == (straight / "train.jsonl").read_bytes()
-    episodes = [json.loads(line)["episode"] for line in journal.read_text().splitlines()[1:]]
-    assert len(episodes) == len(set(episodes)) == 2000
-    assert set(episodes) == {task.id for task in load_tasks(TASKS, "train", 2000, 0)}
-
-
 def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
-    done = run(tmp_path, "--config.teacher.mistake_rate=2.0")
+    command = ["-m", "coa_jax.cli.distill", f"--workdir={tmp_path}"]
+    done = forked.run([*command, "--config.teacher.mistake_rate=2.0"])
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: config.teacher.mistake_rate")
 
 
 def test_a_distillation_that_keeps_nothing_names_the_filter_and_its_setting(tmp_path):
     settings = {"tasks.train": 6, "tasks.validation": 2, "teacher.selection.min_tool_calls": 50}
+    settings |= command_settings(tmp_path)
     config = load_config("configs/distill/factbook.py", settings)
     wanted = (
         r"few_calls dropped the most, \d of 6; change --config\.teacher\.selection\.min_tool_calls"

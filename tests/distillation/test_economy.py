@@ -14,6 +14,7 @@ from coa_jax.distillation.token_savings import (
 )
 from coa_jax.tasks.base import Task
 from tests.distillation.logs import log_of
+from tests.distillation.small_team import TASKS, TEAM
 
 TOOLS = ("wiki_search", "code")
 
@@ -57,11 +58,11 @@ def test_only_solved_questions_count():
     assert told["saved"] == pytest.approx(1 - told["trajectory"] / (asked + replied))
 
 
-def test_one_trajectory_costs_a_fraction_of_the_team(tools, factbook_tasks):
-    logs = asyncio.run(run_teacher(factbook_tasks, tools, DistillConfig()))
-    runs = [as_run(task, log) for task, log in zip(factbook_tasks, logs, strict=True)]
+def test_one_trajectory_costs_a_fraction_of_the_team(tools):
+    logs = asyncio.run(run_teacher(TASKS, tools, DistillConfig(team=TEAM)))
+    runs = [as_run(task, log) for task, log in zip(TASKS, logs, strict=True)]
     told = compare_tokens(runs, list(tools), words)
-    assert told["questions"] > 100
+    assert told["questions"] > 50
     assert told["saved"] > 0.5
 
 

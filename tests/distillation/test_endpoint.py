@@ -18,6 +18,7 @@ from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks import Task
 from tests.distillation.chat_server import serving
+from tests.distillation.small_team import TASKS, TEAM
 
 CHAT = [{"role": "user", "content": "one two three"}]
 
@@ -283,14 +284,15 @@ def test_a_request_can_have_further_fields_and_lack_some(tmp_path):
 
 
 class Scripted:
-    """A model that answers as the scripted agent functions would, and now and then nonsense.
+    """A model that answers as the small team would, and now and then nonsense.
 
     It is handed what they decide and sees nothing but chats: (question, number of messages) tells
     what comes next.
     """
 
     def __init__(self, tasks, tools, slow=0.0):
-        logs = asyncio.run(run_teacher(tasks, tools, DistillConfig(mistake_rate=0.0)))
+        config = DistillConfig(team=TEAM, mistake_rate=0.0)
+        logs = asyncio.run(run_teacher(tasks, tools, config))
         self.logs = {log.question: log for log in logs}
         self.slow, self.answered = slow, collections.Counter()
 
@@ -307,8 +309,8 @@ class Scripted:
 
 
 @pytest.fixture(scope="module")
-def model(tools, factbook_tasks):
-    return Scripted(factbook_tasks[:12], tools, slow=0.01)
+def model(tools):
+    return Scripted(TASKS[:12], tools, slow=0.01)
 
 
 def closing_into(closed):
@@ -323,9 +325,9 @@ def closing_into(closed):
 
 
 def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
-    tmp_path, tools, factbook_tasks, model, monkeypatch
+    tmp_path, tools, model, monkeypatch
 ):
-    tasks, config = factbook_tasks[:12], DistillConfig(concurrency=6)
+    tasks, config = TASKS[:12], DistillConfig(concurrency=6)
 
     def run(limit):
         endpoint = Endpoint(
@@ -357,10 +359,8 @@ def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
     }
 
 
-def test_a_refused_request_ends_the_run_of_its_task_and_no_other(
-    tmp_path, tools, factbook_tasks, model
-):
-    tasks = factbook_tasks[:3]
+def test_a_refused_request_ends_the_run_of_its_task_and_no_other(tmp_path, tools, model):
+    tasks = TASKS[:3]
 
     def reply(chat):
         long = tasks[1].question in chat[1]["content"] and "[3]" in chat[1]["content"]

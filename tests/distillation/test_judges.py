@@ -17,6 +17,7 @@ from coa_jax.tasks.judge import JudgeConfig
 from coa_jax.tools.net.chat import ChatConfig
 from tests.distillation.chat_server import serving
 from tests.distillation.logs import log_of
+from tests.distillation.small_team import command_settings
 
 ANSWERS = {"exact": "Lima", "words": "the city of Lima", "wrong": "Quito", "mute": "silence"}
 
@@ -108,9 +109,10 @@ def test_a_command_asks_a_judge_without_a_cache_once_for_each_answer(tmp_path):
     with serving(reply) as server:
         chat = "teacher.judges.answer.chat"
         changes = {f"{chat}.url": server.url, f"{chat}.model": "m", "teacher.mistake_rate": 0.5}
-        changes |= {"teacher.unrecovered_rate": 0.5, "tasks.train": 1, "tasks.validation": 30}
+        changes |= {"teacher.unrecovered_rate": 0.5, "tasks.train": 4, "tasks.validation": 12}
         changes["probe_s"] = 0.0  # the judge's answers are counted
-        summary = distill(load_config("configs/distill/factbook.py", changes), tmp_path)
+        changes |= command_settings(tmp_path)
+        summary = distill(load_config("configs/distill/factbook.py", changes), tmp_path / "run")
     assert summary["teacher"]["pass_at_1"] < 1
     assert len(asked) == len(set(asked)) > 0
 

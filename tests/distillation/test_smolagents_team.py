@@ -15,6 +15,7 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from tests.distillation.logs import INVENTING
 from tests.distillation.readers.samples import read_traces
+from tests.distillation.small_team import TASKS, TEAM
 
 
 class Recorded:
@@ -80,10 +81,11 @@ class Searcher(smolagents.Model):
 
 
 @pytest.fixture(scope="module")
-def dumps(tools, factbook_tasks):
+def dumps(tools):
     """(task, log that the models follow, dump, what the tools returned), with and without code."""
-    tasks = factbook_tasks[:60]
-    logs = asyncio.run(run_teacher(tasks, tools, DistillConfig(mistake_rate=0.0)))
+    tasks = TASKS[:12]
+    config = DistillConfig(team=TEAM, mistake_rate=0.0)
+    logs = asyncio.run(run_teacher(tasks, tools, config))
     computed = [pair for pair in zip(tasks, logs, strict=True) if "code" in dict(pair[1].calls)]
     looked_up = [pair for pair in zip(tasks, logs, strict=True) if pair not in computed]
     made = []
@@ -129,7 +131,7 @@ def test_tokens_of_both_agents_are_counted(tmp_path, dumps):
         }
 
 
-def test_searches_of_a_run_that_was_cut_short_are_kept(factbook_tasks, tools, dumps):
+def test_searches_of_a_run_that_was_cut_short_are_kept(tools, dumps):
     task, log, _, _ = dumps[0]
     dump = solve_with_smolagents(task, tools, Manager(log), Searcher(log), max_steps=1)
     assert dump["state"] == "max_steps_error"

@@ -18,6 +18,7 @@ from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.traces import TraceFilesConfig, distill_traces
 from coa_jax.tasks import Task
 from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.wiki_search import WikiConfig
 from tests.test_examples import EXAMPLES
 from tests.tools import fault_server
 
@@ -53,7 +54,13 @@ def page(handler):
 def test_logs_of_the_team_are_distilled_with_default_settings(tmp_path):
     importable(EXAMPLES / "smolagents_team")
     team, compare = map(importlib.import_module, ("team", "compare"))
-    (search,) = make_tools(ToolsConfig(names=("wiki_search",)))
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text(
+        '{"title": "Lesotho: Capital", "text": "The capital of Lesotho is Maseru."}\n'
+        '{"title": "Lesotho: Area", "text": "The area of Lesotho is 30,355 sq km."}\n'
+    )
+    wiki = WikiConfig(corpus=str(pages))
+    (search,) = make_tools(ToolsConfig(names=("wiki_search",), wiki_search=wiki))
     with fault_server.running() as served:
         served.pages["/v1/chat/completions"] = page
         model = {"model_id": "any", "api_base": served.url("/v1"), "api_key": "any"}

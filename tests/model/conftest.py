@@ -16,7 +16,7 @@ import safetensors.numpy
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from coa_jax.demo.bpe import train_bpe
+from tests.tiny_tokenizer import train_tokenizer
 
 CORPUS = [
     "<think>the answer is in the table, so search for the river</think>\n<plan>one</plan>\n",
@@ -238,7 +238,7 @@ def make_reference(family: str, path: Path, dtype: str = "float32") -> Reference
         shift = 0.0 if name == "Gemma3Text" else shift  # which adds 1 itself
         tensors[tensor] = (rng.standard_normal(shape) * scale + shift).astype(jnp.dtype(dtype))
     safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    train_bpe(CORPUS, 384, tags=("<think>", "</think>")).save_pretrained(path)
+    train_tokenizer(CORPUS, 384, tags=("<think>", "</think>")).save_pretrained(path)
     return Reference(path)
 
 

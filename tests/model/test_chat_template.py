@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model import chat_template
 from coa_jax.model.chat_template import ChatTemplateError, render
 from tests.chats import chat_ids
+from tests.tiny_tokenizer import train_tokenizer
 
 TURNS = [{"role": "user", "content": "Who?"}]
 LIKE_QWEN = (
@@ -28,7 +28,7 @@ LIKE_QWEN = (
 
 
 def test_templates_are_rendered_as_transformers_renders_them():
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     tokenizer.chat_template = LIKE_QWEN
     names = {**tokenizer.special_tokens_map, "tools": None, "documents": None}
     ours = render(LIKE_QWEN, TURNS, add_generation_prompt=True, **names)
@@ -114,7 +114,7 @@ def test_a_template_that_left_jinjas_sandbox_reaches_nothing(escape, monkeypatch
 
 
 def test_the_tokenizer_says_whose_template_it_is():
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(UserError, match="the chat template of the model cannot be used: Template"):
         chat_ids(tokenizer, "Who?")

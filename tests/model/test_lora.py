@@ -17,7 +17,6 @@ from flax.traverse_util import flatten_dict
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, describe_model, load_model, save_model
 from coa_jax.model.architectures import architecture_of
@@ -42,6 +41,7 @@ from coa_jax.train.losses import Net, SFTLoss
 from tests.hub_server import hub_server
 from tests.model.conftest import make_reference
 from tests.random_params import random_params
+from tests.tiny_tokenizer import train_tokenizer
 
 torch = pytest.importorskip("torch")
 
@@ -68,7 +68,7 @@ def base(tmp_path_factory):
             head_dim=12,
         )
     ).save_pretrained(path)
-    train_bpe(["words"], 300).save_pretrained(path)
+    train_tokenizer(["words"], 300).save_pretrained(path)
     return path
 
 

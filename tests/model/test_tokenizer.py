@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
@@ -26,6 +25,7 @@ from coa_jax.model.tokenizer import (
 from coa_jax.model.tool_chat import result_frames, tool_conversation_ids
 from tests.chats import chat_ids
 from tests.model.conftest import CORPUS, gemma_like, sentencepiece_like
+from tests.tiny_tokenizer import train_tokenizer
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STOCK = "You are a helpful assistant."
@@ -103,7 +103,7 @@ def whole_word():
 
 
 def own():
-    return train_bpe(CORPUS, 340, tags=("<think>", "</think>"))
+    return train_tokenizer(CORPUS, 340, tags=("<think>", "</think>"))
 
 
 TOKENIZERS = {f.__name__: f() for f in (qwen_like, smollm_like, whole_word, own, gemma_like)}

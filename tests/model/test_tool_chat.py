@@ -7,13 +7,13 @@ import json
 import pytest
 from tokenizers import AddedToken
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.encode import encode_observation, frames_of, policy_ids
 from coa_jax.model.tokenizer import CHATML, decode_ids, encode_plain, end_of_turn_id
 from coa_jax.model.tool_chat import frame_ids, plain_frames, result_frames, tool_conversation_ids
 from coa_jax.protocol import EpisodeStep, get_protocol
 from coa_jax.protocol.arguments import schemas
+from tests.tiny_tokenizer import train_tokenizer
 
 PROTOCOL = get_protocol("generalist:hermes")
 TOOLS = schemas(PROTOCOL)
@@ -45,7 +45,7 @@ LIKE_QWEN = (
 
 @pytest.fixture(scope="module")
 def qwen():
-    made = train_bpe(["one river of the wiki_search, call code"], 320)
+    made = train_tokenizer(["one river of the wiki_search, call code"], 320)
     marks = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
     made.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     made.chat_template = LIKE_QWEN
@@ -115,7 +115,7 @@ def test_no_content_becomes_a_control_token(qwen):
 
 
 def test_a_template_without_tools_gets_ours():
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     assert result_frames(tokenizer) == plain_frames(CHATML)
     ids = tool_conversation_ids(tokenizer, [("system", "Be kind."), ("user", "?")], '[{"a": 1}]')
     text = decode_ids(tokenizer, ids)
@@ -131,14 +131,14 @@ REFUSE_SEVERAL = (
 
 
 def test_results_are_framed_if_the_template_refuses_several_calls(qwen):
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     tokenizer.chat_template = REFUSE_SEVERAL + LIKE_QWEN
     assert result_frames(tokenizer) == result_frames(qwen)
 
 
 def test_a_template_whose_calls_have_no_tags_gets_our_instructions():
     """Else the model would be asked for calls that the format ``hermes`` does not read."""
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     tag, key = """<tool_call>\n{"name": "' + c""", '"arguments": '
     bare = LIKE_QWEN.replace(tag, """{"name": "' + c""").replace(key, '"parameters": ')
     bare = bare.replace("{{ '}\n</tool_call>' }}", "{{ '}' }}").replace(
@@ -168,7 +168,7 @@ def test_marks_of_a_policy_are_tokens_only_where_they_are_meant(qwen):
     ],
 )
 def test_a_template_whose_results_cannot_be_told_apart_is_refused(part, other, why):
-    tokenizer = train_bpe(["one"], 300)
+    tokenizer = train_tokenizer(["one"], 300)
     tokenizer.chat_template = LIKE_QWEN.replace(part, other)
     assert tokenizer.chat_template != LIKE_QWEN
     with pytest.raises(UserError, match=why):

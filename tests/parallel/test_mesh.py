@@ -260,9 +260,9 @@ print("equal")
 
 @pytest.mark.slow
 def test_sharded_forward_on_eight_devices_equals_one_device(params, tmp_path):
-    from coa_jax.demo.bpe import train_bpe
     from coa_jax.model.api import Model, save_model
+    from tests.tiny_tokenizer import train_tokenizer
 
-    save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path / "in")
+    save_model(Model(CONFIG, params, train_tokenizer(["the river"], 300)), tmp_path / "in")
     folders = str(tmp_path / "in"), str(tmp_path / "out")
     assert on_devices(8, "-c", PROGRAM, *folders) == ["equal"]

@@ -12,7 +12,6 @@ import pytest
 
 from coa_jax.data.trajectory import DistilledRecord, write_records
 from coa_jax.errors import UserError
-from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.protocol import (
     add_protocol,
     find_protocols,
@@ -132,28 +131,6 @@ def test_commands_without_the_tools_read_show_and_export_the_data(made, tmp_path
         "(t,) = read_trajectories(sys.argv[1]); print(t.protocol, t.answer)"
     )
     assert run("-c", read, str(data.parent / "traces.jsonl")) == "gambling 7\n"
-
-
-@pytest.mark.slow
-def test_a_policy_from_nothing_knows_the_tags_and_passes_them_on(made, tmp_path):
-    data = tmp_path / "run" / "train.jsonl"
-    with RunDir(data.parent):
-        write_records(data, [DistilledRecord("r1", "Throw.", "gambling", ("7",), PARTS, "7")])
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "head_dim": 16}
-    run(
-        *(
-            "-m",
-            "coa_jax.demo.untrained_command",
-            f"--workdir={tmp_path / 'scratch'}",
-            f"--config.data={data}",
-        ),
-        *(f"--config.policy.{name}={size}" for name, size in sizes.items()),
-        *("--config.policy.vocab_size=300", "--config.policy.induction=False"),
-    )
-    tokenizer = load_tokenizer(tmp_path / "scratch" / "model")
-    assert len(tokenizer.encode("<dice>", add_special_tokens=False)) == 1
-    left = json.loads((tmp_path / "scratch" / "protocols.json").read_text())
-    assert left["gambling"]["described"] == SAYS
 
 
 def test_schemas_of_arguments_are_kept(monkeypatch, tmp_path):

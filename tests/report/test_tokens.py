@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from coa_jax.data.trajectory import Author
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.report import build_report
 from coa_jax.report.tokens import MAX_TOKENS, render_tokens, spelling
 from tests.report.run_files import episode
+from tests.tiny_tokenizer import train_tokenizer
 from tests.trajectory_files import append_trajectories
 
 TEXTS = ["<b>prompt", "policy & co", "\n", "tool"]
@@ -56,7 +56,7 @@ def test_a_long_trajectory_is_cut_and_says_so():
 def test_a_page_spells_tokens_by_the_tokenizer_of_the_run(tmp_path, place):
     append_trajectories(tmp_path / "traces.jsonl", [trajectory()])
     assert "more tokens" not in build_report(tmp_path).read_text()
-    tokenizer = train_bpe(["one river"], 300)
+    tokenizer = train_tokenizer(["one river"], 300)
     tokenizer.save_pretrained(tmp_path / place)
     spell = spelling(tmp_path, {})
     ids = tokenizer.encode("a river", add_special_tokens=False)

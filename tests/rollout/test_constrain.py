@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from coa_jax.data.trajectory import Author, StopReason, format_valid, trajectory_violations
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import DEAD
@@ -37,6 +36,7 @@ from coa_jax.train.batch import pack
 from coa_jax.train.examples import trajectory_example
 from coa_jax.train.logps import token_logps
 from tests.rollout.small_loop import Says
+from tests.tiny_tokenizer import train_tokenizer
 
 SHAPES = EngineConfig(slots=16, max_length=320, chunk=16, extend_buckets=(64,))
 BUDGET = RolloutConfig(320, 4, 32, constrain=True, strict=True)
@@ -56,7 +56,7 @@ def untrained() -> Model:
     """
     roles = {role for name in protocol_names() for role in get_protocol(name).roles}
     tags = sorted(f"<{slash}{role}>" for role in roles for slash in ("", "/"))
-    tokenizer = train_bpe(["score good fair poor ```py ```"] * 3, 320, tags=tags)
+    tokenizer = train_tokenizer(["score good fair poor ```py ```"] * 3, 320, tags=tags)
     config = ModelConfig("llama", 330, 32, 64, 2, 4, 2, 8, tie_embeddings=False)
     params = init_params(config, jax.random.key(0))
     liked = [f"</{role}>" for role in roles] + [*"1234`", "score", "Ċ"]

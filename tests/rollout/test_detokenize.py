@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain
 from coa_jax.rollout.detokenize import TextStream, TokenTable, token_table
 from tests.model.conftest import gemma_like, sentencepiece_like
+from tests.tiny_tokenizer import train_tokenizer
 
 
 @functools.cache
 def tokenizer():
     texts = ["über den Fluß, 北京の川 and the river 🏞️ again"] * 3
-    return train_bpe(texts, 400, tags=("<think>", "</think>"))
+    return train_tokenizer(texts, 400, tags=("<think>", "</think>"))
 
 
 gemma = functools.cache(gemma_like)
@@ -86,7 +86,7 @@ def test_control_tokens_and_tags_are_spelt_out(token):
 
 
 def test_a_tokenizer_has_one_table_for_as_long_as_it_lives():
-    first, second = (train_bpe([text], 300) for text in ("one text", "another one"))
+    first, second = (train_tokenizer([text], 300) for text in ("one text", "another one"))
     assert token_table(first) is token_table(first)
     assert token_table(second) is not token_table(first)
     gone = weakref.ref(token_table(second))

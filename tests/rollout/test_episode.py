@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.data.trajectory import Author, StopReason, ToolCall
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
+from tests.tiny_tokenizer import train_tokenizer
 
 GENERALIST = get_protocol("generalist")
 
@@ -21,7 +21,7 @@ GENERALIST = get_protocol("generalist")
 @functools.cache
 def tokenizer():
     tags = [f"<{slash}{role}>" for role in GENERALIST.roles for slash in ("", "/")]
-    return train_bpe(["a river, ein Fluß, 川"], 320, tags=tags[:8])
+    return train_tokenizer(["a river, ein Fluß, 川"], 320, tags=tags[:8])
 
 
 def make(prompt=(5, 6, 7)):

@@ -7,13 +7,13 @@ import functools
 import pytest
 
 from coa_jax.data.trajectory import StopReason, ToolCall, format_valid, trajectory_violations
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.model import tokenizer as tokenizers
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
 from coa_jax.model.tool_chat import frame_ids, plain_frames
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
+from tests.tiny_tokenizer import train_tokenizer
 
 CHATML = plain_frames(tokenizers.CHATML)
 CALL = '<tool_call>\n{"name": "wiki_search", "arguments": {"query": "ein Fluß"}}\n</tool_call>'
@@ -21,7 +21,7 @@ CALL = '<tool_call>\n{"name": "wiki_search", "arguments": {"query": "ein Fluß"}
 
 @functools.cache
 def tokenizer():
-    return train_bpe(["a river, ein Fluß, 川"], 320)
+    return train_tokenizer(["a river, ein Fluß, 川"], 320)
 
 
 def make(form, strict=False):

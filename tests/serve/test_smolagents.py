@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.distillation.smolagents_team import as_smolagents_tool
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
@@ -34,6 +33,7 @@ from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from tests import tiny_policy
 from tests.serve.live import CONFIG, server
+from tests.tiny_tokenizer import train_tokenizer
 from tests.tools import fault_server
 
 smolagents = pytest.importorskip("smolagents")
@@ -103,7 +103,7 @@ def learnt(turns):
     asked = [ChatRequest.model_validate(body) for body, _ in turns]
     conversations = [[(m.role, m.content) for m in request.messages] for request in asked]
     texts = [text for conversation in conversations for _, text in conversation]
-    tokenizer = train_bpe([*texts, *(reply + STOP for _, reply in turns)], 700)
+    tokenizer = train_tokenizer([*texts, *(reply + STOP for _, reply in turns)], 700)
     config = ModelConfig("llama", len(tokenizer), 64, 128, 2, 4, 2, 16)
     with tempfile.TemporaryDirectory() as folder:
         save_model(Model(config, init_params(config, jax.random.key(0)), tokenizer), Path(folder))

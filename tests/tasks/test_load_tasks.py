@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import json
 import re
-import sys
 
 import pytest
 import reasoning_gym
 
 from coa_jax.errors import UserError
-from coa_jax.tasks import SPLITS, Task, grade_answer, load_splits, load_tasks, rewards
+from coa_jax.tasks import SPLITS, Task, load_splits, load_tasks, rewards
 from coa_jax.tasks.rewards import generator
 from tests.rows import write as write_rows
 from tests.tasks.finished import finished
@@ -22,7 +21,16 @@ def test_unknown_sources_and_splits_name_the_known_ones():
     with pytest.raises(UserError, match="arithmetic, drawn_tools, factbook"):
         load_tasks("webwork", "train")
     with pytest.raises(UserError, match="train, validation, test"):
-        load_tasks("factbook", "dev")
+        load_tasks(SUMS, "dev")
+
+
+SUMS = "tests.tasks.test_load_tasks:sums"
+
+
+def sums(split: str, seed: int, protocol: str, largest: int = 9) -> list[Task]:
+    """A generator of questions, whose splits share none."""
+    numbers = range(SPLITS.index(split) + 1, largest, len(SPLITS))
+    return [Task(f"{n}", f"{n} + {seed}?", "generalist", (str(n + seed),), "") for n in numbers]
 
 
 def write(path, *rows):
@@ -50,9 +58,10 @@ def test_a_split_of_which_nothing_is_wanted_need_not_exist(tmp_path):
     assert (len(splits["train"]), splits["validation"]) == (3, [])
     with pytest.raises(UserError, match="validation"):
         load_splits(path, {"train": 3, "validation": 1})
-    built_in = {"train": 5, "validation": 5}
-    parts = load_splits("factbook:hops=1", built_in, 1)
-    assert parts == {k: load_tasks("factbook:hops=1", k, n, 1) for k, n in built_in.items()}
+    generated = {"train": 5, "validation": 5}
+    parts = load_splits(f"{SUMS}:largest=40", generated, 1)
+    assert parts == {k: load_tasks(f"{SUMS}:largest=40", k, n, 1) for k, n in generated.items()}
+    assert all(len(tasks) == 5 for tasks in parts.values())
 
 
 @pytest.mark.parametrize("source", ["openenv", "textarena:games=Nim-v0+TicTacToe-v0"])
@@ -168,43 +177,6 @@ def test_files_without_use_are_refused(tmp_path):
         load_tasks(write(tmp_path / "b.jsonl", row, row), "test")
     with pytest.raises(UserError, match="protocol=NAME"):
         load_tasks(write(tmp_path / "c.jsonl", row) + ":x=1", "test")
-
-
-def test_arithmetic_is_fixed_balanced_and_split():
-    sets = {split: load_tasks("arithmetic", split, 140, 0) for split in SPLITS}
-    assert sets["train"] == load_tasks("arithmetic", "train", 140, 0)
-    assert sets["train"] != load_tasks("arithmetic", "train", 140, 1)
-    questions = {split: {task.question for task in tasks} for split, tasks in sets.items()}
-    assert all(len(texts) == 140 for texts in questions.values())
-    other = {t.question for s in (0, 1, 2) for t in load_tasks("arithmetic", "test", 140, s)}
-    assert not questions["train"] & (questions["validation"] | other)
-    assert not questions["validation"] & other
-    assert len({task.metadata["kind"] for task in sets["test"]}) == 14
-    assert {task.protocol for task in sets["test"]} == {"code"}
-
-
-def test_arithmetic_golds_are_accepted_and_others_are_not():
-    for task in load_tasks("arithmetic", "train", 56, 5):
-        if task.metadata.get("scorer"):
-            json.dumps(task.metadata)
-            assert asyncio.run(generator(task, finished(task.gold[0], "code"))) == 1.0
-            assert asyncio.run(generator(task, finished("no idea", "code"))) == 0.0
-        else:
-            assert grade_answer(task.gold[0], task.gold) == 1.0
-            assert grade_answer(f"{task.gold[0]}1", task.gold) == 0.0
-
-
-def test_arithmetic_options():
-    tasks = load_tasks("arithmetic:gcd,lcm", "test", 6)
-    assert [task.metadata["kind"] for task in tasks] == ["gcd", "lcm"] * 3
-    with pytest.raises(UserError, match="chain_sum"):
-        load_tasks("arithmetic:astrology", "test", 6)
-
-
-def test_a_missing_generator_package_is_explained(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match="needs reasoning-gym; run: "):
-        load_tasks("arithmetic", "test", 3, seed=987)
 
 
 def test_a_protocol_is_the_row_s_own_then_the_source_s_then_the_caller_s(tmp_path, caplog):

@@ -139,10 +139,13 @@ def test_calls_wait_for_their_turn_and_not_within_the_deadline_of_the_tool(tmp_p
 
 
 def test_a_budget_is_a_setting_and_an_answer_from_the_store_costs_nothing(tmp_path):
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text('{"title": "Norway: Capital", "text": "The capital of Norway is Oslo."}\n')
     config = build_config(
         ToolsConfig,
         {
             "names": ("wiki_search",),
+            "wiki_search": {"corpus": str(pages)},
             "budgets": {"wiki_search": {"max_calls": 1}},
             "store": {"path": str(tmp_path / "kept"), "tools": ("wiki_search",)},
         },

@@ -1,17 +1,13 @@
-"""The search tool on the real Factbook, and its cache."""
+"""The search tool on pages of its own, and its cache."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
+import threading
 
 import pytest
 
-from coa_jax.demo.facts import inverse_keys
-from coa_jax.demo.grammar import Inverse, Lookup, Neighbour, query_for, read_value
-from coa_jax.demo.pages import clean, load_entities, passages, split_text
-from coa_jax.demo.relations import RELATIONS
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.bm25 import WikiIndex, load_index, tokenize
@@ -23,6 +19,17 @@ SMALL = (
     Passage("Bland: Capital", "The capital of Bland is Dull."),
     Passage("Bland: Area", "The area of Bland is 1,234 sq km."),
 )
+CAPITALS = {"Botswana": "Gaborone", "Chad": "N'Djamena"}
+CAPITALS |= {f"Land{k}": f"Town{k}" for k in range(250)}
+PASSAGES = tuple(
+    Passage(f"{name}: {topic}", text)
+    for name, capital in CAPITALS.items()
+    for topic, text in (
+        ("History", f"The first capital of {name} was a camp, and {capital} a market on a river."),
+        ("Capital", f"The capital of {name} is {capital}."),
+        ("Area", f"The area of {name} is {len(name)},000 sq km."),
+    )
+)
 
 
 @pytest.fixture
@@ -33,12 +40,10 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tool(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        tool = WikiSearch()
-        tool.warm_up()
-        yield tool
+def tool():
+    tool = WikiSearch(load=lambda *_: WikiIndex.build(PASSAGES))
+    tool.warm_up()
+    return tool
 
 
 def run(tool, query, history=()):
@@ -58,43 +63,6 @@ def test_observations_have_the_form_of_the_release(tool):
 @pytest.mark.parametrize("query", ["Botswana capital", "capital Gaborone", "GABORONE CAPITAL?"])
 def test_short_queries_find_the_fact_first(tool, query):
     assert tool.search(query)[0].passage.title == "Botswana: Capital"
-
-
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_relation_is_found_first_in_both_directions(tool, every):
-    steps = [
-        (key, Neighbour(e.name) if key == "neighbour" else Lookup(key, e.name))
-        for e in load_entities()
-        for key in e.facts
-    ]
-    steps += [(f"inverse {key}", Inverse(key, value)) for key, value in inverse_keys()]
-    hits: dict[str, list[bool]] = {}
-    for key, step in sorted(steps, key=lambda pair: pair[0])[::every]:
-        best = tool.search(query_for(step))[0].passage
-        hits.setdefault(key, []).append(read_value(step, best.title, best.text) is not None)
-    rates = {key: sum(found) / len(found) for key, found in hits.items()}
-    assert len(rates) == len(RELATIONS) + 6
-    assert min(rates.values()) >= 0.95, rates
-
-
-def test_passages_are_short_readable_and_unique():
-    texts = list(passages())
-    assert len(set(texts)) == len(texts) > 10_000
-    assert max(len(p.text) for p in texts) <= 300
-    for p in texts:
-        assert p.text.isascii() and p.title.isascii() and p.text.strip() == p.text != ""
-        assert not re.search(r"</?(p|br|strong|em|b|i)\b|&[a-z]+;|\s\s", p.text)
-    facts = [v for e in load_entities() for k, v in e.facts.items() if k != "borders"]
-    assert max(map(len, facts)) <= 60
-
-
-def test_text_is_cleaned_and_split():
-    markup = "<p>C&ocirc;te&nbsp;d&#39;Ivoire<br>&lt; 5 <strong>m</strong></p>"
-    assert clean(markup) == "Cote d'Ivoire < 5 m"
-    text = "One is here. Two is there; three " + "x" * 50 + " end."
-    parts = split_text(text, 30)
-    assert all(0 < len(part) <= 30 for part in parts)
-    assert "".join(parts).replace(" ", "") == text.replace(" ", "")
 
 
 def test_internet_codes_are_not_words():
@@ -140,24 +108,24 @@ def test_repeated_empty_and_hopeless_queries(tool):
 
 
 def test_searches_leave_the_event_loop_free_and_agree(tool):
+    gone_on = threading.Event()
+
+    class Waiting:
+        """An index whose searches last until the event loop has gone on."""
+
+        def search(self, query, count):
+            assert gone_on.wait(10)
+            return tool.warm_up().search(query, count)
+
+    waiting, queries = WikiSearch(load=lambda *_: Waiting()), [f"capital of {n}" for n in CAPITALS]
+
     async def many():
-        ticks = 0
+        calls = asyncio.gather(*(call_tool(waiting, q, ToolContext()) for q in queries))
+        await asyncio.sleep(0.01)
+        gone_on.set()
+        return [observation.text for observation in await calls]
 
-        async def tick():
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0)
-                ticks += 1
-
-        clock = asyncio.create_task(tick())
-        queries = [f"capital of {entity.name}" for entity in load_entities()]
-        results = await asyncio.gather(*(call_tool(tool, q, ToolContext()) for q in queries))
-        clock.cancel()
-        return ticks, [r.text for r in results]
-
-    ticks, texts = asyncio.run(many())
-    queries = [f"capital of {entity.name}" for entity in load_entities()]
-    assert ticks > 50 and texts == [run(tool, query).text for query in queries]
+    assert asyncio.run(many()) == [run(tool, query).text for query in queries]
 
 
 def test_ties_keep_the_order_of_the_corpus():
@@ -166,12 +134,11 @@ def test_ties_keep_the_order_of_the_corpus():
     assert [hit.passage.title for hit in hits] == ["T0", "T1", "T2", "T3"]
 
 
-def test_the_index_comes_back_from_the_cache_quickly(tool):
-    start = time.perf_counter()
-    index = load_index()
-    assert time.perf_counter() - start < 10  # about 0.3 s on an idle core
-    query = "longest border of Peru"
-    assert index.search(query, 5) == tool.warm_up().search(query, 5)
+def test_the_index_comes_back_from_the_cache(cache, monkeypatch):
+    built = load_index(passages=PASSAGES)
+    monkeypatch.setattr(WikiIndex, "build", None)
+    for query in ("capital of Chad", "market on a river", "Land7 area"):
+        assert load_index(passages=PASSAGES).search(query, 5) == built.search(query, 5)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])

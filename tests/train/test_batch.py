@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.data.trajectory import Author, DistilledRecord
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.encode import encode_observation, observation_text, prompt_ids
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.protocol import Prompt, get_protocol
 from coa_jax.train.batch import Example, pack, split_rows, unpack
 from coa_jax.train.examples import record_example, trajectory_example
+from tests.tiny_tokenizer import train_tokenizer
 from tests.train.bare import bare
 
 GENERALIST = get_protocol("generalist")
@@ -27,7 +27,7 @@ BRIEF = Prompt("brief")
 @functools.cache
 def tokenizer():
     tags = [f"<{slash}{role}>" for role in GENERALIST.roles for slash in ("", "/")]
-    return train_bpe(["the river runs to the sea, 川"], 400, tags=tags)
+    return train_tokenizer(["the river runs to the sea, 川"], 400, tags=tags)
 
 
 def record(observation="It is long.", answer="Ume"):

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from coa_jax.data.records import Records
 from coa_jax.data.trajectory import DistilledRecord, write_records
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.protocol import Prompt
 from coa_jax.train.batch import Example, first_fit, pack, split_rows
@@ -35,6 +34,7 @@ from coa_jax.train.data import (
 )
 from coa_jax.train.examples import record_example
 from coa_jax.train.lengths import fitting, measure
+from tests.tiny_tokenizer import train_tokenizer
 
 RECORDS = [
     DistilledRecord(
@@ -53,7 +53,7 @@ LENGTH = 200
 
 @functools.cache
 def tokenizer():
-    return train_bpe(["who is the number"], 300)
+    return train_tokenizer(["who is the number"], 300)
 
 
 @pytest.fixture(scope="module")

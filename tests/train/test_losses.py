@@ -85,8 +85,8 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from coa_jax.demo.bpe import train_bpe
     from coa_jax.model.api import load_model
+    from tests.tiny_tokenizer import train_tokenizer
 
     torch.manual_seed(0)
     reference = Qwen2ForCausalLM(
@@ -101,7 +101,7 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
         )
     )
     reference.save_pretrained(tmp_path)
-    train_bpe(["words"], 300).save_pretrained(tmp_path)
+    train_tokenizer(["words"], 300).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     members = [e for e in examples() if e.mask.any()]
     batch = pack(members, 32)

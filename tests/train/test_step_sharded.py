@@ -2,11 +2,11 @@
 
 import pytest
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from tests.devices import on_devices
 from tests.random_params import gemma3, random_params
+from tests.tiny_tokenizer import train_tokenizer
 
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
@@ -109,6 +109,6 @@ ALL = [
 )
 def test_losses_and_updates_on_a_mesh_equal_those_of_one_device(config, cases, tmp_path):
     params = random_params(config)
-    save_model(Model(config, params, train_bpe(["the river"], 300)), tmp_path)
+    save_model(Model(config, params, train_tokenizer(["the river"], 300)), tmp_path)
     printed = on_devices(8, "-c", PROGRAM, str(tmp_path), *cases)
     assert printed == [case.replace(",", " ") for case in cases]

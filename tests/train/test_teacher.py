@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from coa_jax.data.trajectory import Author, Reward
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.compute import local_compute
@@ -32,6 +31,7 @@ from coa_jax.train.step import init_state
 from coa_jax.train.teacher import Teacher, load_teacher, request_logprobs, scored_by_server
 from coa_jax.train.update import update
 from tests import tiny_policy
+from tests.tiny_tokenizer import train_tokenizer
 from tests.train.bare import bare
 from tests.train.test_update import LENGTH, MODEL, config
 
@@ -135,7 +135,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(tmp_path):
         TeacherConfig(model=str(tmp_path / "same")), policy.tokenizer, "float32", mesh=None
     )
     assert found is not None and found.config == policy.config
-    other = train_bpe(["another language"], len(policy.tokenizer))
+    other = train_tokenizer(["another language"], len(policy.tokenizer))
     with pytest.raises(UserError, match=r"teacher.model is '.*same', whose vocab") as e:
         load_teacher(TeacherConfig(model=str(tmp_path / "same")), other, "float32", mesh=None)
     assert "\n" not in str(e.value)

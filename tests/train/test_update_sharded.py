@@ -2,10 +2,10 @@
 
 import pytest
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model, save_model
 from tests.devices import on_devices
 from tests.random_params import random_params
+from tests.tiny_tokenizer import train_tokenizer
 from tests.train.sharded_updates import CONFIG, KINDS
 
 SHAPES = (
@@ -25,6 +25,6 @@ def test_updates_with_critic_reference_and_adapters_on_a_mesh_equal_those_of_one
     cases, tmp_path
 ):
     params = random_params(CONFIG)
-    save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
+    save_model(Model(CONFIG, params, train_tokenizer(["the river"], 300)), tmp_path)
     program = "tests.train.sharded_updates"
     assert on_devices(8, "-m", program, str(tmp_path), *cases) == cases

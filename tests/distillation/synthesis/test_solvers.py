@@ -2,8 +2,6 @@ import asyncio
 
 import pytest
 
-from coa_jax.demo.author import Prior
-from coa_jax.demo.scripted import scripted_agents
 from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.synthesis.closed_book import (
@@ -11,12 +9,12 @@ from coa_jax.distillation.synthesis.closed_book import (
     PolicySolver,
     closed_book_solver,
 )
-from coa_jax.distillation.synthesis.drafts import Document
 from coa_jax.distillation.synthesis.solvers import WithoutTools, WithTools
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from tests import tiny_policy
 from tests.distillation.chat_server import serving
+from tests.distillation.small_team import small_team
 
 LIMA = Task("a", "What is the capital of Peru?", "generalist", ("Lima",), "test")
 WRONG = Task("b", "What is the capital of Chile?", "generalist", ("Lima",), "test")
@@ -24,8 +22,8 @@ ODD = Task("c", "Why is the sea salt?", "generalist", ("rivers",), "test")
 
 
 def with_tools(tools, path, attempts=1, agents=None):
-    agents = agents or scripted_agents()
-    return WithTools(tools, agents, DistillConfig(), attempts, path, {"minds": "scripted"})
+    agents = agents or small_team()
+    return WithTools(tools, agents, DistillConfig(), attempts, path, {"minds": "small"})
 
 
 def test_the_team_says_what_can_be_solved_with_tools(tools, tmp_path):
@@ -82,19 +80,6 @@ def test_answers_are_kept_for_the_same_solver(tmp_path):
     assert model.asked == 1
     asyncio.run(WithoutTools(ClosedBookConfig(), "y", model, path)([LIMA]))
     assert model.asked == 2
-
-
-def test_the_prior_guesses_what_is_common():
-    documents = [
-        Document(f"Land {k}: Currency", f"The currency of Land {k} is euros.") for k in range(9)
-    ]
-    documents.append(Document("Land 9: Currency", "The currency of Land 9 is kroner."))
-    common = Task("e", "What is the currency of Land 3?", "generalist", ("euros",), "test")
-    guesses = asyncio.run(Prior(documents, 0)([common, ODD], 2000))
-    # Nine in ten; the standard error of 2,000 draws is 0.0067.
-    assert guesses[0].count("euros") / 2000 == pytest.approx(0.9, abs=0.027)
-    assert set(guesses[0]) == {"euros", "kroner"}
-    assert set(guesses[1]) == {""}
 
 
 def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path):

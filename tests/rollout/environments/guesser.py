@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from coa_jax.demo.bpe import train_bpe
 from coa_jax.model.api import Model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
@@ -28,6 +27,7 @@ from coa_jax.train.losses import SFTLoss
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.step import init_state, train_step
 from tests.rollout.small_loop import GREEDY
+from tests.tiny_tokenizer import train_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_environment"
 sys.path.append(str(EXAMPLE))
@@ -58,7 +58,7 @@ def policy() -> Model:
     """The trained policy, whose parameters are shared."""
     said = ["Guess my number. It is from 1 to 9.", "It is larger.", "It is smaller.",
             "That is it.", "That cannot be.", "user\n assistant\n system\n 123456789"]  # fmt: skip
-    tokenizer = train_bpe(said, 330, tags=[])
+    tokenizer = train_tokenizer(said, 330, tags=[])
     config = ModelConfig("llama", len(tokenizer), 32, 64, 1, 2, 1, 16)
     examples = [transcript(tokenizer, seed) for seed in range(24)]
     batches = split_rows(pack(examples, 192), 4)
