@@ -130,7 +130,7 @@ COA_JAX_VENV=$venv PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
       begin=""
       run_again "$status" || exit "$status"
       # The host must answer with a word: an unreachable host must not count as stopped by `stop`.
-      [[ "$(on_all "[ ! -e $dir/run.stop ] || echo was-stopped")" != *was-stopped* ]] || exit 0
+      [[ "$(on_all "[ ! -e $dir/run.stop ] || echo was-stopped")" != *was-stopped* ]] || exit 130 # as after Ctrl-C
       # The other processes may still wait for the lost process, and hold the chips.
       on_all "kill -9 \$(cat $dir/run.pid) 2>/dev/null || true" || true
       [ "$attempt" -lt "$retries" ] || exit "$status"

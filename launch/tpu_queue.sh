@@ -130,8 +130,8 @@ case "$action" in
         status=0
         start || status=$?
         [ "$dry_run" = no ] || end_run "$status" give_back
-        # A run that saved because its slice is being preempted also ends with code 0.  A finished run
-        # ends at once when it is started again.
+        # If the slice is gone, the exit code does not matter: a finished run ends at once when it is
+        # started again.
         now="$(state)" || exit
         if [ "$now" = ACTIVE ]; then
           run_again "$status" && [ "$attempt" -lt "$retries" ] || end_run "$status" give_back

@@ -203,7 +203,7 @@ esac""",
     return start
 
 
-@pytest.mark.parametrize("lost", [255, 0], ids=["torn connection", "run told to save"])
+@pytest.mark.parametrize("lost", [255, 0], ids=["torn connection", "run finished"])
 def test_a_slice_that_was_taken_away_is_replaced(cloud, lost):
     done, log = cloud(2, 0, lost=lost)
     assert done.returncode == 0, done.stderr
@@ -233,6 +233,14 @@ def test_a_connection_that_stays_away_for_a_moment_is_no_end_of_the_run(cloud):
     assert log.count("queued-resources create") == 1
     done, _ = cloud(1, 0, "--retries", "0", asked=255, script="tpu_vm.sh", state="READY")
     assert done.returncode == 255
+
+
+def test_a_run_that_stop_ends_is_not_started_again_and_counts_as_interrupted(tmp_path):
+    tools = tmp_path / "tools"
+    says = 'case "$*" in *"[ ! -e "*) echo was-stopped ;; *coa_jax\\ rl*) echo run; exit 3 ;; esac'
+    program(tools, "gcloud", says)
+    done = launch("tpu_pod.sh", "--name", "p", "--zone", "z", "--poll", "0", *RUN, path=tools)
+    assert (done.returncode, done.stdout.count("run")) == (130, 1), done.stderr
 
 
 def test_an_installation_that_fails_on_a_host_is_tried_again(cloud):

@@ -5,7 +5,8 @@
 Filters select the runs that become training data. The command writes ``train.jsonl`` and
 ``validation.jsonl``, which ``coa-jax sft`` reads, the message logs of the teacher
 (``journal/``), a few runs that each filter dropped (``dropped/``), ``config.json`` and
-``summary.json``. If the command is killed, give it again to continue.
+``summary.json``. If the command is killed, give it again to continue. A work directory that has
+a data set with other settings is refused.
 
 With configs/distill/endpoint.py a language model decides what the agents do, and ``calls/`` stores
 every call of the model; with its variant smolagents, the teacher consists of smolagents
@@ -53,7 +54,7 @@ from coa_jax.run.command import config_flag, run_main, workdir_flag
 from coa_jax.run.progress import progress
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
-from coa_jax.storage import run_folder
+from coa_jax.storage import run_folder, with_urls
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -100,6 +101,11 @@ class Command(Bounded):
 
 
 SPLITS = ("train", "validation")
+MAY_CHANGE = (
+    *("probe_s", "*.concurrency", "*.cache", "tools.budgets", "tools.store", "endpoint.url"),
+    *("*.max_calls", "*.max_total_tokens", "*.max_money", "*.max_per_second", "*.prices"),
+)
+"""Settings that may differ from those of a finished data set, see docs/runs.md."""
 
 
 def _others(folder: Path, name: str) -> list[Path]:
@@ -124,21 +130,44 @@ def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     command = build_config(Command, config)
     assert command.traces
     with RunDir(workdir) as run:
+        _check_finished(run, command)
         summary = {"data": {"train": _converted(command, command.traces, workdir, "train")}}
-        run.write_config(config)
-        run.summary(summary)
-    return _with_records(summary)
+        _finish(run, config, summary)
+    return summary
 
 
-def _with_records(summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns the summary of a distillation whose training data are not empty.
+def _check_finished(run: RunDir, command: Command) -> None:
+    """Checks that a data set in the directory was made with these settings, and says it is there.
+
+    Raises:
+        UserError: another setting than those of `MAY_CHANGE` differs.
+    """
+    run.check_config(command, MAY_CHANGE)
+    if (run.path / "config.json").exists():
+        place = with_urls(str(run.path))
+        print(f"{place} has a data set with these settings; it is made again", file=sys.stderr)
+
+
+def _finish(run: RunDir, config: ml_collections.ConfigDict, summary: dict[str, Any]) -> None:
+    """Writes the summary and, if there are training data, the config, to which the data are bound.
+
+    Raises:
+        UserError: see `_check_records`. The settings may still change.
+    """
+    run.summary(summary)
+    _check_records(summary)
+    run.write_config(config)
+
+
+def _check_records(summary: Mapping[str, Any]) -> None:
+    """Checks that a distillation has training data.
 
     Raises:
         UserError: there were runs, but none of them became training data.
     """
     data = summary["data"].get("train", {"records": 1})
     if data["records"]:
-        return summary
+        return
     if any(data["filters"]["dropped"].values()):
         raise UserError(why_nothing(data["filters"]["dropped"], "train"))
     if data.get("unknown_tools"):
@@ -152,7 +181,6 @@ def _with_records(summary: dict[str, Any]) -> dict[str, Any]:
     if "reading" in data:
         files = ", ".join(file["path"] for file in data["reading"])
         raise UserError(f"train: there is no run in {files}")
-    return summary
 
 
 def _untagged(calls: Mapping[str, int]) -> str:
@@ -179,16 +207,20 @@ def _converted(
     report = FilterReport(**stats["filters"])
     for file in stats["reading"]:
         form = f" of the format {file['format']}" if "format" in file else ""
-        print(f"{file['path']}: {file['records']} records{form}, {file['problems']} malformed")
+        broken = f", {file['problems']} of them not readable" if file["problems"] else ""
+        print(f"{file['path']}: {file['records']} records{form}{broken}")
     for reason, number in stats["refused"].items():
         print(f"no trajectory for {number}, for example {stats['examples'][reason]}")
+    if stats["refused"]:
+        print(f"refused/{name}.jsonl in the work directory lists all records without a trajectory")
     if stats["unknown_tools"] and records:
         print(_untagged(stats["unknown_tools"]))
     print("\n".join(report.lines()) or "dropped by filters: nothing")
     if ungraded := sum(not record.gold for record in records):
         print(
             f"{ungraded} of {len(records)} kept runs have no accepted answer and were not graded; "
-            "--config.teacher.keep_without_gold=False drops such runs"
+            "write accepted answers to the field gold of the logs, or drop such runs with "
+            "--config.teacher.keep_without_gold=False"
         )
     if stats["invented"]["records"]:
         print("{records} records contain {segments} invented segments".format(**stats["invented"]))
@@ -226,6 +258,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
         "tools": config.tools.to_dict(),
     }
     with RunDir(workdir) as run:
+        _check_finished(run, command)
         for name, tasks in command.tasks.load().items():
             folder = workdir / "smolagents"
             file, others = folder / f"{name}.jsonl", _others(folder, name)
@@ -238,9 +271,8 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             tasks_by_id = {task.id: task for task in tasks}
             data[name] = _converted(command, traces, workdir, name, tasks_by_id)
             data[name]["spent"] = spent.to_json()
-        run.write_config(config)
-        run.summary({"data": data})
-    return _with_records({"data": data})
+        _finish(run, config, {"data": data})
+    return {"data": data}
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -256,6 +288,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     count, calls = _counter(command.tokenizer), workdir / "calls"
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
+        _check_finished(run, command)
         for name, tasks in command.tasks.load().items():
             start, endpoint = time.monotonic(), None
             if command.endpoint:
@@ -282,9 +315,8 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                 summary["teacher"] = teacher_block(split.runs, count)
                 if count is not None:
                     summary["economy"] = compare_tokens(split.runs, list(tools), count)
-        run.write_config(config)
-        run.summary(summary)
-    return _with_records(summary)
+        _finish(run, config, summary)
+    return summary
 
 
 def define_flags() -> None:

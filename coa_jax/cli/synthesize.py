@@ -1,7 +1,7 @@
 r"""Synthesises questions with verified answers from a corpus.
 
     coa-jax synthesize --config=configs/synthesize/factbook.py --workdir=runs/questions
-    coa-jax distill --workdir=runs/distill \
+    coa-jax distill --workdir=runs/asked \
         --config.tasks.tasks=runs/questions/questions.jsonl
 
 A draft is a question that is not checked yet. To check a draft, solvers try to answer it with and

@@ -328,7 +328,7 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Rows:
 
 def _line(line: bytes) -> Any:
     try:
-        return jsonl.loads(line)
+        return jsonl.loads(line.rstrip(b"\r\n"))  # or messages would count the line break
     except (ValueError, RecursionError) as error:
         if line.endswith(b"\n"):
             raise
@@ -383,7 +383,8 @@ class _Values:
             except RecursionError:
                 raise ValueError("nested too deeply") from None
             except json.JSONDecodeError as error:
-                value, end, fault = None, len(self.text), f"not JSON: {error.msg}"
+                value, end = None, len(self.text)
+                fault = f"not JSON: {untrusted.what_is_not_json(error)}"
             if end - self.at > self.longest:
                 raise ValueError(f"a row of more than {self.longest >> 20} MiB, or not JSON")
             if not fault:

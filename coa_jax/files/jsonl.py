@@ -175,7 +175,7 @@ def read_lines(
             continue
         torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
         try:
-            value = loads(line)
+            value = loads(line.rstrip(b"\r\n"))  # or messages would count the line break
             torn = ""
             yield decode(value)
         except untrusted.MALFORMED as error:

@@ -223,7 +223,7 @@ def reason(error: BaseException) -> str:
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):
         line = f" of line {error.lineno}" if error.lineno > 1 else ""
-        return f"not JSON: {error.msg} at column {error.colno}{line}"
+        return f"not JSON: {what_is_not_json(error)} at column {error.colno}{line}"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: byte {error.start}"
     if isinstance(error, RecursionError):
@@ -232,6 +232,11 @@ def reason(error: BaseException) -> str:
         return "too large for the memory of this machine"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def what_is_not_json(error: json.JSONDecodeError) -> str:
+    """Returns the message of the parser, without the words that lead to a position at its end."""
+    return error.msg.rstrip(": ").removesuffix(" at").removesuffix(" starting")
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:

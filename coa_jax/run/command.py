@@ -14,7 +14,8 @@ An entry point defines its flags in a function and passes this function and `mai
 
 Importing an entry point defines no flags, so one process can import two entry points. An error that
 the user can correct ends the command with one line on stderr and exit code 2; Ctrl-C ends the
-command with exit code 130. Every other exception is a bug of coa_jax and keeps its traceback.
+command with exit code 130, and SIGTERM with 143 (a training run first saves its state, see
+`train.stop`). Every other exception is a bug of coa_jax and keeps its traceback.
 """
 
 from __future__ import annotations

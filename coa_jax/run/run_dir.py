@@ -158,6 +158,22 @@ class RunDir:
                 for all its settings, such as ``engine.slots``.
 
         Raises:
+            UserError: as in `check_config`.
+        """
+        self._kept = config, self.check_config(config, changeable)
+        # Now, so that a missing key ends the run before its model is loaded.
+        self._open_wandb(plain(config))
+
+    def check_config(self, config: Any, changeable: Sequence[str] = ()) -> list[Change]:
+        """Checks that an earlier run in the directory had this config; writes nothing.
+
+        Args:
+            config, changeable: as in `keep_config`.
+
+        Returns:
+            The settings that differ, all of which may change.
+
+        Raises:
             UserError: the directory holds a run in which a setting that may not change differs.
         """
         path, changes = self.path / "config.json", list[Change]()
@@ -177,9 +193,7 @@ class RunDir:
                 f"{self.path} has a run with other settings ({line_of(fixed[0])}{more}): give the "
                 f"same settings to continue it, or another --workdir{rule}"
             )
-        self._kept = config, changes
-        # Now, so that a missing key ends the run before its model is loaded.
-        self._open_wandb(plain(config))
+        return changes
 
     def begin(self, phase: str, step: int, total: int) -> None:
         """Begins a phase of the run, or continues the phase after a step.

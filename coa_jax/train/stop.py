@@ -107,8 +107,8 @@ def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> Non
 def end_run(step: int, total: int) -> NoReturn:
     """Ends a command that was asked to stop and has saved its state.
 
-    The exit code is the value of ``$COA_JAX_STOP_CODE``, by default 0. Launch scripts set this
-    variable to distinguish a run that must be continued from a complete run.
+    The exit code is 143, as of a program that SIGTERM ends, or the value of ``$COA_JAX_STOP_CODE``.
+    Launch scripts set this variable to recognise a run that must be continued.
 
     Args:
         step: number of the last completed step, which is saved.
@@ -121,4 +121,4 @@ def end_run(step: int, total: int) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    raise SystemExit(int(os.environ.get("COA_JAX_STOP_CODE", "0")))
+    raise SystemExit(int(os.environ.get("COA_JAX_STOP_CODE", 128 + signal.SIGTERM)))

@@ -198,6 +198,7 @@ def test_rows_of_a_list_do_not_depend_on_where_the_blocks_end(tmp_path, monkeypa
         ("[1] 2", "text follows"),
         ('["a\\', "row 1: not JSON"),
         ("[1}", "row 2: not JSON: expected"),
+        ('["a', "row 1: not JSON: Unterminated string$"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=fault):
@@ -241,10 +242,10 @@ def test_a_file_that_is_written_anew_is_read_anew(tmp_path, form):
 
 def test_a_damaged_row_is_named_when_it_is_read(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n{"a": 4')
+    path.write_text('{"a": 1}\n{"a": "b\n{"a": 3}\n{"a": 4')
     rows = open_rows(path)
     assert rows[2].value == {"a": 3}
-    with pytest.raises(UserError, match=r"data.jsonl:2: not JSON"):
+    with pytest.raises(UserError, match=r"jsonl:2: not JSON: Unterminated string at column 7$"):
         rows[1]
     with pytest.raises(UserError, match=r"data.jsonl:4: not JSON.* \(the last line is cut off\)"):
         rows[3]

@@ -176,8 +176,8 @@ def test_logs_that_know_nothing_of_ours_become_records_with_one_setting(tmp_path
     with pytest.raises(
         UserError, match=r"search_docs \(3\); add --config.traces.tools=search_docs=T"
     ):
-        read(config, tmp_path / "none")
-    config.traces.tools = "search_docs=lookup"
+        read(config, tmp_path / "out")
+    config.traces.tools = "search_docs=lookup"  # a directory without data takes other settings
     told = read(config, tmp_path / "out")["data"]["train"]
     records = read_records(tmp_path / "out" / "train.jsonl")
     assert [record.question for record in records] == ["Q?", "Why?"]  # the last has no gold
@@ -189,6 +189,27 @@ def test_logs_that_know_nothing_of_ours_become_records_with_one_setting(tmp_path
     assert "'Lima', accepted 'Cusco'" in line
     saved = json.loads((tmp_path / "out" / "protocols.json").read_text())["free_lookup"]
     assert (saved["tools"], saved["free"]) == (["lookup"], True)
+
+
+def test_a_data_set_is_made_again_from_the_same_settings_and_refuses_others(tmp_path, capfd):
+    path, out = tmp_path / "log.jsonl", tmp_path / "out"
+    path.write_bytes(file_of({**OWN, "expected": "Lima"}, {**OWN, "question": "Why?"}))
+    files = {"traces.files": str(path), "traces.tools": "search_docs=lookup"}
+    config = load_config("configs/distill/traces.py", files)
+
+    def content():
+        return {file.name: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+
+    read(config, out)
+    before = content()
+    assert str(out) not in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"teacher\.max_chars: 120000 -> 9000.*--workdir"):
+        read(load_config("configs/distill/traces.py", {**files, "teacher.max_chars": 9000}), out)
+    assert content() == before
+    config.teacher.concurrency = 3  # changes no record
+    read(config, out)
+    assert str(out) in capfd.readouterr().err
+    assert content()["train.jsonl"] == before["train.jsonl"]
 
 
 @pytest.mark.parametrize("pair", ["search", "=code", "x=answer", "x=My Tag"])
@@ -250,7 +271,7 @@ def test_the_command_reads_logs(logs, tmp_path):
     ]
     done = forked.run(words)
     assert done.returncode == 0, done.stderr
-    assert f"{logs[0]}: 4 records of the format oagents, 2 malformed" in done.stdout
+    assert f"{logs[0]}: 4 records of the format oagents, 2 of them not readable" in done.stdout
     assert f"no trajectory for 1, for example {logs[0]}:2: calls code" in done.stdout
     assert "dropped 2 of 3 runs: near_duplicate (--config.teacher.selection.near" in done.stdout
     assert f"train: 1 records -> {tmp_path}/run/train.jsonl" in done.stdout

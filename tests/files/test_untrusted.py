@@ -67,6 +67,9 @@ def test_a_pipe_that_nobody_reads_is_an_error_of_writing(tmp_path):
         (b'{"a": "\xff"}', "not UTF-8: byte 7"),
         (b"{}\n}", "not JSON: Extra data at column 1 of line 2"),
         (b"", "not JSON: Expecting value at column 1"),
+        (b'{"a": "b', "not JSON: Unterminated string at column 7"),
+        (b'{"a": "\n"}', "not JSON: Invalid control character at column 8"),
+        (b'{"a": "\\q"}', "not JSON: Invalid \\escape at column 8"),
     ],
 )
 def test_why_json_is_refused(tmp_path, data, why):

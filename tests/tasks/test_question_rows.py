@@ -123,3 +123,26 @@ def test_questions_get_the_protocol_that_an_evaluation_asks_for(asked, protocol)
         "tools": {"names": ("days",), "own": own},
     }
     assert with_task_protocol(values)["task_options"]["protocol"] == protocol
+
+
+@pytest.mark.parametrize(
+    ("changes", "form"),
+    [
+        ({}, "hermes"),
+        ({"tasks": "questions.jsonl:protocol=own_tools"}, "hermes"),
+        ({"protocol": "free_my_price"}, None),
+        ({"tasks": "questions.jsonl:protocol=free_my_price"}, None),
+        ({"task_options": {"protocol": "free_my_price"}}, None),
+        ({"protocol": "free_my_price", "rollout": {"format": "react"}}, "react"),
+    ],
+)
+def test_a_function_is_called_in_the_tags_of_the_protocol_that_the_questions_name(changes, form):
+    own = {"my_price": {"path": f"{__name__}:my_price"}}
+    values = {"tasks": "questions.jsonl", "tools": {"names": ("my_price",), "own": own}}
+    made = with_task_protocol(values | changes)
+    assert made.get("rollout", {}).get("format") == form
+
+
+def my_price(item: str) -> str:
+    """Tells the price of an item."""
+    return "3"

@@ -1,8 +1,8 @@
 """What every trainer promises of a run that is killed or asked to stop.
 
 A run that is killed (kill -9) and started again ends with the same bits. SIGTERM saves the run and
-ends it with exit code 0; started again, the run ends with the same bits. The runs of SFT are those
-of the command line. The same promises are tested elsewhere for an evaluation during training
+ends it with exit code 143; started again, the run ends with the same bits. The runs of SFT are
+those of the command line. The same promises are tested elsewhere for an evaluation during training
 (test_held_out.py), for several processes (tests/parallel/test_training.py), and for a directory in
 a bucket (tests/storage/test_runs.py).
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
 
 from coa_jax.train.rl import replay_steps
 from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.stop import end_run
 from tests import tiny_policy
 from tests.killing import assert_same_run, copy_compiled
 from tests.train.killed_runs import kill_once, stop_after_a_step
@@ -70,7 +72,7 @@ def test_a_killed_run_ends_with_the_same_bits(kind, folder):
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(kind, folder):
     name = f"{kind}-stopped"
     code, errors = stop_after_a_step(kind, folder, name)
-    assert code == 0, errors
+    assert code == 128 + signal.SIGTERM, errors
     assert "Traceback" not in errors
     (line,) = [line for line in errors.splitlines() if line.startswith("stopped by SIGTERM")]
     done = int(line.split()[5])
@@ -78,6 +80,13 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(kind, folder):
     assert str(done) in os.listdir(folder / name / "checkpoints" / PHASE[kind])
     assert not (folder / name / "model").exists()
     go_on_to_the_same_bits(kind, folder, name)
+
+
+def test_a_launch_script_chooses_the_exit_code_of_a_stopped_run(monkeypatch):
+    monkeypatch.setenv("COA_JAX_STOP_CODE", "3")
+    with pytest.raises(SystemExit) as ended:
+        end_run(1, 2)
+    assert ended.value.code == 3
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def read_sessions(
             used = session.add(record)
         except untrusted.MALFORMED as error:
             if session is not None:
-                session.fault = session.fault or f"line {line.number} of the session is malformed"
+                session.fault = session.fault or f"line {line.number} of the session cannot be read"
             yield line, Malformed(untrusted.reason(error)), False
             continue
         if used:

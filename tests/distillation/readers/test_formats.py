@@ -182,7 +182,7 @@ def test_a_session_with_a_broken_line_is_refused_and_the_others_are_used(read):
     (trace,), report = read("mcp", *bad, *good)
     assert trace.log.episode == "y"
     assert [(p["line"], p["reason"]) for p in report["problems"]] == [
-        (1, "line 2 of the session is malformed"),
+        (1, "line 2 of the session cannot be read"),
         (2, "'message' is a number, not an object"),
     ]
 

@@ -111,7 +111,8 @@ def test_a_run_that_a_signal_ends_leaves_no_program_and_goes_on_to_the_same_end(
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == (0 if number == signal.SIGTERM else -number), errors[-2000:]
+    code = 128 + number if number == signal.SIGTERM else -number
+    assert process.returncode == code, errors[-2000:]
     assert gone([int(line) for line in numbers.read_text().split()])
     killed.run(folder, name)
     left, right = (
