@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from coa_jax.errors import UserError
@@ -141,6 +143,29 @@ def test_a_function_is_called_in_the_tags_of_the_protocol_that_the_questions_nam
     values = {"tasks": "questions.jsonl", "tools": {"names": ("my_price",), "own": own}}
     made = with_task_protocol(values | changes)
     assert made.get("rollout", {}).get("format") == form
+
+
+@pytest.mark.parametrize(
+    ("tag", "changes", "protocol", "form"),
+    [
+        ("my_price", {}, "free_my_price", None),
+        ("my_price", {"rollout": {"format": "hermes"}}, "own_tools", "hermes"),
+        ("my_price", {"protocol": "own_tools"}, "own_tools", "hermes"),
+        ("another", {}, "own_tools", "hermes"),
+    ],
+)
+def test_questions_get_the_protocol_of_the_models_training_if_its_tools_are_those_of_the_run(
+    tag, changes, protocol, form, tmp_path
+):
+    made = {"tools": [tag], "described": {tag: "Tells the price of an item."}, "free": True}
+    (tmp_path / "protocols.json").write_text(json.dumps({f"free_{tag}": made}))
+    (tmp_path / "agent.json").write_text(json.dumps({"protocol": f"free_{tag}"}))
+    own = {"my_price": {"path": f"{__name__}:my_price"}}
+    values = {"tasks": "questions.jsonl", "tools": {"names": ("my_price",), "own": own}}
+    for _ in range(2):  # the first call registers the protocol of the model
+        settings = with_task_protocol({**values, "model": str(tmp_path), **changes})
+    assert settings["task_options"]["protocol"] == protocol
+    assert settings.get("rollout", {}).get("format") == form
 
 
 def my_price(item: str) -> str:
