@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 import coa_jax
 from coa_jax.api import Evaluation, Trained
+from coa_jax.api.arguments import task_source
 from coa_jax.config.extensions import Reference, find
 from coa_jax.data.trajectory import Author, read_trajectories, write_records
 from coa_jax.engine.config import EngineConfig, SamplingParams
@@ -571,9 +572,9 @@ def test_a_function_of_tasks_is_called_once_and_a_single_tool_is_taken():
         calls.append(1)
         return iter(TASKS)
 
-    source = coa_jax.api._source(tasks, {}).target
+    source = task_source(tasks, {}).target
     assert source() == source() == list(TASKS) and calls == [1]
     with pytest.raises(UserError, match="tasks is empty"):
-        coa_jax.api._source(lambda: None, {})
+        task_source(lambda: None, {})
     assert coa_jax.named_tools(double).keys() == {"names", "own"}
     assert coa_jax.named_tools("code") == {"names": ("code",)}

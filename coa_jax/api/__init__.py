@@ -1,7 +1,10 @@
 """The Python API to load, ask, train and evaluate a policy (docs/api.md).
 
-The commands call the same code. All functions also work inside a running event loop, as in Jupyter.
-They raise `coa_jax.errors.UserError` for errors that the caller can correct.
+The room holds the functions that train, distil and evaluate, and the conversion of their arguments.
+It may import every room but `cli`, whose commands call the same code.
+
+All functions also work inside a running event loop, as in Jupyter. They raise
+`coa_jax.errors.UserError` for errors that the caller can correct.
 """
 
 from __future__ import annotations
@@ -9,18 +12,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from coa_jax.config.extensions import Reference, parameters_of
+from coa_jax.api.arguments import (
+    Config,
+    Rewards,
+    Tags,
+    Tasks,
+    changed_settings,
+    settings_with,
+    task_source,
+    values_of,
+    with_tags,
+)
 from coa_jax.config.preflight import preflight, require, settings_probes, used_settings
 from coa_jax.data.records import records_of_rows
 from coa_jax.data.trajectory import DistilledRecord, Trajectory, read_trajectories, write_records
@@ -44,26 +55,15 @@ from coa_jax.run.command import load_config
 from coa_jax.run.run_dir import RunDir
 from coa_jax.run.settings import build_config
 from coa_jax.storage import is_url, run_folder
-from coa_jax.tasks import Task, load_tasks
-from coa_jax.tasks.question_rows import Columns, tasks_of_rows
-from coa_jax.tasks.task_protocol import with_task_protocol
+from coa_jax.tasks import load_tasks
 from coa_jax.tools.base import Tool
 from coa_jax.tools.concurrency import run_outside_event_loop
-from coa_jax.tools.function import FunctionTool, function_schema
-from coa_jax.tools.make import (
-    OWN_TOOLS,
-    Tools,
-    ToolsConfig,
-    listed,
-    make_tools,
-    named_tools,
-    protocol_of,
-)
+from coa_jax.tools.function import function_schema
+from coa_jax.tools.make import Tools, make_tools
 from coa_jax.tools.net.budget import charge_to_run
 from coa_jax.train import foreign, rl, sft
 from coa_jax.train.command import run_at
 from coa_jax.train.defaults import with_defaults
-from coa_jax.train.optimizer import reference_to
 from coa_jax.train.renaming import renaming
 from coa_jax.train.rl_config import RLConfig, RLRun
 
@@ -78,30 +78,6 @@ __all__ = [
     "train_rl",
     "train_sft",
 ]
-
-Config: TypeAlias = ConfigDict | Mapping[str, Any]
-"""Settings by name, for example from `load_config`."""
-
-Tasks: TypeAlias = str | Iterable[Task] | Iterable[Mapping[str, Any]] | Callable[..., Iterable[Any]]
-"""The name of a source, tasks, rows with question and answer, or a function that returns tasks.
-
-A function without parameters may also return rows.
-Rows are dicts or a ``datasets.Dataset``, see `question_rows.tasks_of_rows`.
-"""
-
-Tags: TypeAlias = Mapping[str, Callable[..., Any]]
-"""Maps each tag of the policy to the typed function that it calls."""
-
-RewardFunction: TypeAlias = Callable[..., Any]
-Rewards: TypeAlias = (
-    RewardFunction | Mapping[str, float | RewardFunction | tuple[RewardFunction, float]]
-)
-"""A reward function, or a mapping from names to reward functions (docs/extending.md).
-
-In a mapping, a value is a function, a pair (function, weight), or a weight alone. A weight alone
-selects the built-in reward of that name; the name ``grader`` selects the reward of the task itself.
-"""
-
 
 # --- training ------------------------------------------------------------------------------
 
@@ -169,9 +145,9 @@ def train_sft(
     """
     path = run_folder(workdir)
     module = model if isinstance(model, Foreign) else None
-    values = _changed({"model": "module"} if module else model, changes)
+    values = changed_settings({"model": "module"} if module else model, changes)
     if module:
-        values["lora"] = {"rank": 0, **_values(values.get("lora", {}))}
+        values["lora"] = {"rank": 0, **values_of(values.get("lora", {}))}
     policy = _take_model(values, path)
     if data is not None:
         values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
@@ -228,8 +204,8 @@ def train_rl(
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
     """
-    tools = _with_tags(tools, tags)
-    values = _given(_changed(model, changes), tasks, rewards, tools, environment)
+    tools = with_tags(tools, tags)
+    values = settings_with(changed_settings(model, changes), tasks, rewards, tools, environment)
     path = run_folder(workdir)
     policy = _take_model(values, path)
     open_config = build_config(RLRun, with_defaults("rl", values))
@@ -368,7 +344,7 @@ def distill(
             "messages of a run (coa-jax distill reads logs)"
         )
     columns = {"task_options": dict(task_options or {})}
-    source = tasks if isinstance(tasks, str) else _source(tasks, columns)
+    source = tasks if isinstance(tasks, str) else task_source(tasks, columns)
     options = task_options if isinstance(tasks, str) else None
     loaded = load_tasks(source, "train", num_tasks or None, options=options)
     path = run_folder(workdir)
@@ -490,8 +466,8 @@ def evaluate(
         UserError: an error that the caller can correct. Samples that have finished before the error
             are kept.
     """
-    tools = _with_tags(tools, tags)
-    values = _given(_changed(model, changes), tasks, rewards, tools, environment)
+    tools = with_tags(tools, tags)
+    values = settings_with(changed_settings(model, changes), tasks, rewards, tools, environment)
     policy = values.pop("model", None) if policy is None else policy
     values = with_defaults("evaluate", values).to_dict()
     path = run_folder(workdir)
@@ -530,137 +506,3 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
         config.model, tasks, config, run, config.stage, live, described,
         servers=None if config.agent else config.tools, fresh=fresh,
     )  # fmt: skip
-
-
-# --- arguments of the functions -----------------------------------------------------------
-
-
-def _values(config: Any) -> dict[str, Any]:
-    """Returns settings by name; a model, its path or its Hub name is the setting ``model``."""
-    if isinstance(config, Model):
-        return {"model": config}
-    if isinstance(config, str | Path):
-        return {"model": str(config)}
-    if isinstance(config, ConfigDict):
-        return config.to_dict()
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.asdict(config)
-    return _plain(config)
-
-
-def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by name, with nested dataclasses converted to groups by name."""
-    return {
-        name: _values(value) if dataclasses.is_dataclass(value) else value
-        for name, value in changes.items()
-    }
-
-
-def _changed(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by name, after changes; an optax object becomes a group of settings.
-
-    A change with a dotted name, such as ``optimizer.total_steps``, keeps the rest of its group.
-    """
-    base, dotted = _values(config), {name: changes[name] for name in changes if "." in name}
-    values = {**base, **_plain({name: changes[name] for name in changes if "." not in name})}
-    optimizer = values.get("optimizer", {})
-    if not isinstance(optimizer, Mapping):
-        group = base.get("optimizer", {})
-        values["optimizer"] = {**group, "path": reference_to(optimizer), "options": {}}
-    for name, value in dotted.items():
-        *groups, last = name.split(".")
-        inner = values
-        for group in groups:
-            if not isinstance(inner.get(group, {}), Mapping):
-                raise UserError(f"{name}: {group} is {inner[group]!r}, which has no settings")
-            inner[group] = inner = {**inner.get(group, {})}
-        inner[last] = value
-    return values
-
-
-def _given(
-    values: dict[str, Any],
-    tasks: Tasks | None,
-    rewards: Rewards | None,
-    tools: Tools | None,
-    environment: Callable[..., Any] | None,
-) -> dict[str, Any]:
-    """Returns settings by name; objects among the arguments become values of settings."""
-    if rewards is not None:
-        values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
-    if tools is not None:
-        values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
-        several: Any = () if isinstance(tools, ToolsConfig | Mapping) else tools
-        tagged = any(isinstance(tool, FunctionTool) for tool in several)
-        if tagged or any(not isinstance(tool, str | Tool) for tool in several):
-            form = {"prompt_style": "model", "format": "" if tagged else "hermes"}
-            values["rollout"] = {**form, **_values(values.get("rollout", {}))}
-            values["tools"]["protocol"] = values["tools"].get("protocol") or OWN_TOOLS
-    if environment is not None:
-        path = Reference(environment, "environment")
-        values["environment"] = {**_values(values.get("environment", {})), "path": path}
-    if tasks is not None:
-        values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks, values)
-    groups = ("tools", "rollout", "agent", "environment", "task_options")
-    values |= {name: _values(values[name]) for name in groups if name in values}
-    return with_task_protocol(values)
-
-
-def _with_tags(tools: Tools | None, tags: Tags | None) -> Tools | None:
-    """Returns the tools and the functions with tags of their own, as one list."""
-    several = () if tools is None else listed(tools)
-    if tags is None:
-        return None if tools is None else several
-    if not isinstance(tags, Mapping):
-        raise UserError("tags must be a dict from tags to functions, such as {'search': search}")
-    if isinstance(several, ToolsConfig | Mapping):
-        raise UserError("tools is a group of settings; beside tags give a list of tools")
-    return [*several, *(FunctionTool(function, tag) for tag, function in tags.items())]
-
-
-def _source(tasks: Any, values: dict[str, Any]) -> Reference:
-    """Returns the setting ``tasks``; rows become tasks with a protocol for the tools."""
-    if callable(tasks) and parameters_of(tasks, "the function", "tasks"):
-        return Reference(tasks, "tasks")
-    rows = tasks() if callable(tasks) else tasks
-    rows = list(rows) if isinstance(rows, Iterable) else []
-    if not rows:
-        raise UserError("tasks is empty; give at least one task")
-    if not all(isinstance(row, Task) for row in rows):
-        config = build_config(ToolsConfig, values.get("tools", {}), "config.tools")
-        protocol, config = protocol_of(config)
-        if config.protocol:
-            values["tools"] = {**_values(values.get("tools", {})), "protocol": config.protocol}
-            make_tools(config)  # registers the protocol
-        rewards = values.get("graders", {}).get("rewards", {})
-        mapping = _columns(values.pop("task_options", {}), protocol)
-        rows = tasks_of_rows(rows, mapping, graded=not rewards or "grader" in rewards)
-    # The name depends on the tasks, so that a work directory refuses other tasks.
-    content = "".join(repr(row) for row in rows)
-    name = f"tasks_{hashlib.sha256(content.encode(errors='replace')).hexdigest()[:8]}"
-    reference = Reference(tasks if callable(tasks) else lambda: rows, name)
-    reference.target = lambda: rows  # a function of the caller is called only once
-    return reference
-
-
-def _columns(options: Any, protocol: str) -> Columns:
-    """Returns which columns of rows from Python hold the parts of a task (``task_options``)."""
-    options = _values(options)
-    defaults = {"columns": {}, "answer_after": "", "grader": "", "protocol": protocol}
-    if wrong := [name for name in options if name not in defaults]:
-        raise UserError(f"task_options.{wrong[0]}: rows from Python have {', '.join(defaults)}")
-    return Columns(**{**defaults, **options}, where="tasks")
-
-
-def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
-    """Returns the setting ``graders.rewards``."""
-    if callable(rewards):
-        rewards = {getattr(rewards, "__name__", "reward").strip("<>"): rewards}
-    settings = {}
-    for name, reward in rewards.items():
-        function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
-        if callable(function):
-            settings[name] = {"path": Reference(function, name), "weight": weight}
-        else:
-            settings[name] = {"weight": function}
-    return settings
