@@ -57,7 +57,7 @@ echo 1; echo 2; touch {tmp_path}/unread; while :; do sleep 0.1; done"""
         assert tree("tpu_pod.sh", *pod, "run", "sft", "second").returncode == 2
         assert (home / "run.pid").read_text() == pid
         assert tree("tpu_pod.sh", *pod, "stop").returncode == 0
-        assert first.wait(10) == 0
+        assert first.wait(10) == 130  # interrupted
     finally:
         first.kill()
 

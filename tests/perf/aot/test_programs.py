@@ -13,12 +13,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from coa_jax.demo.bpe import train_bpe
+from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import Constraint, ConstraintTables
 from coa_jax.errors import UserError
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import num_params, split_trained
+from coa_jax.model.params import num_params, split_trained, without_adapters
 from coa_jax.parallel.mesh import AXES
 from coa_jax.parallel.slices import Slice
 from coa_jax.perf.aot import programs
@@ -100,6 +101,7 @@ from coa_jax.train import arrays
 from coa_jax.train.arrays import chip_bytes, engine_compute, pages, set_up
 from coa_jax.parallel.slices import Slice
 from coa_jax.engine import layout
+from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.parallel.placement import replicate
@@ -157,18 +159,21 @@ def test_adapters_lie_beside_one_frozen_model_and_are_published_alone_where_engi
         (given,) = publish.lower().args_info[0]
         return lying, sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(given))
 
-    # Two moments of each adapter beside the model; the engine has a copy of both.
+    # Two moments of each adapter beside the base, which training and engine share.
     lying, given = figures()
-    assert (lying["publish"], given) == (2 * adapters + 5 * 4, WEIGHTS + adapters)
-    kept = WEIGHTS + 3 * adapters + 5 * 4
+    assert (lying["publish"], given) == (WEIGHTS + 2 * adapters + 5 * 4, adapters)
+    kept = 3 * adapters + 5 * 4
     assert lying["decode"] == kept
     lying, given = figures(max_staleness=1)
     assert given == adapters
     assert lying["decode"] == kept + adapters
-    # A model that is computed in bfloat16 is kept in bfloat16.
+    # A base that is computed in bfloat16 is kept in bfloat16; the engine has a copy in float32.
     lying, given = figures(dtype="bfloat16")
     assert given == WEIGHTS // 2 + adapters
-    assert lying["decode"] == kept - WEIGHTS // 2
+    assert lying["decode"] == kept + WEIGHTS // 2
+    lying, given = figures(dtype="bfloat16", max_staleness=1)
+    assert given == adapters
+    assert lying["decode"] == kept + WEIGHTS // 2 + adapters
 
 
 # --- what a step of learning runs ----------------------------------------------------------
@@ -226,6 +231,11 @@ def handed(settings: RLConfig, constraint: Constraint | None) -> list[tuple[str,
     start = jax.tree.map(jnp.copy, params())
     model = dataclasses.replace(MODEL, lora=settings.lora)
     trained, frozen = split_trained(start, model, seed=0)
+    if settings.shares_base(model, None, "cuda"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layout, "kernels_for", lambda *_, **__: "inputs_first")
+            copy = jax.tree.map(jnp.copy, frozen)
+            frozen = layout.share_base(copy, without_adapters(model))
     state, critic = init_state(trained, settings.optimizer, frozen), critic_state(settings, start)
 
     def recorder(name, program):
