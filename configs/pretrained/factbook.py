@@ -122,11 +122,11 @@ def _recall(config: ConfigDict) -> None:
         part.mixture, part.tasks = ConfigDict(), _MORE_HOPS
     config.distill.train, config.sft.optimizer.total_steps = 600, 60
     config.rl.num_tasks, config.rl.temperature = 3500, 1.0
-    config.rl.optimizer.update({"learning_rate": 1e-3, "total_steps": 6, "warmup_steps": 1})
-    config.rl.lora.rank = 8
+    config.rl.optimizer.update({"learning_rate": 1e-3, "total_steps": 8, "warmup_steps": 1})
+    config.rl.lora.rank, config.rl.groups = 8, 16
     config.evaluate.num_tasks, config.evaluate.temperature = 200, 0.0
     config.base = ConfigDict({"num_tasks": 20})
-    config.sft_more, config.sft_more_updates = True, 80
+    config.sft_more, config.sft_more_updates = True, 200
     config.measures = ConfigDict()
 
 
