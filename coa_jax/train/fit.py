@@ -46,8 +46,8 @@ def fit(
     """Trains a model, writes metrics and checkpoints, and exports the model at the end.
 
     An interrupted run resumes from its newest checkpoint. On SIGTERM, the process completes the
-    current update, saves a checkpoint, and exits with code 0. A resumed run repeats an evaluation
-    that SIGTERM ended.
+    current update, saves a checkpoint, and ends, see `stop.end_run`. A resumed run repeats an
+    evaluation that SIGTERM ended.
 
     Args:
         config: settings of the run.

@@ -60,7 +60,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     is a function of (seed, task index, sample index, parameters), so a seed determines the run.
 
     On SIGTERM the process abandons the rollouts and the evaluation in flight, saves a checkpoint,
-    and exits with 0. The resumed run repeats the evaluation.
+    and ends, see `stop.end_run`. The resumed run repeats the evaluation.
 
     Args:
         config: settings of the run.

@@ -158,7 +158,6 @@ def update(
         )
     of_policy: list[dict[str, float]] = []
     of_critic: list[dict[str, float]] = []
-    capacity = -(-config.groups_per_update * config.group_size // config.rows)
     for batches in _mini_batches(config, members, step, version):
         state, stats = train_step(
             state,
@@ -168,26 +167,42 @@ def update(
             compute=compute,
             optimizer=config.optimizer,
             allowed=allowed,
-            capacity=capacity,
+            capacity=_capacity(config),
         )
         of_policy.append(stats)
         if critic is not None:
-            critic, values = train_step(
-                critic,
-                [
-                    inputs(b)._replace(rule=None, value=b.value, returns=b.returns, copies=b.copies)
-                    for b in batches
-                ],
-                loss=ValueLoss(algorithm.value_clip),
-                model_config=model_config,
-                compute=compute,
-                optimizer=critic_optimizer(config),
-                capacity=capacity,
-            )
+            critic, values = _update_critic(config, critic, batches, model_config, compute)
             of_critic.append(values)
     first = algorithm.old_logp == "sampler"
     values = {f"critic/{k.removeprefix('optim/')}": v for k, v in _merged(of_critic).items()}
     return state, critic, {**figures, **quotients(_merged(of_policy, first)), **values}
+
+
+def _update_critic(
+    config: RLConfig,
+    critic: TrainState,
+    batches: Sequence[Batch],
+    model_config: ModelConfig,
+    compute: Compute,
+) -> tuple[TrainState, dict[str, float]]:
+    """Makes one update of the critic on the micro-batches of an update of the policy."""
+    return train_step(
+        critic,
+        [
+            inputs(b)._replace(rule=None, value=b.value, returns=b.returns, copies=b.copies)
+            for b in batches
+        ],
+        loss=ValueLoss(config.chosen.value_clip),
+        model_config=model_config,
+        compute=compute,
+        optimizer=critic_optimizer(config),
+        capacity=_capacity(config),
+    )
+
+
+def _capacity(config: RLConfig) -> int:
+    """Returns the largest number of micro-batches of an update, for which programs are compiled."""
+    return -(-config.groups_per_update * config.group_size // config.rows)
 
 
 def _packed(config: RLConfig, groups: Sequence[Sequence[Example]]) -> list[Batch]:
