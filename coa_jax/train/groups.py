@@ -146,7 +146,7 @@ def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
     return config.chosen.learn_from == "all" or has_signal(earned(group))
 
 
-def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
+def score_group(group: Sequence[Trajectory]) -> Score:
     """Counts the trajectories of a group that solved the task, and those that were graded.
 
     A trajectory solved the task if its reward, before length penalties, is at least 1.

@@ -160,7 +160,7 @@ def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
         groups[group[0].metadata["source"]].append(group)
     figures: dict[str, float] = {}
     for name, members in sorted(groups.items()):
-        scores = [score_group(config, group) for group in members]
+        scores = [score_group(group) for group in members]
         solved, graded = (sum(counts) for counts in zip(*scores, strict=True))
         figures |= {
             f"source/{name}/groups": float(len(members)),
