@@ -212,9 +212,9 @@ class Trajectory:
     def to_json(self) -> dict[str, Any]:
         """Returns the trajectory as a JSON object, from which ``from_json`` restores every bit.
 
-        Authors are run-length encoded as pairs ``[author, length]``. A log-probability is the
-        shortest decimal number with the same float32 value, or the bits in hexadecimal if the value
-        is not finite.
+        The authors of the tokens are run-length encoded as pairs ``[author, length]``. A
+        log-probability is the shortest decimal number with the same float32 value, or the bits in
+        hexadecimal if the value is not finite.
         """
         value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         value["tokens"] = self.tokens.tolist()

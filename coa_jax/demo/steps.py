@@ -101,7 +101,7 @@ def operands(step: grammar.Computed, answers: Sequence[str]) -> str:
 
 
 def tool_for(step: AnyStep) -> str:
-    """Returns the name of a step's agent: ``code`` if the step computes, else ``search``."""
+    """Returns the tool of a step: ``code`` if the step is a calculation, else ``search``."""
     return "code" if isinstance(step, grammar.Computed | Expression) else "search"
 
 

@@ -154,9 +154,9 @@ class Engine:
             slot: a free slot.
             positions: present length of the sequence, including the prompt, in tokens.
             source: a slot whose first ``length`` tokens are also those of the new sequence; this
-                may be ``slot`` itself. In a pool, the two sequences share the pages that the first
+                may be ``slot`` itself. In a pool, both sequences then use the pages that the first
                 ``length - 1`` of these tokens fill; `fork` copies the tokens of the last, partly
-                filled page. None if the new sequence shares no tokens.
+                filled page. None if the new sequence has no tokens in common with another.
             length: number of tokens that the two sequences have in common, see ``source``.
             spare: number of pages that must stay free.
 

@@ -235,7 +235,7 @@ def reason(error: BaseException) -> str:
 
 
 def what_is_not_json(error: json.JSONDecodeError) -> str:
-    """Returns the message of the parser, without the words that lead to a position at its end."""
+    """Returns the parser's message without a final "at" or "starting at"."""
     return error.msg.rstrip(": ").removesuffix(" at").removesuffix(" starting")
 
 

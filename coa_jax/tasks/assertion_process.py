@@ -244,7 +244,7 @@ class _Link:
 
 
 class Remote:
-    """Stands for a function or another object of the program in the process of the assertion."""
+    """A proxy, in the process that evaluates an assertion, for an object of the graded program."""
 
     __slots__ = ("_link", "_target")
 

@@ -63,12 +63,12 @@ async def click_intent(config: ChatConfig, context: ToolContext, seconds: float)
 async def summarize(
     config: ChatConfig, page: str, intent: str, context: ToolContext, seconds: float
 ) -> str:
-    """Returns the information on a page that is relevant to the click intent and the last query.
+    """Returns what a page says about the last search of the policy and what it hopes to find there.
 
     Args:
         config: language model that writes the summary.
         page: text of the page.
-        intent: click intent, the result of `click_intent`.
+        intent: what the policy hopes to find on the page, the result of `click_intent`.
         context: context of the tool call.
         seconds: time limit in seconds.
 

@@ -185,8 +185,7 @@ def measure(
         subject: the model.
         batches: the batch sizes.
         work: lengths of prompts and samples, and the number of repetitions.
-        protocol: protocol that constrains the sampling in additional repetitions; "" for no such
-            repetitions.
+        protocol: protocol for a second measurement, in which sampling is constrained; "" for none.
     """
     constraint = None
     if protocol:

@@ -43,7 +43,7 @@ class _Words(TokenTable):
 class ForcedEpisode(Episode):
     """An episode whose turns end after the number of tokens that a workload fixes.
 
-    The turns do not depend on which tokens the policy samples.
+    So the number of turns and their lengths do not depend on the tokens that the policy samples.
     """
 
     def __init__(self, request: Request, sample: int, script: Script):

@@ -155,7 +155,7 @@ class EnvironmentConfig(Extension):
         return code_needs(ENVIRONMENTS, self.path, self.options)
 
     def probes(self) -> dict[str, Probe]:
-        """Returns the check before a run whether the environment can start, if there is one.
+        """Returns the check, before a run, whether the environment can start.
 
         The result is {"environment": attribute ``probe`` of the environment's class}; {} for a
         class without this attribute, see `config.preflight`.
