@@ -259,7 +259,7 @@ class GroupSource:
             # Without staleness every group must be used by the next step, so this setting would
             # make the groups depend on timing.
             leave_out=config.late_samples == "leave_out" and config.max_staleness > 0,
-            score=functools.partial(groups.score_group, config),
+            score=groups.score_group,
             kept=self._kept,
         )
         self._kept = {}
