@@ -565,6 +565,25 @@ def test_a_dotted_name_changes_one_setting_of_a_group(tmp_path, more):
         coa_jax.train_sft("x", tmp_path, data=[], seed=3, **{"seed.x": 1})
 
 
+@pytest.mark.parametrize(
+    ("tools", "protocol"),
+    [({"names": ("wiki_search",)}, "generalist"), (coa_jax.named_tools(double), "free_double")],
+    ids=["built-in", "own"],
+)
+def test_rows_get_the_protocol_of_the_training_only_beside_tools_of_ones_own(
+    tools, protocol, tmp_path
+):
+    (name,) = tools["names"]
+    trained = "mhqa" if name == "wiki_search" else "free_double"
+    made = {"tools": [name], "described": {name: "Doubles a number."}, "free": True}
+    if trained != "mhqa":
+        (tmp_path / "protocols.json").write_text(json.dumps({trained: made}))
+    (tmp_path / "agent.json").write_text(json.dumps({"protocol": trained}))
+    rows = [{"prompt": "What is 2 * 3?", "answer": "6"}]
+    (task,) = task_source(rows, {"model": str(tmp_path), "tools": dict(tools)}).target()
+    assert task.protocol == protocol
+
+
 def test_a_function_of_tasks_is_called_once_and_a_single_tool_is_taken():
     calls = []
 

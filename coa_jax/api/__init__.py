@@ -190,7 +190,8 @@ def train_rl(
         tools: tools of the policy: a list of names, tools and typed functions, or a single tool or
             function; or values that override single settings of the group ``tools``; None to use
             this group as it is. If there is a function, the policy calls all tools in the format
-            ``hermes``, unless the settings name another format.
+            ``hermes``, unless the settings name another format, or the policy was trained to call
+            the same tools in tags.
         tags: maps tags to typed functions, in addition to ``tools``. The policy then writes a chain
             of agents, and calls a function by ``<tag>arguments</tag>``.
         environment: environment class (docs/environments.md); None to use the setting

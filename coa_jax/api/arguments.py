@@ -153,9 +153,9 @@ def task_source(tasks: Any, values: dict[str, Any]) -> Reference:
         if config.protocol:
             values["tools"] = {**values_of(values.get("tools", {})), "protocol": config.protocol}
             make_tools(config)  # registers the protocol
+            if not values_of(values.get("rollout", {})).get("format"):
+                protocol = trained_protocol(values.get("model"), config.tags) or protocol
         rewards = values.get("graders", {}).get("rewards", {})
-        if not values_of(values.get("rollout", {})).get("format"):
-            protocol = trained_protocol(values.get("model"), config.tags) or protocol
         mapping = _columns(values.pop("task_options", {}), protocol)
         rows = tasks_of_rows(rows, mapping, graded=not rewards or "grader" in rewards)
     # The name depends on the tasks, so that a work directory refuses other tasks.

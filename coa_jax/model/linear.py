@@ -109,8 +109,8 @@ class Lora(nnx.Module):
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         """Maps ``x [..., *inputs]`` to float32 ``[..., *outputs]``."""
-        # Otherwise XLA for GPUs merges this small matmul with that of the adapted kernel, and for
-        # this copies the kernel in each decoding step.
+        # Without this barrier, XLA for GPUs merges the small matmul below with that of the adapted
+        # kernel, and copies the kernel for it in each decoding step.
         x = jax.lax.optimization_barrier(x)
         low = compute.ops.linear(x, self.a[...], self.inputs, compute)
         return compute.ops.linear(low, self.b[...] * self.scale, 1, compute)

@@ -51,8 +51,8 @@ def with_task_protocol(values: Mapping[str, Any]) -> dict[str, Any]:
         return values
     values["tools"] = {**tools, "protocol": protocol}
     # Evaluations may ask for a protocol. A format is for protocols without tags.
-    asked = values.get("protocol") or ("" if rollout.get("format") else trained) or protocol
-    values["task_options"] = {"protocol": asked, **(values.get("task_options") or {})}
+    default = values.get("protocol") or ("" if rollout.get("format") else trained) or protocol
+    values["task_options"] = {"protocol": default, **(values.get("task_options") or {})}
     chosen = {**values["task_options"], **options}["protocol"]
     if functions and chosen == protocol and not rollout.get("format"):
         values["rollout"] = {"prompt_style": "model", **rollout, "format": "hermes"}
@@ -76,5 +76,5 @@ def trained_protocol(model: Any, tools: Iterable[str]) -> str:
     else:
         source = getattr(model, "card", {})
     name = protocol_of_model(source)
-    known = name in protocol_names()  # which have tags
-    return name if known and set(get_protocol(name).tools) == set(tools) else ""
+    has_tags = name in protocol_names()
+    return name if has_tags and set(get_protocol(name).tools) == set(tools) else ""
