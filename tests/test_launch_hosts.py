@@ -43,7 +43,7 @@ def test_a_run_goes_on_when_nobody_reads_and_is_still_the_one_that_stop_ends(tre
     (home / ".venv" / "bin").mkdir(parents=True)
     body = f"""[ "$5" = first ] || exit 2
 echo begun; while [ ! -e {tmp_path}/closed ]; do sleep 0.02; done
-echo 1; echo 2; touch {tmp_path}/unread; while :; do sleep 0.1; done"""
+echo 1; echo 2; while :; do sleep 0.1; done"""
     program(home / ".venv" / "bin", "python", body)
     pod = ("--name", "pod", "--zone", "z")
     first = tree.start("tpu_pod.sh", *pod, "run", "sft", "first")
@@ -51,8 +51,7 @@ echo 1; echo 2; touch {tmp_path}/unread; while :; do sleep 0.1; done"""
         assert first.stdout.readline() == "begun\n"
         first.stdout.close()  # as a machine that is gone does
         (tmp_path / "closed").touch()
-        wait_for((tmp_path / "unread").exists)
-        assert (home / "run.log").read_text() == "begun\n1\n2\n"
+        wait_for(lambda: (home / "run.log").read_text() == "begun\n1\n2\n")
         pid = (home / "run.pid").read_text()
         assert tree("tpu_pod.sh", *pod, "run", "sft", "second").returncode == 2
         assert (home / "run.pid").read_text() == pid
