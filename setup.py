@@ -138,6 +138,7 @@ TEST = [
     "boto3>=1.40",
     # Clients of the servers under test.
     "httpx>=0.28",
+    "langgraph>=1.2",
     "packaging>=26.0",
     "pyyaml>=6.0.3",
     "protobuf>=6.33",

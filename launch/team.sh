@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Distils a team of smolagents agents, whose model is SmolLM2-135M-Instruct (Q4_1) behind
+# Distils a LangGraph team of agents, whose model is SmolLM2-135M-Instruct (Q4_1) behind
 # `coa-jax serve`.
 #
 #   bash launch/team.sh [--workdir DIR] [--number N] [--attempts N] [--held N] [--updates N]
 #                       [--student smollm2|tiny] [--port N] [--dry-run]
 #
-# The team (examples/smolagents_team) tries N training questions of each of two sources, --attempts times
+# The team (examples/langgraph_team) tries N training questions of each of two sources, --attempts times
 # each, and --held test questions of each source once.  Its logs are read with default settings.  The
 # student is trained on the right runs, for --updates updates: adapters of SmolLM2, or all weights of the
 # tiny policy of `coa-jax debug-files`.  It answers the same test questions.  Default folder: runs/team.
@@ -14,7 +14,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-workdir="" number=60 attempts=2 held=20 updates=40 student=smollm2 port=8010 dry_run=no
+workdir="" number=40 attempts=2 held=20 updates=40 student=smollm2 port=8010 dry_run=no
 parse_flags "workdir number attempts held updates student port" "" "$@"
 [ -z "$action" ] || fail "unknown argument $action; --help lists the flags"
 [[ "$student" =~ ^(smollm2|tiny)$ ]] || fail "--student $student: give smollm2 or tiny"
@@ -37,7 +37,7 @@ coa=("$python" -u -m coa_jax)
 
 # logs SPLIT NUMBER ATTEMPTS: the team tries questions of a split.
 logs() {
-  stage "logs-$1" "$python" examples/smolagents_team/team.py --url "$url/v1" --split "$1" \
+  stage "logs-$1" "$python" examples/langgraph_team/team.py --url "$url/v1" --split "$1" \
     --number "$2" --attempts "$3" --output "$workdir/$1.jsonl" --questions "$workdir/$1-questions.jsonl"
 }
 
@@ -82,4 +82,4 @@ stage evaluate "${coa[@]}" evaluate ${evaluate[@]+"${evaluate[@]}"} \
   --workdir="$workdir/evaluate" --config.model="$workdir/sft/model" --config.temperature=0 \
   --config.tasks="$workdir/test-questions.jsonl" --config.num_tasks=0 --config.samples=1 \
   --config.protocol="$protocol" --config.tools.names="$tools" --config.tools.wiki_search.top_k=2
-do_it "$python" examples/smolagents_team/compare.py "$workdir/test.jsonl" "$workdir/evaluate"
+do_it "$python" examples/langgraph_team/compare.py "$workdir/test.jsonl" "$workdir/evaluate"

@@ -1,10 +1,11 @@
-"""The team of examples/smolagents_team: its logs are read, distilled and compared.
+"""The team of examples/langgraph_team: its logs are read, distilled and compared.
 
 A server with fixed replies stands in for the language model, which is too slow for a test.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
@@ -22,28 +23,25 @@ from coa_jax.tools.wiki_search import WikiConfig
 from tests.test_examples import EXAMPLES
 from tests.tools import fault_server
 
-pytest.importorskip("smolagents")
+pytest.importorskip("langgraph")
+openai = pytest.importorskip("openai")
 
 CAPITAL = Task("capital", "Name the capital of Lesotho.", "generalist", ("Maseru",), "")
 SUM = Task("sum", "Calculate 12 * 7.", "generalist", ("84",), "")
-# What the last message holds -> the reply to it. A managed agent gets what the manager asked.
+# (word of the agent's rule, text that it reads) -> its reply.
 REPLIES = {
-    "Name the capital of Lesotho.": "I ask.\n<code>\nprint(search_agent('Lesotho?'))\n</code>",
-    "Lesotho?": "I search.\n<code>\nprint(wiki_search('Lesotho capital'))\n</code>",
-    "capital of Lesotho is Maseru": "Found.\n<code>\nfinal_answer('Maseru')\n</code>",
-    "Calculate 12 * 7.": "I ask.\n<code>\nprint(maths_agent('twelve times seven'))\n</code>",
-    "twelve times seven": "I compute.\n<code>\nfinal_answer(12 * 7)\n</code>",
-    "\n84": "It is 84.\n<code>\nfinal_answer('84')\n</code>",
-    "\nMaseru": "It is Maseru.\n<code>\nfinal_answer('Maseru')\n</code>",
+    ("what to do", CAPITAL.question): "Look up the fact.",
+    ("what to do", SUM.question): "Compute the sum.",
+    ("documents", "capital of Lesotho is Maseru"): "The capital of Lesotho is Maseru.",
+    ("the name or", "capital of Lesotho is Maseru"): "Maseru",
+    ("Python", SUM.question): "print(12 * 7)",
 }
 
 
 def page(handler):
-    body = json.loads(handler.body)
-    assert "Freedonia" in json.dumps(body["messages"][1:3]) or "17 * 3" in str(body["messages"][1])
-    last = body["messages"][-1]["content"]
-    text = last if isinstance(last, str) else last[-1]["text"]
-    reply = next(reply for part, reply in REPLIES.items() if part in text)
+    messages = json.loads(handler.body)["messages"]
+    rule, text = messages[0]["content"], messages[-1]["content"]
+    reply = next(reply for (word, part), reply in REPLIES.items() if word in rule and part in text)
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     handler.json({"id": "1", "object": "chat.completion", "created": 1, "model": "any",
                   "usage": usage, "choices": [{"index": 0, "finish_reason": "stop",
@@ -52,7 +50,7 @@ def page(handler):
 
 
 def test_logs_of_the_team_are_distilled_with_default_settings(tmp_path):
-    importable(EXAMPLES / "smolagents_team")
+    importable(EXAMPLES / "langgraph_team")
     team, compare = map(importlib.import_module, ("team", "compare"))
     pages = tmp_path / "pages.jsonl"
     pages.write_text(
@@ -60,22 +58,31 @@ def test_logs_of_the_team_are_distilled_with_default_settings(tmp_path):
         '{"title": "Lesotho: Area", "text": "The area of Lesotho is 30,355 sq km."}\n'
     )
     wiki = WikiConfig(corpus=str(pages))
-    (search,) = make_tools(ToolsConfig(names=("wiki_search",), wiki_search=wiki))
+    config = ToolsConfig(names=("wiki_search", "code"), wiki_search=wiki)
+    tools = {tool.name: tool for tool in make_tools(config)}
+
+    async def solve(url: str) -> list[dict]:
+        client = openai.AsyncOpenAI(base_url=url, api_key="any")
+        agents = team.Team(client, {"model": "any"}, tools)
+        return [await agents.solve(task) for task in (CAPITAL, SUM)]
+
     with fault_server.running() as served:
         served.pages["/v1/chat/completions"] = page
-        model = {"model_id": "any", "api_base": served.url("/v1"), "api_key": "any"}
-        logs = [team.solve(task, model, search) for task in (CAPITAL, SUM)]
+        logs = asyncio.run(solve(served.url("/v1")))
     path = tmp_path / "logs.jsonl"
     path.write_text("".join(json.dumps(log) + "\n" for log in logs))
     files = TraceFilesConfig(files=(str(path),))
     records, report = distill_traces(files, DistillConfig(min_interactions=0), tmp_path)
     assert report["refused"] == {}, report
     texts = {record.question: "".join(text for _, text in record.parts) for record in records}
-    assert "<wiki_search>Lesotho capital</wiki_search>" in texts[CAPITAL.question]
+    assert f"<wiki_search>{CAPITAL.question}</wiki_search>" in texts[CAPITAL.question]
+    assert "<plan>Look up the fact.</plan>" in texts[CAPITAL.question]
+    assert "The capital of Lesotho is Maseru.\n" in texts[CAPITAL.question]
+    assert texts[CAPITAL.question].endswith("<answer>Maseru</answer>")
     assert "print(12 * 7)" in texts[SUM.question]
-    assert [log["answer"] for log in logs] == ["Maseru", "84"]
-    # Four calls for the capital and three for the sum, of 110 tokens.
-    assert compare.team(str(path)) == (1.0, 385.0, 35.0)
+    assert texts[SUM.question].endswith("<answer>84</answer>")
+    # Three replies for the capital and two for the sum, of 110 tokens.
+    assert compare.team(str(path)) == (1.0, 275.0, 25.0)
 
 
 @pytest.mark.parametrize("student", ["smollm2", "tiny"])

@@ -17,13 +17,14 @@ from coa_jax import grade_answer, read_trajectories
 def team(path: str) -> tuple[float, float, float]:
     """Returns the share of right answers, and the mean numbers of all and of written tokens."""
     runs = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-    right = sum(grade_answer(run["answer"], run["gold"]) for run in runs)
-    read = written = 0
+    right = read = written = 0
     for run in runs:
-        agents = [run["steps"], *(managed["steps"] for managed in run["managed_runs"])]
-        for step in (step for steps in agents for step in steps):
-            usage = step.get("token_usage") or {"input_tokens": 0, "output_tokens": 0}
-            read, written = read + usage["input_tokens"], written + usage["output_tokens"]
+        messages = [message["data"] for message in run["messages"]]
+        answer = messages[-1]["content"].removeprefix("Final answer: ")
+        right += grade_answer(answer, run["gold"])
+        for usage in filter(None, (message.get("usage_metadata") for message in messages)):
+            read += usage["input_tokens"]
+            written += usage["output_tokens"]
     return right / len(runs), (read + written) / len(runs), written / len(runs)
 
 
