@@ -94,6 +94,8 @@ EXTRAS = {
     "cuda": ["jax[cuda13]>=0.10.2"],
     # With "tpu" on a machine without one, the tests compile for TPUs all the same.
     "tpu": ["jax[tpu]>=0.10.2"],
+    # Attention for Hopper GPUs, by private names of the package.
+    "tokamax": ["tokamax>=0.0.12,<0.1"],
     # XLA's compiler for NVIDIA GPUs, for `coa-jax aot` and tests on a machine without a GPU.
     "gpucompiler": ["jax-cuda13-plugin>=0.10.2"],
     # The documentation site (docs/site/build.py); its reference imports every module.
@@ -137,6 +139,7 @@ TEST = [
     "moto[s3,server]>=5.2",
     "boto3>=1.40",
     # Clients of the servers under test.
+    *EXTRAS["tokamax"],
     "httpx>=0.28",
     "langgraph>=1.2",
     "packaging>=26.0",

@@ -340,6 +340,7 @@ USED_BY_OTHERS = {
 BY_NAME = ("import_module", "find_spec", "files")  # functions that get the name of a package
 # Modules that use private names of other packages, and the package whose version has a limit.
 PRIVATE = {
+    "model/attention/causal.py": "tokamax",
     "run/command.py": "jax",
     "parallel/processes.py": "jax",
     "storage/checkpoint_folders.py": "orbax-checkpoint",

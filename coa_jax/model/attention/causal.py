@@ -216,6 +216,35 @@ def _pallas_gpu(
     return out[:, :t].reshape(b, t, n, g, width)
 
 
+def _tokamax(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, interpret: bool
+) -> jax.Array:
+    """Computes attention with tokamax's kernel for Hopper GPUs.
+
+    The kernel skips the keys before the start of a query's segment. The public function of tokamax
+    has no such mask, so the function uses private names of the package. On Blackwell GPUs, the
+    backward pass of tokamax 0.0.12 needs more shared memory than there is.
+    """
+    from tokamax._src.config import flags
+    from tokamax._src.ops.attention.base import DotProductAttention, Mask
+    from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
+
+    # tokamax 0.0.12 would parse the arguments of this process as flags of its own.
+    flags.FLAGS.mark_as_parsed()
+    b, t, n, g, width = q.shape
+    q, k, v = (_pad(x, 1, 128) for x in (q.reshape(b, t, n * g, width), k, v))
+    start = None
+    if segment_ids is not None:
+        ids = _pad(segment_ids, 1, 128)
+        changed = jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
+        places = jnp.where(changed, jnp.arange(ids.shape[1], dtype=jnp.int32), 0)
+        start = jax.lax.cummax(places, axis=1)[:, None]
+    kernel = DotProductAttention() if interpret else PallasMosaicGpuFlashAttention()
+    mask = Mask(k_start=start, is_causal=True)
+    out = kernel(q, k, v, mask=mask, logits_scale=1.0)
+    return out[:, :t].reshape(b, t, n, g, width)
+
+
 STAND_IN = "stand_in"
 """Name of a placeholder, which reads and returns arrays like a kernel but computes no attention.
 
@@ -235,4 +264,5 @@ _KERNELS: dict[str, Callable[..., jax.Array]] = {
     "splash": _splash,
     "cudnn": _cudnn,
     "pallas_gpu": _pallas_gpu,
+    "tokamax": _tokamax,
 }

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from coa_jax.config.fields import OneOf, check
+from coa_jax.config.installed import install_hint
 from coa_jax.errors import UserError
 from coa_jax.parallel.chips import shared_memory
 
@@ -31,13 +32,14 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
         "splash": ("tpu", f"{_OPS}.tpu.splash_attention"),
         "pallas_gpu": ("cuda", f"{_OPS}.gpu.attention"),
         "cudnn": ("cuda", "jax.nn"),
+        "tokamax": ("cuda", "tokamax"),
     },
     "paged": {
         "ragged_paged": ("tpu", f"{_OPS}.tpu.ragged_paged_attention"),
         "pallas_gpu": ("cuda", f"{_OPS}.gpu.paged_attention"),
     },
 }
-"""Maps kind and kernel to the kernel's platform and JAX module; the best kernel comes first."""
+"""Maps kind and kernel to the kernel's platform and module; `auto` takes the first that can run."""
 
 _WINDOWED = ("ragged_paged",)
 """Names of the kernels that can compute sliding-window attention."""
@@ -100,13 +102,13 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
     """
     if implementation == "xla":
         return ""
-    platform, module = _KERNELS[kind][implementation]
+    platform, _ = _KERNELS[kind][implementation]
     if case.platform != platform:
         return f"it needs {platform}"
     if case.windowed and implementation not in _WINDOWED:
         return "it has no sliding windows, as layers of this model need"
-    if _find_spec(module) is None:
-        return f"this JAX ({version('jax')}) has no {module}"
+    if reason := missing(kind, implementation):
+        return reason
     if case.dtype not in ("bfloat16", "float16"):
         return f"it multiplies in bfloat16, dtype is {case.dtype}"
     if platform == "cuda" and 0 < case.capability < 8.0:
@@ -115,6 +117,8 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
     widest = 256 if case.capability >= 9.0 else 128
     if implementation == "cudnn" and (width % 8 or width > widest):
         return f"head_dim must be a multiple of 8 up to {widest}, it is {width}"
+    if implementation == "tokamax" and case.capability and not 9.0 <= case.capability < 10.0:
+        return f"it needs compute capability 9, this device has {case.capability}"
     if implementation == "ragged_paged":
         if width != 128:
             return f"head_dim must be 128, it is {width}"
@@ -131,6 +135,16 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
         if (needed := 4 * width * case.page_size) > shared_memory(case.capability) * 3 // 4:
             return f"a page of {case.page_size} positions takes {needed >> 10} KiB of shared memory"
     return ""
+
+
+def missing(kind: Kind, implementation: str) -> str:
+    """Returns the reason if the package of an implementation is not installed; otherwise ""."""
+    _, module = _KERNELS[kind][implementation]
+    if _find_spec(module) is not None:
+        return ""
+    if implementation == "tokamax":
+        return f"the package tokamax is not installed; install it with `{install_hint('tokamax')}`"
+    return f"this JAX ({version('jax')}) has no {module}"
 
 
 @functools.cache

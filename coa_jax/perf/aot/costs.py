@@ -167,11 +167,12 @@ def _convolution_flops(computation: Computation, line: Instruction) -> float:
 # Number of matmuls with a [T, T] matrix and a head's width in each attention kernel, see Dao 2023
 # (arXiv 2307.08691), section 3. The forward kernels compute scores and outputs. Splash has two
 # backward kernels, which both recompute the scores; one computes the gradients of keys and values,
-# the other the gradient of queries. The backward kernel for Triton does the work of both, and that
-# of cuDNN is counted alike.
+# the other the gradient of queries. tokamax has the same three kernels. The backward kernel for
+# Triton does the work of both, and that of cuDNN is counted alike.
 _ATTENTION = {
     "splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3, "mha_forward": 2,
     "mha_backward": 7, "dot_product_attention_fwd": 2, "dot_product_attention_bwd": 7,
+    "tokamax_fwd": 2, "tokamax_dkv": 4, "tokamax_dq": 3,
 }  # fmt: skip
 
 _PAGED = ("ragged_paged", "paged_attention", "paged_prefill")
@@ -180,6 +181,10 @@ _PAGED = ("ragged_paged", "paged_attention", "paged_prefill")
 
 def kernel_of(line: Instruction) -> str:
     """Returns the name of the kernel that a custom call runs."""
+    if 'custom_call_target="mosaic_gpu' in line.text:
+        # tokamax does not name its kernels. Only the first has residuals in float32.
+        kinds = [array.dtype for array in line.types]
+        return "tokamax_fwd" if "f32" in kinds else ("tokamax_dq", "tokamax_dkv")[len(kinds) - 1]
     name = re.search(r'/(?:vmap\()?(\w+?)(?:_block_h=[^/"]*|\))*/pallas_call"', line.text)
     return name[1] if name and "xla.gpu.triton" in line.text else line.name.rstrip(".0123456789")
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,8 @@ def analyse(
         The result that ``coa-jax aot`` prints; ``fits`` says whether the whole run fits in memory.
     """
     chip, config = setup.where.chip, setup.config
-    rows = [_compiled(program, setup.where, kernels) for program in all_programs(setup)]
+    programs, attention = all_programs(setup), config.attention
+    rows = [_compiled(program, setup.where, kernels, attention) for program in programs]
     if setup.rollouts_continue:
         _add_plans(rows)
     usable = chip.hbm_bytes * fraction
@@ -126,12 +127,33 @@ def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
         used["total"] += used["beside"]
 
 
-def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str, Any]:
+def lower_on(
+    device: jax.Device, attention: str, lower: Callable[[], jax.stages.Lowered]
+) -> jax.stages.Lowered:
+    """Lowers a program for a device that may not be part of this machine.
+
+    Args:
+        device: a device that will run the program.
+        attention: name of the attention implementation.
+        lower: function that lowers the program.
+    """
+    if attention != "tokamax" or device.platform != "gpu":
+        return lower()
+    import tokamax
+
+    # tokamax chooses its kernel by the default device, not by the devices of the program.
+    with tokamax.config.cross_compile(True), jax.default_device(device):
+        return lower()
+
+
+def _compiled(
+    program: Program, where: Slice, kernels: float = 1.0, attention: str = "auto"
+) -> dict[str, Any]:
     began = time.monotonic()
     row: dict[str, Any] = {"name": program.name, "chips": len(program.devices)}
     row["runs_per_step"] = program.runs
     try:
-        lowered = program.lower()
+        lowered = lower_on(program.devices[0], attention, program.lower)
     except RuntimeError as error:
         if "cuDNN not found" not in str(error):
             raise

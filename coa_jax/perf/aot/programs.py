@@ -238,23 +238,25 @@ def _kernel_bytes(setup: Setup, backward: bool = True) -> int:
       the bias, which JAX always requests.
     - ``pallas_gpu`` reads keys and values ``[rows, T, N * G, K]``, repeated for each query head.
       The backward pass writes gradients of the same shape.
+    - ``tokamax`` writes gradients of this shape, and repeats nothing.
     """
     if not _stands_in(setup):
         return 0
     config, model, kernel = setup.config, setup.model, _kernel(setup)
     rows, length = config.rows, arrays.attended(config)
     shape: tuple[int, ...]
-    if kernel == "pallas_gpu":
+    if kernel in ("pallas_gpu", "tokamax"):
+        repeated = 2 if kernel == "pallas_gpu" else 0
         length += -length % 128
         shape = (rows, length, model.num_kv_heads, model.num_groups, model.head_dim)
-        dtypes = [config.dtype] * (4 if backward else 2)
+        dtypes = [config.dtype] * (repeated + 2 * backward)
     elif kernel == "cudnn":
         length += length % 2
         shape = (rows, length, length)
         dtypes = ["bool", config.dtype, *[config.dtype] * backward]
     else:
         return 0
-    axes = ("batch", None, "kv_heads" if kernel == "pallas_gpu" else None)
+    axes = ("batch", None, None if kernel == "cudnn" else "kv_heads")
     return chip_bytes([arrays.array(setup.mesh, shape, dtype, *axes) for dtype in dtypes])
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.model.attention.causal import causal_attention
-from coa_jax.model.attention.choice import Case, Kind, implementations, platform_of, unmet
+from coa_jax.model.attention.choice import Case, Kind, implementations, missing, platform_of, unmet
 from coa_jax.model.cache import attend_to, init_layers, write
 from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
@@ -101,7 +101,7 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
     case = Case(platform, "bfloat16", HEADS, GROUPS, head_dim, PAGE, capability)
     if not (why := unmet(kind, name, case)):
         return [Compute("bfloat16", attention=name, backend=backend)], ""
-    if platform == "cpu":
+    if platform == "cpu" and not (why := missing(kind, name)):
         return [Compute(attention=name, backend=backend, interpret=True)], ""
     return [], why
 

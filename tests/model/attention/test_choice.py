@@ -62,6 +62,7 @@ def test_the_choice_is_printed_once_with_what_was_passed_over(capsys):
         ("cudnn", {"platform": "cpu"}, "needs cuda"),
         ("splash", {"dtype": "float32"}, "multiplies in bfloat16, dtype is float32"),
         ("cudnn", {"platform": "cuda", "capability": 7.0}, "capability 8.0"),
+        ("tokamax", {"platform": "tpu"}, "needs cuda"),
         ("splash", {"windowed": True}, "it has no sliding windows"),
     ],
 )
@@ -72,6 +73,21 @@ def test_an_explicit_choice_that_cannot_run_is_refused(wanted, changes, reason):
     assert str(refusal.value).startswith(f"config.attention is '{wanted}'")
     assert "use auto or one of" in str(refusal.value)
     assert "xla" in str(refusal.value)
+
+
+@pytest.mark.parametrize("capability", [8.0, 10.0])
+def test_tokamax_is_for_hopper(monkeypatch, capability):
+    monkeypatch.setitem(choice._KERNELS["causal"], "tokamax", ("cuda", "json"))  # installed
+    cuda = dataclasses.replace(CASE, platform="cuda", capability=9.0)
+    assert resolve("causal", "tokamax", cuda) == "tokamax"
+    with pytest.raises(UserError, match="capability 9, this device has"):
+        resolve("causal", "tokamax", dataclasses.replace(cuda, capability=capability))
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(choice._KERNELS["causal"], "tokamax", ("cuda", "no_such_package.kernels"))
+    with pytest.raises(UserError, match=r"tokamax is not installed.*tokamax"):
+        resolve("causal", "tokamax", dataclasses.replace(CASE, platform="cuda", capability=9.0))
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():

@@ -11,12 +11,14 @@ import pytest
 
 from coa_jax.model import cache
 from coa_jax.model.attention.causal import causal_attention
+from coa_jax.model.attention.choice import Case, missing, unmet
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
+from coa_jax.parallel.chips import CHIPS
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from coa_jax.parallel.slices import devices_of, parse_slice
 from coa_jax.perf.aot.costs import count
-from coa_jax.perf.aot.estimate import NO_AUTOTUNING
+from coa_jax.perf.aot.estimate import NO_AUTOTUNING, lower_on
 from coa_jax.perf.aot.hlo import parse
 
 needs_gpu_compiler = pytest.mark.skipif(
@@ -42,11 +44,12 @@ def mesh_of(kind):
     return make_mesh(tensor=2, devices=devices_of(parse_slice(f"gpu:2x{kind}")))
 
 
-def compiled(program, *arguments, **options):
+def compiled(compute, program, *arguments, **options):
     """(Launches by kernel, memory) of a program that is compiled for GPUs."""
     with warnings.catch_warnings():  # the kernels are deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
-        lowered = jax.jit(program, **options).lower(*arguments)
+        device, lower = compute.mesh.devices.flat[0], jax.jit(program, **options).lower
+        lowered = lower_on(device, compute.attention, lambda: lower(*arguments))
     found = lowered.compile(compiler_options=NO_AUTOTUNING)
     return count(parse(found.as_text()), 2).kernels, found.memory_analysis()
 
@@ -61,10 +64,20 @@ def compiled(program, *arguments, **options):
             {"dot_product_attention_fwd", "dot_product_attention_bwd"},
             marks=needs_cudnn,
         ),
+        pytest.param(
+            "tokamax",
+            {"tokamax_fwd", "tokamax_dkv", "tokamax_dq"},
+            marks=pytest.mark.skipif(
+                missing("causal", "tokamax") != "", reason="tokamax is not installed"
+            ),
+        ),
     ],
 )
 def test_gradients_of_packed_rows_compile_without_scores_in_memory(kind, name, kernels):
     mesh = mesh_of(kind)
+    case = Case("cuda", "bfloat16", HEADS, GROUPS, WIDTH, capability=CHIPS[kind].capability)
+    if reason := unmet("causal", name, case):  # tokamax is for Hopper only
+        pytest.skip(reason)
     compute = Compute("bfloat16", attention=name, mesh=mesh)
 
     def array(shape, dtype, *axes):
@@ -76,7 +89,7 @@ def test_gradients_of_packed_rows_compile_without_scores_in_memory(kind, name, k
     kv = array((ROWS, LENGTH, HEADS, WIDTH), "float32", "batch", None, "kv_heads")
     q = array((ROWS, LENGTH, HEADS, GROUPS, WIDTH), "float32", "batch", None, "kv_heads")
     segments = array((ROWS, LENGTH), "int32", "batch")
-    launches, memory = compiled(jax.grad(loss, (0, 1, 2)), q, kv, kv, segments)
+    launches, memory = compiled(compute, jax.grad(loss, (0, 1, 2)), q, kv, kv, segments)
     assert kernels <= launches.keys()
     # The float32 scores of a chip, which has one of the two key/value heads.
     assert memory.temp_size_in_bytes < 4 * ROWS * GROUPS * LENGTH**2
@@ -101,6 +114,7 @@ def test_cached_steps_compile_and_copy_no_page(kind, new, kernel):
     )
     fresh = array((ROWS, new, HEADS, WIDTH), "float32", None, None, "kv_heads")
     launches, memory = compiled(
+        compute,
         step,
         array((ROWS, new, HEADS, GROUPS, WIDTH), "float32", None, None, "kv_heads"),
         tuple(array(x.shape, "bfloat16", "kv_heads") for x in pool),

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from coa_jax.model import cache
 from coa_jax.model.attention.causal import causal_attention
-from coa_jax.model.attention.choice import _WINDOWED, Case, implementations, platform_of, unmet
+from coa_jax.model.attention.choice import (
+    _WINDOWED,
+    Case,
+    implementations,
+    missing,
+    platform_of,
+    unmet,
+)
 from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
 
@@ -34,6 +41,8 @@ def values(attend):
 def configured(kind, name, dtype, **shape):
     """The implementation as it can run here."""
     platform, capability = platform_of(jax.devices()[0])
+    if name != "xla" and (reason := missing(kind, name)):
+        pytest.skip(reason)
     case = Case(platform, "bfloat16", capability=capability, **shape)
     native = not unmet(kind, name, case)
     if native and dtype == "float32" and name != "xla":
