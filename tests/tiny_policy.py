@@ -157,12 +157,14 @@ def write_tasks(path: Path) -> Path:
     return path
 
 
-def learn(episodes: Sequence[DistilledRecord], steps: int = 90) -> Model:
+def learn(
+    episodes: Sequence[DistilledRecord], steps: int = 90, row_length: int = ROW_LENGTH
+) -> Model:
     """A policy that knows episodes by heart."""
     with tempfile.TemporaryDirectory() as folder:
         model = load_model(write_untrained(Path(folder) / "model", episodes))
     examples = [record_example(model.tokenizer, record, Prompt("brief")) for record in episodes]
-    batches = split_rows(pack(examples, ROW_LENGTH), 1)
+    batches = split_rows(pack(examples, row_length), 1)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=steps, warmup_steps=5)
     static = {"loss": SFTLoss(), "model_config": model.config, "compute": local_compute()}
     state = init_state(model.params, optimizer)

@@ -56,12 +56,12 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
         "sft": {
             "1.5b": Fit(32_768, 8),
             "4b": Fit(16_384, 8, lora=32),
-            "7b": Fit(8_192, 8, lora=32),
+            "7b": Fit(16_384, 4, 2, lora=32),
         },
         "rl": {
             "1.5b": Fit(32_768, 8, slots=8),
             "4b": Fit(14_336, 8, lora=32, slots=16, decode=4),
-            "7b": Fit(8_192, 8, lora=32, slots=16, decode=4),
+            "7b": Fit(16_384, 4, 2, lora=32, slots=16, decode=4),
         },
     },
     "v6e-8": {

@@ -1,11 +1,12 @@
-"""Clients of other projects run unchanged: litellm against the server, harbor on an export.
+"""Clients of other projects run unchanged: litellm and LangGraph with the server, harbor on files.
 
-They run with the interpreter ``COA_JAX_CLIENTS``, or with that of the tests if it has both. Their
-packages pin versions of their own, so they have an environment of their own.
+They run with the interpreter ``COA_JAX_CLIENTS``, or with that of the tests if it has all of them.
+Their packages pin versions of their own, so they have an environment of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,18 +17,23 @@ from pathlib import Path
 import openai
 import pytest
 
+from coa_jax.data.row_formats import convert_row
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.distillation.export import export_atif
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.model.tokenizer import eos_ids
 from tests import tiny_policy
-from tests.serve.live import server
+from tests.serve.live import CONFIG, server
+from tests.tools import fault_server
 from tests.trajectory_files import write_trajectories
 
-BOTH = find_spec("litellm") and find_spec("harbor")
-PYTHON = os.environ.get("COA_JAX_CLIENTS", sys.executable if BOTH else "")
+CLIENTS = ("litellm", "harbor", "langgraph", "langchain_openai")
+PYTHON = os.environ.get("COA_JAX_CLIENTS", sys.executable if all(map(find_spec, CLIENTS)) else "")
 RELEASED = Path(__file__).parents[2] / "released" / "smollm2" / "traces"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="needs COA_JAX_CLIENTS, with litellm and harbor"),
+    pytest.mark.skipif(not PYTHON, reason=f"needs COA_JAX_CLIENTS, with {', '.join(CLIENTS)}"),
 ]
 REQUEST = {
     "messages": [{"role": "user", "content": tiny_policy.TASKS[0].question}],
@@ -60,6 +66,21 @@ lines = Path(sys.argv[1]).read_text().splitlines()
 print(json.dumps([validator.validate(json.loads(line)) for line in lines]))
 print(validator.get_errors())
 """
+LANGGRAPH = """
+import json, sys
+from langchain_openai import ChatOpenAI
+from langgraph.prebuilt import create_react_agent
+
+def multiply(a: int, b: int) -> int:
+    \"\"\"Multiplies two integers.\"\"\"
+    return a * b
+
+model = ChatOpenAI(model="tiny", base_url=sys.argv[1], api_key="any", temperature=0, max_retries=0)
+agent = create_react_agent(model, [multiply])
+state = agent.invoke({"messages": [("user", "What is 12 times 7?")]})
+print(json.dumps([[message.type, message.content] for message in state["messages"]]))
+"""
+CALL = {"name": "multiply", "arguments": '{"a": 12, "b": 7}'}
 
 
 def output_of(program: str, *arguments: str) -> list[str]:
@@ -87,3 +108,38 @@ def test_harbor_finds_exported_trajectories_valid(tmp_path):
     assert export_atif(str(source), tmp_path) == 20
     valid, *errors = output_of(HARBOR, str(tmp_path / "some_atif.jsonl"))
     assert (json.loads(valid), errors) == ([True] * 20, ["[]"])
+
+
+LENGTH = 640
+requests: list[dict] = []
+
+
+def scripted(handler):
+    """Replies to LangGraph as the policy will: a call, and then what the tool returned."""
+    request = json.loads(handler.body)
+    requests.append(request)
+    reply = {"role": "assistant", "content": "It is 84."}
+    if request["messages"][-1]["role"] == "user":
+        reply["content"] = ""
+        reply["tool_calls"] = [{"id": "call_1", "type": "function", "function": CALL}]
+    choice = {"index": 0, "finish_reason": "stop", "message": reply}
+    completion = {"id": "1", "object": "chat.completion", "created": 1, "model": "tiny"}
+    handler.json({**completion, "choices": [choice]})
+
+
+def test_an_agent_of_langgraph_calls_its_function_with_a_policy_that_learned_it():
+    with fault_server.running() as served:
+        served.pages["/v1/chat/completions"] = scripted
+        expected = output_of(LANGGRAPH, served.url("/v1"))[-1]
+    last = requests[-1]
+    messages = [*last["messages"], {"role": "assistant", "content": "It is 84."}]
+    record = convert_row({"messages": messages, "tools": last["tools"]}, "x").record
+    policy = tiny_policy.learn([record], row_length=LENGTH)
+    shapes = EngineConfig(slots=1, max_length=LENGTH, chunk=8, extend_buckets=(64,))
+    engine = Engine(policy.params, policy.config, shapes, eos_ids(policy.tokenizer))
+    config = dataclasses.replace(CONFIG, engine=shapes)
+    with server(config, policy=policy, on=[engine]) as address:
+        assert output_of(LANGGRAPH, f"{address}/v1")[-1] == expected
+    kinds, texts = zip(*json.loads(expected), strict=True)
+    assert kinds == ("human", "ai", "tool", "ai")
+    assert texts[-2:] == ("84", "It is 84.")
