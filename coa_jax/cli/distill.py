@@ -45,7 +45,7 @@ from coa_jax.distillation.smolagents_runs import (
     run_smolagents,
 )
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.distillation.token_savings import CountTokens, compare_tokens
+from coa_jax.distillation.token_counts import CountTokens, compare_tokens
 from coa_jax.distillation.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer

@@ -325,7 +325,7 @@ def saved(folders: Folders, key: str) -> Figure | None:
     Args:
         folders: the run folders.
         key: name of the share in ``summary.json``. For example, ``both_solved`` compares the
-            tokens of the samples in which both solve the task, see `distillation.token_savings`.
+            tokens of the samples in which both solve the task, see `distillation.token_counts`.
     """
     blocks = [block for block in folders.summaries("economy") if "saved" in block]
     n = sum(block["both_solved"]["samples"] for block in blocks)

@@ -28,7 +28,7 @@ from coa_jax.distillation.dataset import distill_split
 from coa_jax.distillation.filters import TeacherRun
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher, teacher_block
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.distillation.token_savings import compare_policy_tokens
+from coa_jax.distillation.token_counts import compare_policy_tokens
 from coa_jax.errors import UserError
 from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.evaluation.results import shown_rate, table

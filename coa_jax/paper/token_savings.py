@@ -26,7 +26,7 @@ from coa_jax.distillation.endpoint import Endpoint, EndpointConfig
 from coa_jax.distillation.journal import open_journal
 from coa_jax.distillation.llm import language_model_agents
 from coa_jax.distillation.pipeline import DistillConfig, graded_runs, run_teacher
-from coa_jax.distillation.token_savings import compare_policy_tokens
+from coa_jax.distillation.token_counts import compare_policy_tokens
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain, load_tokenizer
 from coa_jax.run.command import config_flag, run_main, workdir_flag

@@ -385,7 +385,7 @@ class Conversation:
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
-    def say(self, words: str) -> None:
+    def add_thought(self, words: str) -> None:
         """Adds text of an agent that is neither a tool call nor a plan, a review or an answer.
 
         The message is a report of the search agent to the manager, and becomes a thought of the

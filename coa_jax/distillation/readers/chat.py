@@ -257,7 +257,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
             talk.call(tool, arguments, result.words, result.ok, thought)
             thought = ""
         if final is not None or turn.calls:
-            talk.say(thought)
+            talk.add_thought(thought)
         elif number == len(spoken) - 1:
             marked = marked_answer(turn.words)
             told = "" if marked or facts.answer else turn.words
@@ -266,7 +266,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
                 marked, metadata = (turn.words, stated), {"answer_from": "sentence"}
             before, final = marked or ("", turn.words.strip())
             before = turn.words if facts.answer else before
-            talk.say("\n".join(filter(None, (turn.reasoning, before))))
+            talk.add_thought("\n".join(filter(None, (turn.reasoning, before))))
         else:
             _say(talk, turn, thought)
     if facts.answer or final:
@@ -282,7 +282,7 @@ def _say(talk: Conversation, turn: Turn, thought: str) -> None:
     elif _REVIEWS.search(turn.speaker) and turn.words:
         talk.add(Kind.REFLECTION, "reflection", "manager", turn.words, turn.reasoning)
     else:
-        talk.say(thought)
+        talk.add_thought(thought)
 
 
 def _joined(turns: Iterable[Turn]) -> list[Turn]:

@@ -109,7 +109,7 @@ def _action(
     thought = programs.thought_of(step.get("model_output").optional_text())
     programs.outcome_of(step)  # refuses damaged fields, even if the step needs no outcome
     if program is None:  # nothing ran, because the output could not be parsed
-        talk.say(thought)
+        talk.add_thought(thought)
     elif not program.requests:
         programs.add_step(talk, step, program, thought)
     elif program.adds:
@@ -133,7 +133,7 @@ def _delegation(talk: Conversation, thought: str, runs: Sequence[_Run]) -> None:
             if name != "final_answer":
                 returned = call.get("observation")
                 talk.call(name, call["args"].value, returned.optional_text(), ok=bool(returned))
-        talk.say(run.get("answer").optional_scalar())
+        talk.add_thought(run.get("answer").optional_scalar())
 
 
 def _key(task: str) -> str:

@@ -183,7 +183,7 @@ def add_step(talk: Conversation, step: Field, program: StepProgram, thought: str
     output, error = outcome_of(step)
     tool = _tool_call(program, error, str(step))
     if tool is None and not program.computes:
-        talk.say(thought)
+        talk.add_thought(thought)
         return
     name, arguments = tool or ("code", format_code(runnable(program).strip("\n")))
     returned = _call_result(output, program.prints) if tool else output

@@ -178,7 +178,7 @@ def _tools(
         returned = "\n".join(filter(None, (output, error)))
         talk.call(name, arguments, returned, not error, thought)
     if not calls:
-        talk.say(thought)
+        talk.add_thought(thought)
 
 
 def _delegations(talk: Conversation, step: Field, agent_calls: int, runs: Sequence[Field]) -> None:
@@ -188,12 +188,12 @@ def _delegations(talk: Conversation, step: Field, agent_calls: int, runs: Sequen
         raise Malformed(f"{step} asks a managed agent whose run is not in the file")
     thought = _thought(step)
     if not runs:  # the step failed before it asked an agent
-        talk.say(thought)
+        talk.add_thought(thought)
     for run in runs:
         talk.ask(run["task"].text(), thought)
         thought = ""
         _write(talk, _steps(run["steps"]), {}, ())
-        talk.say(run.get("answer").optional_scalar())
+        talk.add_thought(run.get("answer").optional_scalar())
 
 
 def _thought(step: Field) -> str:

@@ -6,7 +6,7 @@ import pytest
 from coa_jax.data.trajectory import Author, Reward, StopReason, Trajectory
 from coa_jax.distillation.export import prompt_of
 from coa_jax.distillation.pipeline import DistillConfig, as_run, run_teacher
-from coa_jax.distillation.token_savings import (
+from coa_jax.distillation.token_counts import (
     compare_policy_tokens,
     compare_tokens,
     resent_tokens,
