@@ -139,7 +139,6 @@ TEST = [
     "moto[s3,server]>=5.2",
     "boto3>=1.40",
     # Clients of the servers under test.
-    *EXTRAS["tokamax"],
     "httpx>=0.28",
     "langgraph>=1.2",
     "packaging>=26.0",

@@ -3,7 +3,7 @@
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: demo gguf tasks web maths mcp serve
 #                                               endpoint distill hub gcs s3 tfds textarena openenv notebook
-#                                               wandb docs test testjax dev cuda tpu gpucompiler
+#                                               wandb docs test testjax dev cuda tpu gpucompiler tokamax
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.  The working directory

@@ -146,7 +146,7 @@ def test_without_python_3_13_the_newest_jax_is_left_out_in_one_line(ci):
     status, (_, _, _, fetch, ask, setup, tests, _, site, line) = ci()
     assert (status, fetch) == (0, "coa-jax fetch smollm2 Ulaanbaatar")
     assert ask.startswith("coa-jax ask --model=released/smollm2/adapter --config=")
-    assert setup.split() == ["setup_env.sh", "test", "tpu", "gpucompiler", "docs"]
+    assert setup.split() == ["setup_env.sh", "test", "tpu", "gpucompiler", "tokamax", "docs"]
     assert (tests.split(), site) == (["test.sh"], "docs/site/build.py")
     assert line == "no Python 3.13 in PATH or of pyenv: the tests with jax 0.12 are left out"
 
