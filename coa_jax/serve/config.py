@@ -48,8 +48,9 @@ class ServeConfig(Bounded):
         shutdown_seconds: number of seconds after SIGTERM in which requests in progress may finish.
             Requests that take longer are cancelled.
         seed: seed of requests that have no seed.
-        engine: shapes of decoding. ``max_length`` limits the number of tokens of prompt and
-            completion together.
+        engine: largest shapes of decoding of each policy, which the memory may reduce, see
+            `engine.memory.fit_engine_config`. ``max_length`` limits the number of tokens of prompt
+            and completion together.
         rollout: budgets of an agent's trajectory.
         allow_no_key: whether to serve other machines without a key.
             Set ``allow_no_key`` only behind a proxy that authenticates clients.

@@ -7,17 +7,20 @@ import contextlib
 import dataclasses
 import gc
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import engines_with_adapters, make_engines
-from coa_jax.engine.memory import engine_memory
+from coa_jax.engine.memory import describe_fit, engine_memory, fit_engine_config, free_memory
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.peft_io import load_adapters
+from coa_jax.model.policy import Model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.protocol import at_level
 from coa_jax.rollout.constrain import constraint_or_ends
@@ -69,6 +72,7 @@ def make_services(config: ServeConfig, tools: ToolsConfig) -> list[Service]:
     protocol = at_level(protocol, config.rollout.level, config.rollout.format)
     used = tools_for(protocol, tools)  # tools may define the protocol
     base, meters = load_model(config.model), ServerMetrics()
+    config = dataclasses.replace(config, engine=_fitted(config.engine, base, len(prompts)))
     services: list[Service] = []
     for name, prompt in prompts.items():
         model, adapter = adapters.get(name, (base, {}))
@@ -89,6 +93,26 @@ def make_services(config: ServeConfig, tools: ToolsConfig) -> list[Service]:
         own = dataclasses.replace(config, name=name, adapters={}, protocol=protocol)
         services.append(Service(model, engines, used, own, prompt, meters=meters))
     return services
+
+
+def _fitted(engine: EngineConfig, base: Model, policies: int) -> EngineConfig:
+    """Fits the slots and pages of each policy's engine to the free memory of the device.
+
+    Args:
+        engine: settings of the engine, see `engine.memory.fit_engine_config`.
+        base: the loaded model, of which the first engine makes a copy.
+        policies: number of policies, which divide the memory equally.
+    """
+    device = jax.tree.leaves(jax.block_until_ready(base.params))[0].devices().pop()
+    free = free_memory(device)
+    if free is not None:
+        copy = engine_memory(base.config, engine).parameters
+        free = copy + max(free - copy, 0) // policies
+    # A server does not know how many completions its clients will request at a time.
+    samples, longest = sys.maxsize, engine.max_length
+    fit = fit_engine_config(engine, base.config, device.platform, samples, longest, free)
+    print(f"engine of each policy: {describe_fit(engine, fit)}", flush=True)
+    return fit
 
 
 def _common_protocol(cards: Mapping[str, Any]) -> str:
