@@ -68,8 +68,8 @@ class Compute:
             derives them from the parameters and the cache.
         kernels: order of the axes of weight matrices (Flax's kernels), see `KernelLayout`.
         interpret: whether the attention programs of GPUs and TPUs are emulated on a CPU, for tests.
-            Pallas programs then run in interpret mode, and cuDNN and ``ragged_paged`` are replaced
-            by JAX's reference functions with the same interface.
+            Pallas programs then run in interpret mode, and cuDNN, tokamax and ``ragged_paged`` are
+            replaced by reference functions of their libraries.
     """
 
     dtype: str = "float32"
