@@ -1,8 +1,8 @@
 """Compares the values and gradients of every attention kernel with NumPy in float64.
 
 Kernels for this platform run compiled, in bfloat16. On a CPU all kernels run in interpret mode, in
-float32. ``cudnn``, ``tokamax`` and ``ragged_paged`` cannot be interpreted, so reference functions of
-their libraries replace them. A wrong result is compared with the results that well-known faults
+float32. ``cudnn``, ``tokamax`` and ``ragged_paged`` cannot be interpreted, so reference functions
+of their libraries replace them. A wrong result is compared with the results that well-known faults
 would produce, and the report names the fault that matches.
 
 Shape letters: B batch, T tokens, S keys, N key/value heads, G query heads per key/value head, K
