@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -170,11 +171,12 @@ def resolve(kind: Kind, choice: str, case: Case, where: str = "attention") -> st
     """
     able = [name for name in (*_KERNELS[kind], "xla") if not unmet(kind, name, case)]
     if choice == "auto":
-        # The printed line says why kernels for this platform were not chosen.
+        # The printed line says why better kernels for this platform were not chosen.
+        better = itertools.takewhile(lambda name: name != able[0], _KERNELS[kind])
         passed = [
             f"{name}: {unmet(kind, name, case)}"
-            for name, (platform, _) in _KERNELS[kind].items()
-            if name not in able and platform == case.platform
+            for name in better
+            if _KERNELS[kind][name][0] == case.platform
         ]
         reason = f" ({'; '.join(passed)})" if passed else ""
         _announce(f"{kind} attention: {able[0]} on {case.platform} in {case.dtype}{reason}")

@@ -55,6 +55,15 @@ def test_the_choice_is_printed_once_with_what_was_passed_over(capsys):
     ]
 
 
+def test_the_printed_line_has_no_reason_against_kernels_that_are_never_preferred(
+    monkeypatch, capsys
+):
+    monkeypatch.setitem(choice._KERNELS["causal"], "tokamax", ("cuda", "no_such_package.kernels"))
+    choice._announce.cache_clear()
+    resolve("causal", "auto", dataclasses.replace(CASE, platform="cuda", capability=9.0))
+    assert capsys.readouterr().err == "causal attention: pallas_gpu on cuda in bfloat16\n"
+
+
 @pytest.mark.parametrize(
     ("wanted", "changes", "reason"),
     [

@@ -424,7 +424,7 @@ def test_the_share_of_a_gpu_that_jax_takes_is_read_as_jax_reads_it(monkeypatch):
 def test_the_programs_that_the_compiler_refused_are_named_in_place_of_the_splits(
     monkeypatch, capsys
 ):
-    def compiled(program, where, kernels):
+    def compiled(program, where, *assumed):
         lower = (lambda: Refusing(TOO_LARGE)) if program.name == "train" else small
         return _compiled(dataclasses.replace(program, lower=lower, lying=70 * 10**9), where)
 
