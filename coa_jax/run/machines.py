@@ -18,7 +18,7 @@ class Fit(NamedTuple):
         length: number of tokens of a training row, and of positions in a slot of the engine.
         fsdp, tensor: number of devices along the mesh axes ``fsdp`` and ``tensor``.
         lora: rank of the adapters; 0 trains all parameters.
-        slots: number of slots of an engine.
+        slots: number of slots of an engine; 0 for as many as memory holds.
         decode: number of chips of one decoding engine.
     """
 
@@ -34,14 +34,14 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
     "h100": {
         "sft": {
             "1.5b": Fit(32_768),
-            "4b": Fit(16_384, lora=32),
-            "7b": Fit(8_192, lora=32),
+            "4b": Fit(32_768, lora=32),
+            "7b": Fit(32_768, lora=32),
             "14b": Fit(14_336, lora=32),
         },
         "rl": {
-            "1.5b": Fit(16_384, slots=32),
-            "4b": Fit(8_192, lora=32, slots=16),
-            "7b": Fit(16_384, lora=32, slots=16),
+            "1.5b": Fit(16_384),
+            "4b": Fit(16_384, lora=32),
+            "7b": Fit(32_768, lora=32),
         },
     },
     "8xh100": {
