@@ -2,9 +2,9 @@
 
     python team.py --number 40 --attempts 2 --output logs.jsonl --questions questions.jsonl
 
-The model of all agents is the one that the server at ``--url`` offers first. The agents have short
-prompts without function calling, because the model is small: the graph turns what the search agent
-and the maths agent write into calls of their tools. Each attempt becomes a line of the output: the
+All agents use the first model that the server at ``--url`` offers. The agents have short prompts
+without function calling, because the model is small: the graph calls the search with the question,
+and runs the program that the maths agent writes. Each attempt becomes a line of the output: the
 question, the accepted answers, and the messages of the graph in LangChain's form. Attempts that the
 file already has are not repeated.
 """

@@ -1,6 +1,6 @@
 """Clients of other projects run unchanged: litellm and LangGraph with the server, harbor on files.
 
-They run with the interpreter ``COA_JAX_CLIENTS``, or with that of the tests if it has all of them.
+They run with the interpreter ``COA_JAX_CLIENTS``, or with that of the tests if it has all clients.
 Their packages pin versions of their own, so they have an environment of their own.
 """
 

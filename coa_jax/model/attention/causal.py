@@ -222,7 +222,7 @@ def _tokamax(
     """Computes attention with tokamax's kernel for Hopper GPUs.
 
     The kernel skips the keys before the start of a query's segment. The public function of tokamax
-    has no such mask, so the function uses private names of the package. On Blackwell GPUs, the
+    has no such mask, so private names of the package are used. On Blackwell GPUs, the
     backward pass of tokamax 0.0.12 needs more shared memory than there is.
     """
     from tokamax._src.config import flags
