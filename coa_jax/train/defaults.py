@@ -109,7 +109,8 @@ def with_adapters(
         model_config = describe_model(config.model).config
     machine = machine or Machine.here()
     full = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=0))
-    state = _state_bytes(full, without_adapters(model_config)) // _parts(config, machine.devices)
+    _, fsdp, tensor = _axes(config, machine.devices)
+    state = _state_bytes(full, without_adapters(model_config)) // (fsdp * tensor)
     usable = _usable(machine)
     if state <= usable:
         return full
@@ -229,12 +230,13 @@ def completed_for(config: C, model_config: ModelConfig, where: Slice, devices: i
 def _with_sizes(config: C, model_config: ModelConfig, longest: int, machine: Machine) -> C:
     """Chooses engine, rows and rematerialisation by the memory that they need on a device."""
     platform, cpu = machine.platform, machine.platform == "cpu"
-    parts = _parts(config, machine.devices)
-    left = _usable(machine) - _state_bytes(config, model_config) // parts
+    data, fsdp, tensor = _axes(config, machine.devices)
+    left = _usable(machine) - _state_bytes(config, model_config) // (fsdp * tensor)
     changes: dict[str, Any] = {}
     if hasattr(config, "engine"):
         changes, reserved = _engine(config, model_config, longest, machine, left)
         left -= reserved
+    parts = data * fsdp  # the rows of a micro-batch are split over them
     samples = config.groups * config.group_size if isinstance(config, RLConfig) else 0
     samples = samples or getattr(config, "batch_size", 1)
     policies = ("none", "dots", "full") if config.remat == "auto" else (config.remat,)
@@ -319,16 +321,15 @@ def _engine(
     return {"engine": engine, "mesh": mesh}, reserved
 
 
-def _parts(config: TrainingConfig, devices: int) -> int:
-    """Returns the number of devices over which the rows of a micro-batch are split."""
-    mesh, devices = config.mesh, devices - config.mesh.rollout_devices
-    known = [size for size in (mesh.data, mesh.fsdp, mesh.tensor) if size > 0]
-    product = 1
-    for size in known:
-        product *= size
-    rows = 1 if mesh.tensor < 0 else max(mesh.tensor, 1)
-    whole = product if len(known) == 3 else max(product, devices)
-    return max(1, whole // rows)
+def _axes(config: TrainingConfig, devices: int) -> tuple[int, int, int]:
+    """Returns the sizes of the axes data, fsdp and tensor of the mesh of the training devices."""
+    mesh = config.mesh
+    sizes = [mesh.data, mesh.fsdp, mesh.tensor]
+    if -1 in sizes:  # this axis takes the remaining devices
+        known = math.prod(size for size in sizes if size > 0)
+        sizes[sizes.index(-1)] = max(1, (devices - mesh.rollout_devices) // known)
+    data, fsdp, tensor = (max(1, size) for size in sizes)
+    return data, fsdp, tensor
 
 
 def _row_bytes(model_config: ModelConfig, config: TrainingConfig, policy: str, cpu: bool) -> int:

@@ -162,6 +162,19 @@ def test_slots_for_which_memory_is_short_share_the_pages_that_it_holds():
     assert pages[1] < pages[0]  # updates need memory beside an engine that goes on
 
 
+def test_an_engine_gets_the_memory_that_a_split_over_fsdp_or_tensor_leaves():
+    sizes = {"groups": 64, "group_size": 8, "rows": 64, "row_length": 32_768}
+    sizes |= {"rollout": {"max_tokens": 32_768}}
+    pages = {}
+    for mesh in ((1, 8, 1), (1, 4, 2), (1, 4, -1), (2, 4, 1)):
+        axes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True), decode_tensor=1)
+        of_run = rl(**sizes, mesh=axes)
+        machine = H100._replace(free=60 * 10**9, devices=8)
+        chosen = completed(of_run, model("qwen2.5-7b"), of_run.longest, machine=machine).engine
+        pages[mesh] = chosen.pages
+    assert pages[1, 8, 1] == pages[1, 4, 2] == pages[1, 4, -1] > 2 * pages[2, 4, 1] > 0
+
+
 def test_rematerialisation_is_chosen_for_all_rows_of_a_device():
     def chosen(rows: int, machine: Machine) -> str:
         of_run = rl(rows=rows, row_length=4096, engine={"slots": 4})
