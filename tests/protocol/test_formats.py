@@ -95,6 +95,16 @@ def test_what_a_format_writes_it_reads(form, steps, answer):
     assert (last.role, last.body) == ("answer", answer)
 
 
+@pytest.mark.parametrize("mark", ["Thought:", "Action Input:", "Observation:", "Final Answer:"])
+def test_a_line_that_begins_like_a_mark_of_react_ends_no_text(mark):
+    protocol, text = get_protocol("generalist:react"), f"print('''\n{mark} x''')"
+    steps = [EpisodeStep((text,), "code", text, text), EpisodeStep((text,), "", text)]
+    parts = protocol.format.write(protocol, steps)
+    assert part_violations(protocol.name, parts) == []
+    (*_, called) = parse(protocol, parts[0][1]).segments
+    assert (called.role, called.body) == ("code", f"print('''\n {mark} x''')")
+
+
 @given(st.text())
 def test_any_text_is_read_as_a_call_or_refused_for_a_reason(text):
     try:
