@@ -128,6 +128,7 @@ def call(name, **arguments):
         (call("code", code="print(1)"), "```py\nprint(1)\n```"),
         (call("code", code="```py\nprint(1)\n```"), "```py\nprint(1)\n```"),
         (call("code", code="x", stdin="7\n"), "```py\nx\n```\n```sh\n7\n```"),
+        (call("code", code="x", stdin=""), "```py\nx\n```\n```sh\n```"),
         (call("visual_inspector", file_path="a.png"), '```json\n{"file_path": "a.png"}\n```'),
     ],
 )
@@ -147,6 +148,8 @@ def test_arguments_become_the_text_that_a_tool_takes(arguments, text):
         ('{"name": "code", "arguments": "x"}', "are not a JSON object"),
         (call("code"), "needs the argument 'code'"),
         (call("code", code=7), "must be a string"),
+        (call("code", code="x = '''\n```\n```sh\n'''\nprint(x)"), "code may be only ```"),
+        (call("code", code="x", stdin="```\n7"), "code may be only ```"),
         ('{"name": "code", "arguments": {"code": "\\ud800"}}', "half of a surrogate pair"),
     ],
 )
