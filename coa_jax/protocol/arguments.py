@@ -79,8 +79,9 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
         arguments: name of an argument -> its value.
 
     Raises:
-        ValueError: an argument is missing or is not a string. The message is written for the
-            policy, which gets it as an observation.
+        ValueError: an argument is missing, is not a string, or contains a line that would end the
+            code block around it. The message is written for the policy, which gets it as an
+            observation.
     """
     if tool in protocol.schemas:
         required: Any = protocol.schemas[tool].get("required") or ()
@@ -101,8 +102,11 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
             texts[name] = value
     form = TOOL_FORMS.get(tool, "text")
     if form == "code":
-        fenced = "stdin" not in texts and parse_code(texts["code"]) is not None
-        return texts["code"] if fenced else format_code(texts["code"], texts.get("stdin"))
+        if "stdin" not in texts and parse_code(texts["code"]) is not None:
+            return texts["code"]
+        if any(line.rstrip() == "```" for text in texts.values() for line in text.split("\n")):
+            raise ValueError(f"No line in a call of {tool} may be only ```.")
+        return format_code(texts["code"], texts.get("stdin"))
     if form == "inspection":
         return f"```json\n{json.dumps(texts, ensure_ascii=False)}\n```"
     (text,) = texts.values()

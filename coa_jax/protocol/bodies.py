@@ -143,7 +143,8 @@ def format_code(source: str, stdin: str | None = None) -> str:
     body = f"```py\n{source}\n```"
     if stdin is None:
         return body
-    return f"{body}\n```sh\n{stdin.removesuffix(chr(10))}\n```"
+    lines = f"{stdin.removesuffix(chr(10))}\n" if stdin else ""
+    return f"{body}\n```sh\n{lines}```"
 
 
 def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:

@@ -129,7 +129,8 @@ def _score(scores: Sequence[int]) -> Regex:
     announced &= ~(announced + _NO_DIGIT + star(_NO_DIGIT))
     between = up_to(48, none_of(_DIGITS + b"\n</"))
     # A digit after "of" is excluded, because "out of 4" names the scale and not the score.
-    between &= ~(ANYTHING + literal("of", ignore_case=True) + _BLANK + star(_BLANK))
+    blanks = _UNICODE_BLANK + star(_UNICODE_BLANK)
+    between &= ~(ANYTHING + literal("of", ignore_case=True) + blanks)
     space = literal(" ")
     slash = optional(space) + literal("/") + optional(space)
     scale = (slash | space + literal("out of ")) + literal("4")

@@ -75,12 +75,12 @@ class React(Format):
         parts = []
         for step in steps:
             thoughts = "\n".join(thought.strip() for thought in step.thoughts if thought.strip())
-            # A mark at the start of a line would end the thought, so the mark is escaped.
-            text = f"Thought: {_MARK.sub(' ' + chr(92) + '1', thoughts)}\n" if thoughts else ""
+            text = f"Thought: {_indented(thoughts)}\n" if thoughts else ""
+            body = _indented(step.text.strip())
             if step.tool:
-                text += f"Action: {step.tool}\nAction Input: {step.text.strip()}\nObservation:"
+                text += f"Action: {step.tool}\nAction Input: {body}\nObservation:"
             elif step.text:
-                text += f"Final Answer: {step.text.strip()}"
+                text += f"Final Answer: {body}"
             parts.append(("policy", text))
             if step.tool:
                 parts.append(("environment", f"{self.head}{step.observation}{self.tail}"))
@@ -103,6 +103,11 @@ class React(Format):
         """Returns the observation for a call of a tool that does not exist, see `Format.error`."""
         tools = ", ".join(protocol.tools)
         return f"There is no tool {segment.body[:100]!r}; there are {tools}."
+
+
+def _indented(text: str) -> str:
+    """Returns a text whose lines do not begin with a mark, which would end the text."""
+    return _MARK.sub(r" \1", text)
 
 
 class ReactReader(Pieces):

@@ -60,13 +60,16 @@ class RunningSample:
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
         """Converts an event to a call of the environment, for environments that answer whole turns.
 
-        Such an environment answers the end of a turn, or the final answer. Any other event is
+        Such an environment answers the end of a turn, or the final answer. In a format whose turns
+        call tools, a turn without a call is a turn, not the final answer. Any other event is
         returned unchanged.
 
         Args:
             event: result of `Episode.feed`: a tool call, or the reason to stop.
         """
-        if event is StopReason.EOS and self.environment.whole_turns:
+        form = self.episode.protocol.format
+        spoken = event is StopReason.ANSWER and form is not None and form.turns
+        if self.environment.whole_turns and (event is StopReason.EOS or spoken):
             return ToolRequest(TURN, self.episode.end_turn())
         if event is StopReason.ANSWER and ANSWER in self.environment.own:
             return ToolRequest(ANSWER, self.episode.last_body(self.episode.protocol.answer))

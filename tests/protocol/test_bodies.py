@@ -138,7 +138,7 @@ LINES = st.lists(st.text(st.characters(exclude_characters="`\r\n"), max_size=8),
 
 @given(LINES.map("\n".join).filter(lambda s: s.strip()), st.none() | LINES.map("\n".join))
 def test_written_programs_read_back(source, stdin):
-    expected = None if stdin is None else stdin.removesuffix("\n") + "\n"
+    expected = stdin and stdin.removesuffix("\n") + "\n"
     assert parse_code(format_code(source, stdin)) == (source, expected)
 
 

@@ -82,6 +82,13 @@ def test_a_string_through_every_transition_is_read_as_it_should(form):
     assert seen > 20
 
 
+@pytest.mark.parametrize("space", [" ", "\t", "\x0b", "\x85", "\u00a0", "\u2003", "\u3000"])
+def test_the_scale_of_a_score_is_no_score_whatever_space_it_has(space):
+    body = f"The score out of{space}4"
+    assert bodies.parse_double_check(body) is None
+    assert not any(matches(language, body.encode()) for language, _ in outcomes("score", 3))
+
+
 @given(st.text())
 def test_the_language_of_words_is_exactly_what_is_not_blank(text):
     ((regex, _),) = outcomes("text", 3)

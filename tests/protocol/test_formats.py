@@ -95,6 +95,16 @@ def test_what_a_format_writes_it_reads(form, steps, answer):
     assert (last.role, last.body) == ("answer", answer)
 
 
+@pytest.mark.parametrize("mark", ["Thought:", "Action Input:", "Observation:", "Final Answer:"])
+def test_a_line_that_begins_like_a_mark_of_react_ends_no_text(mark):
+    protocol, text = get_protocol("generalist:react"), f"print('''\n{mark} x''')"
+    steps = [EpisodeStep((text,), "code", text, text), EpisodeStep((text,), "", text)]
+    parts = protocol.format.write(protocol, steps)
+    assert part_violations(protocol.name, parts) == []
+    (*_, called) = parse(protocol, parts[0][1]).segments
+    assert (called.role, called.body) == ("code", f"print('''\n {mark} x''')")
+
+
 @given(st.text())
 def test_any_text_is_read_as_a_call_or_refused_for_a_reason(text):
     try:
@@ -118,6 +128,7 @@ def call(name, **arguments):
         (call("code", code="print(1)"), "```py\nprint(1)\n```"),
         (call("code", code="```py\nprint(1)\n```"), "```py\nprint(1)\n```"),
         (call("code", code="x", stdin="7\n"), "```py\nx\n```\n```sh\n7\n```"),
+        (call("code", code="x", stdin=""), "```py\nx\n```\n```sh\n```"),
         (call("visual_inspector", file_path="a.png"), '```json\n{"file_path": "a.png"}\n```'),
     ],
 )
@@ -137,6 +148,8 @@ def test_arguments_become_the_text_that_a_tool_takes(arguments, text):
         ('{"name": "code", "arguments": "x"}', "are not a JSON object"),
         (call("code"), "needs the argument 'code'"),
         (call("code", code=7), "must be a string"),
+        (call("code", code="x = '''\n```\n```sh\n'''\nprint(x)"), "code may be only ```"),
+        (call("code", code="x", stdin="```\n7"), "code may be only ```"),
         ('{"name": "code", "arguments": {"code": "\\ud800"}}', "half of a surrogate pair"),
     ],
 )

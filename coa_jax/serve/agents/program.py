@@ -125,7 +125,11 @@ def make_agent(config: AgentConfig) -> AgentFunction:
                 api_key=access.key,
                 model=MODEL,
             )
-        except Exception as error:  # the function of a user may raise anything
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # The function of a user may raise anything. Only the sampler can cancel the sample.
+            caller = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and caller and caller.cancelling():
+                raise
             raise ProgramError(f"{type(error).__name__}: {error}") from error
         return ProgramOutcome.read(result)
 

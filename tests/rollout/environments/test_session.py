@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import threading
@@ -66,6 +67,16 @@ def test_an_environment_answers_whole_turns_and_ends_the_episode():
         assert format_valid(t)
     lengths = {len(t.tool_calls) for t in ended}
     assert len(lengths) > 1
+
+
+def test_a_turn_in_a_format_of_turns_is_not_the_end():
+    asked = [request(environments(), 4, HOT, number) for number in range(3)]
+    tasks = [dataclasses.replace(TASK, protocol="turns:hermes")] * 3
+    played = run(*(dataclasses.replace(r, task=t) for r, t in zip(asked, tasks, strict=True)))
+    for one, other in zip(played, games(), strict=True):
+        assert one.stop_reason == other.stop_reason
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert [call.tool for call in one.tool_calls] == ["turn"] * len(other.tool_calls)
 
 
 def test_the_policy_writes_its_turns_and_the_environment_the_replies():

@@ -186,6 +186,18 @@ async def broken(base_url: str, question: str) -> None:
     raise ValueError(f"no luck with {question}")
 
 
+async def quits(base_url: str) -> None:
+    """Ends as a command does that refuses its arguments."""
+    raise SystemExit(2)
+
+
+async def given_up(base_url: str) -> None:
+    """Waits for work of its own that is cancelled."""
+    work = asyncio.create_task(asyncio.sleep(1000))
+    work.cancel()
+    await work
+
+
 async def asleep(base_url: str, api_key: str, question: str) -> None:
     """Asks for more than it waits for, and sleeps."""
     async with client(base_url, api_key) as policy:

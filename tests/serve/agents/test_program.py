@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.serve.agents.program import Access, ProgramError, ProgramOutcome, run_command
+from coa_jax.rollout.agent_config import AgentConfig
+from coa_jax.serve.agents.program import (
+    Access,
+    ProgramError,
+    ProgramOutcome,
+    make_agent,
+    run_command,
+)
 from tests.tools.fault_server import wait_until
 
 ACCESS = Access("http://127.0.0.1:1", "key")
@@ -62,6 +69,15 @@ def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
 def test_a_program_that_fails_says_why(script, reason):
     with pytest.raises(ProgramError, match=reason):
         run(script)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [("quits", "SystemExit: 2"), ("given_up", "CancelledError")]
+)
+def test_a_function_that_exits_or_cancels_its_own_work_has_failed(function, reason):
+    agent = make_agent(AgentConfig(function=f"tests.serve.agents.functions:{function}"))
+    with pytest.raises(ProgramError, match=reason):
+        asyncio.run(agent(TASK, ACCESS))
 
 
 def test_a_program_that_is_not_there_is_named():
