@@ -58,7 +58,10 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls) -> Machine:
-        """Returns the devices of this process, and of the processes that it trains with."""
+        """Returns the devices of this process, and of the processes that it trains with.
+
+        All processes of a run must call this method, because they must choose the same settings.
+        """
         import jax
 
         from coa_jax.engine.memory import free_memory
@@ -67,6 +70,7 @@ class Machine(NamedTuple):
         free = free_memory(local[0]) or 16 * 10**9
         platform = jax.default_backend()
         free //= len(local) if platform == "cpu" else 1
+        free = min(processes.all_gather(free, "free memory", 600.0))
         return cls(platform, jax.device_count(), free, len(local))
 
 

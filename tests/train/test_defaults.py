@@ -189,6 +189,18 @@ def test_fine_tuning_makes_three_passes_over_rows_of_the_longest_example():
     assert adapters.optimizer.learning_rate > chosen.optimizer.learning_rate > 0
 
 
+def test_all_processes_choose_by_the_least_free_memory(monkeypatch):
+    """With rows of their own, they would run programs of different shapes, and never meet."""
+    monkeypatch.setattr("coa_jax.engine.memory.free_memory", lambda device: 64 * 10**9)
+    monkeypatch.setattr("coa_jax.parallel.processes.all_gather", lambda mine, *_: [mine, 10**9])
+    assert Machine.here().free == 10**9
+    given = {"model": "m", "data": "d", "dtype": "bfloat16", "lora": {"rank": 0}}
+    of_run = build_config(SFTConfig, with_defaults("sft", given))
+    shapes = model("smollm2-135m")
+    chosen = [completed(of_run, shapes, 64, 100, CPU._replace(free=x * 10**9)) for x in (4, 6)]
+    assert [each.rows for each in chosen] == [2, 8]
+
+
 def test_a_config_is_completed_without_jax():
     """So that a wrong setting is answered before JAX is loaded."""
     code = (
