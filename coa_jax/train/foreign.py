@@ -84,8 +84,10 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     prompt = load_prompt(config.prompt_style)
     readers, counts = read_parts(config, policy.tokenizer, prompt, config.parts)
     longest = max(int(each.sizes.max(initial=1)) for each in counts)
-    config = open_sizes(config, longest, sum(int((each.sizes > 0).sum()) for each in counts))
-    parts = [fitting(*read, config.row_length) for read in zip(readers, counts, strict=True)]
+    length = config.row_length or longest
+    parts = [fitting(*read, length) for read in zip(readers, counts, strict=True)]
+    examples = data.join(parts)
+    config = open_sizes(config, longest, len(examples))
     parted: tuple[Any, ...] = nnx.split(policy.module, nnx.Param, ...)
     graph, params, rest = parted
     start, frozen = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
@@ -98,7 +100,6 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
         trained.state, trained.step = restored.state, restored.step
         trained.extra = restored.extra
     run.begin("sft", trained.step, trained.total)
-    examples = data.join(parts)
     updates = Unpacked(
         examples=examples,
         order=data.shuffled([*map(len, parts)], config.weights or (1.0,), config.seed),

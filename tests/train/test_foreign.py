@@ -101,6 +101,13 @@ def test_an_interrupted_run_continues_to_the_same_parameters(tokenizer, tmp_path
         np.testing.assert_array_equal(mine, other)
 
 
+def test_the_passes_over_the_data_leave_out_what_is_too_long(tokenizer, tmp_path):
+    long = DistilledRecord("9", "Say.", "turns", ("9",), (("policy", "It is 9. " * 50),), "9")
+    data, sizes = [*RECORDS, long], {"batch_size": 8, "row_length": 128}
+    run = coa_jax.train_sft(policy_of(tokenizer), tmp_path / "run", data=data, **sizes)
+    assert run.metrics[-1]["epoch"] == 3
+
+
 def parameters(policy):
     return jax.tree.leaves(nnx.to_pure_dict(nnx.state(policy.module, nnx.Param)))
 
