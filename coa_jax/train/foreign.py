@@ -91,7 +91,9 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     parted: tuple[Any, ...] = nnx.split(policy.module, nnx.Param, ...)
     graph, params, rest = parted
     start, frozen = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-    checkpoints = Checkpoints(run.checkpoints / "sft", config.keep_last, before_save=run.sync)
+    checkpoints = Checkpoints(
+        run.checkpoints / "sft", config.keep_last, config.keep_best, before_save=run.sync
+    )
     trained = Trained(policy, None, checkpoints, 0, config.optimizer.total_steps, {"cursor": 0})  # type: ignore[arg-type]
     restored = checkpoints.newest(abstract_state(start, config.optimizer, frozen))
     if restored is None:

@@ -101,6 +101,18 @@ def test_an_interrupted_run_continues_to_the_same_parameters(tokenizer, tmp_path
         np.testing.assert_array_equal(mine, other)
 
 
+def test_the_best_checkpoint_of_a_module_is_kept(tokenizer, tmp_path):
+    optimizer = {"learning_rate": 10.0, "total_steps": 4}  # the loss only rises
+    run = coa_jax.train_sft(
+        policy_of(tokenizer), tmp_path / "run", data=RECORDS, batch_size=8, optimizer=optimizer,
+        checkpoint_every=1, keep_last=1, keep_best="loss",
+    )  # fmt: skip
+    losses = [row["loss"] for row in run.metrics]
+    best = 1 + losses.index(min(losses))
+    kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints" / "sft").iterdir()}
+    assert best < 4 and kept == {best, 4}
+
+
 def test_the_passes_over_the_data_leave_out_what_is_too_long(tokenizer, tmp_path):
     long = DistilledRecord("9", "Say.", "turns", ("9",), (("policy", "It is 9. " * 50),), "9")
     data, sizes = [*RECORDS, long], {"batch_size": 8, "row_length": 128}
