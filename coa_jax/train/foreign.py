@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -90,7 +92,9 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     config = open_sizes(config, longest, len(examples))
     parted: tuple[Any, ...] = nnx.split(policy.module, nnx.Param, ...)
     graph, params, rest = parted
-    start, frozen = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    # Updates donate their parameters, and the module must stay whole if the run is interrupted.
+    start = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
+    frozen = nnx.to_pure_dict(rest)
     checkpoints = Checkpoints(
         run.checkpoints / "sft", config.keep_last, config.keep_best, before_save=run.sync
     )

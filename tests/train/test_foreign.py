@@ -120,6 +120,21 @@ def test_the_passes_over_the_data_leave_out_what_is_too_long(tokenizer, tmp_path
     assert run.metrics[-1]["epoch"] == 3
 
 
+def test_an_interruption_leaves_the_module_whole(tokenizer, tmp_path, monkeypatch):
+    policy = policy_of(tokenizer)
+    before = list(map(np.array, parameters(policy)))
+
+    def killed(*args, **kwargs):
+        train_step(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coa_jax.train.fit.train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        coa_jax.train_sft(policy, tmp_path / "run", data=RECORDS, **SETTINGS)
+    for mine, other in zip(parameters(policy), before, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 def parameters(policy):
     return jax.tree.leaves(nnx.to_pure_dict(nnx.state(policy.module, nnx.Param)))
 
