@@ -17,7 +17,7 @@ from coa_jax.parallel import processes
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.settings import changes_of, default_values, merged, plain
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.config import SFTConfig, TrainingConfig
+from coa_jax.train.config import DPOConfig, SFTConfig, TrainingConfig
 from coa_jax.train.rl_config import RLConfig
 
 if TYPE_CHECKING:
@@ -260,10 +260,11 @@ def _state_bytes(config: TrainingConfig, model_config: ModelConfig) -> int:
     trained = num_params(model_config) - bare if model_config.lora.rank else bare
     # All parameters; gradients and two moments of those that are trained.
     state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    compares = isinstance(config, DPOConfig)
     if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
-        reference = config.chosen.needs_reference and not model_config.lora.rank
-        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
-    return state
+        compares = config.chosen.needs_reference
+        state += 16 * bare * config.chosen.needs_critic
+    return state + 4 * bare * (compares and not model_config.lora.rank)
 
 
 def _usable(machine: Machine) -> int:

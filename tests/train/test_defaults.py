@@ -15,7 +15,7 @@ from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.train.command import with_rank
-from coa_jax.train.config import SFTConfig
+from coa_jax.train.config import DPOConfig, SFTConfig
 from coa_jax.train.defaults import Machine, completed, completed_for, with_adapters, with_defaults
 from coa_jax.train.rl_config import RLConfig
 
@@ -111,6 +111,15 @@ def test_a_choice_of_adapters_is_printed_with_the_setting_that_changes_it(capsys
         assert ("lora.rank 32" in told and "--config.lora.rank=0" in told) == (rank is None)
     assert with_adapters(rl(None), model("qwen2.5-1.5b"), machine) == rl(0)
     assert capsys.readouterr().out == ""
+
+
+def test_the_reference_of_preferences_needs_memory_too():
+    given = {"model": "m", "lora": LoraConfig(rank=-1)}
+    traces = {"traces": "t", "phase": "rl", "beta": 0.1, "min_gap": 0.5, "per_task": 1}
+    one, other = SFTConfig(data="d", **given), DPOConfig(**traces, **given)
+    room = Machine("gpu", 1, 33 * 10**9)  # of 1.5 billion parameters, a state takes 24.7 or 30.9 GB
+    ranks = [with_adapters(each, model("qwen2.5-1.5b"), room).lora.rank for each in (one, other)]
+    assert ranks == [0, 32]
 
 
 def test_a_run_keeps_the_adapters_that_it_began_with(tmp_path):
