@@ -80,9 +80,9 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     newest checkpoint.
 
     Raises:
-        UserError: a setting needs a model of this package.
+        UserError: a setting needs a model of this package, or the module has dropout.
     """
-    _refuse(config)
+    _refuse(config, policy.module)
     prompt = load_prompt(config.prompt_style)
     readers, counts = read_parts(config, policy.tokenizer, prompt, config.parts)
     longest = max(int(each.sizes.max(initial=1)) for each in counts)
@@ -138,7 +138,7 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     policy.save(output)
 
 
-def _refuse(config: SFTConfig) -> None:
+def _refuse(config: SFTConfig, module: Any) -> None:
     wrong: dict[str, Any] = {"lora.rank": config.lora.rank, "evaluate_every": config.evaluate_every}
     wrong |= {"rename_share": config.rename_share, "validation": config.validation}
     for name, value in wrong.items():
@@ -152,4 +152,13 @@ def _refuse(config: SFTConfig) -> None:
             raise UserError(
                 f"mesh.{axis} is {size}: a module of your own has no logical axes, so it trains on "
                 "one device. Leave the setting out, or train a model of coa_jax"
+            )
+    # Updates do not change the state of random numbers.
+    for path, part in nnx.iter_graph(module):
+        if not isinstance(part, nnx.Dropout | nnx.MultiHeadAttention) or part.deterministic:
+            continue
+        if part.rate if isinstance(part, nnx.Dropout) else part.dropout_rate:
+            raise UserError(
+                f"{'.'.join(('module', *map(str, path)))} has dropout, which would drop the same "
+                "values in every update: turn it off by module.eval()"
             )

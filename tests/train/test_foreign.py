@@ -145,6 +145,9 @@ def test_what_a_module_cannot_do_is_refused_in_one_line(tokenizer, tmp_path):
         coa_jax.train_sft(policy, tmp_path / "a", data=RECORDS, lora={"rank": 4})
     with pytest.raises(UserError, match=r"mesh\.fsdp is 2: .* one device"):
         coa_jax.train_sft(policy, tmp_path / "b", data=RECORDS, mesh={"fsdp": 2})
+    policy.module.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match=r"module\.drop has dropout.*module\.eval\(\)"):
+        coa_jax.train_sft(policy, tmp_path / "c", data=RECORDS)
     with pytest.raises(UserError, match=r"module is function; give a flax\.nnx\.Module"):
         coa_jax.Foreign(lambda tokens: tokens, tokenizer)
     with pytest.raises(UserError, match=r"module\.safetensors is missing"):
