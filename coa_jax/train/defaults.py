@@ -17,7 +17,7 @@ from coa_jax.parallel import processes
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.settings import changes_of, default_values, merged, plain
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.config import SFTConfig, TrainingConfig
+from coa_jax.train.config import DPOConfig, SFTConfig, TrainingConfig
 from coa_jax.train.rl_config import RLConfig
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls) -> Machine:
-        """Returns the devices of this process, and of the processes that it trains with."""
+        """Returns the devices of this process, and of the processes that it trains with.
+
+        All processes of a run must call this method, because they must choose the same settings.
+        """
         import jax
 
         from coa_jax.engine.memory import free_memory
@@ -67,6 +70,7 @@ class Machine(NamedTuple):
         free = free_memory(local[0]) or 16 * 10**9
         platform = jax.default_backend()
         free //= len(local) if platform == "cpu" else 1
+        free = min(processes.all_gather(free, "free memory", 600.0))
         return cls(platform, jax.device_count(), free, len(local))
 
 
@@ -258,10 +262,11 @@ def _state_bytes(config: TrainingConfig, model_config: ModelConfig) -> int:
     trained = num_params(model_config) - bare if model_config.lora.rank else bare
     # All parameters; gradients and two moments of those that are trained.
     state = (2 if config.loaded_dtype == "bfloat16" else 4) * bare + 12 * trained
+    compares = isinstance(config, DPOConfig)
     if isinstance(config, RLConfig):  # a critic is trained like the policy, a reference only read
-        reference = config.chosen.needs_reference and not model_config.lora.rank
-        state += 16 * bare * config.chosen.needs_critic + 4 * bare * reference
-    return state
+        compares = config.chosen.needs_reference
+        state += 16 * bare * config.chosen.needs_critic
+    return state + 4 * bare * (compares and not model_config.lora.rank)
 
 
 def _usable(machine: Machine) -> int:

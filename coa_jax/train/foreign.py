@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -78,18 +80,24 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     newest checkpoint.
 
     Raises:
-        UserError: a setting needs a model of this package.
+        UserError: a setting needs a model of this package, or the module has dropout.
     """
-    _refuse(config)
+    _refuse(config, policy.module)
     prompt = load_prompt(config.prompt_style)
     readers, counts = read_parts(config, policy.tokenizer, prompt, config.parts)
     longest = max(int(each.sizes.max(initial=1)) for each in counts)
-    config = open_sizes(config, longest, sum(int((each.sizes > 0).sum()) for each in counts))
-    parts = [fitting(*read, config.row_length) for read in zip(readers, counts, strict=True)]
+    length = config.row_length or longest
+    parts = [fitting(*read, length) for read in zip(readers, counts, strict=True)]
+    examples = data.join(parts)
+    config = open_sizes(config, longest, len(examples))
     parted: tuple[Any, ...] = nnx.split(policy.module, nnx.Param, ...)
     graph, params, rest = parted
-    start, frozen = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-    checkpoints = Checkpoints(run.checkpoints / "sft", config.keep_last, before_save=run.sync)
+    # Updates donate their parameters, and the module must stay whole if the run is interrupted.
+    start = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
+    frozen = nnx.to_pure_dict(rest)
+    checkpoints = Checkpoints(
+        run.checkpoints / "sft", config.keep_last, config.keep_best, before_save=run.sync
+    )
     trained = Trained(policy, None, checkpoints, 0, config.optimizer.total_steps, {"cursor": 0})  # type: ignore[arg-type]
     restored = checkpoints.newest(abstract_state(start, config.optimizer, frozen))
     if restored is None:
@@ -98,7 +106,6 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
         trained.state, trained.step = restored.state, restored.step
         trained.extra = restored.extra
     run.begin("sft", trained.step, trained.total)
-    examples = data.join(parts)
     updates = Unpacked(
         examples=examples,
         order=data.shuffled([*map(len, parts)], config.weights or (1.0,), config.seed),
@@ -131,7 +138,7 @@ def train(policy: Foreign, config: SFTConfig, run: RunDir, output: Path) -> None
     policy.save(output)
 
 
-def _refuse(config: SFTConfig) -> None:
+def _refuse(config: SFTConfig, module: Any) -> None:
     wrong: dict[str, Any] = {"lora.rank": config.lora.rank, "evaluate_every": config.evaluate_every}
     wrong |= {"rename_share": config.rename_share, "validation": config.validation}
     for name, value in wrong.items():
@@ -145,4 +152,13 @@ def _refuse(config: SFTConfig) -> None:
             raise UserError(
                 f"mesh.{axis} is {size}: a module of your own has no logical axes, so it trains on "
                 "one device. Leave the setting out, or train a model of coa_jax"
+            )
+    # Updates do not change the state of random numbers.
+    for path, part in nnx.iter_graph(module):
+        if not isinstance(part, nnx.Dropout | nnx.MultiHeadAttention) or part.deterministic:
+            continue
+        if part.rate if isinstance(part, nnx.Dropout) else part.dropout_rate:
+            raise UserError(
+                f"{'.'.join(('module', *map(str, path)))} has dropout, which would drop the same "
+                "values in every update: turn it off by module.eval()"
             )

@@ -60,10 +60,12 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     graded = read_graded(config.traces, config.phase)
     pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length or sys.maxsize)
     if not pairs:
+        length = config.row_length
         raise UserError(
             f"{config.traces}: among {len(graded)} graded trajectories, no two of one task have "
-            f"rewards that differ by {config.min_gap} and at most {config.row_length} tokens "
-            "together: lower min_gap, raise row_length, or sample more"
+            f"rewards that differ by {config.min_gap}"
+            + (f" and at most {length} tokens together: raise row_length, " if length else ": ")
+            + "lower min_gap, or sample more"
         )
     tasks = len({chosen.task_id for chosen, _ in pairs})
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)

@@ -87,10 +87,12 @@ def _chosen(config: RFTConfig) -> list[Trajectory]:
     graded = read_graded(config.traces, config.phase)
     chosen = select(graded, config.min_reward, config.per_task, config.row_length or sys.maxsize)
     if not chosen:
+        length = config.row_length
         raise UserError(
             f"{config.traces}: none of {len(graded)} graded trajectories has a reward of at least "
-            f"{config.min_reward} and at most {config.row_length} tokens: lower min_reward, raise "
-            "row_length, or sample more"
+            f"{config.min_reward}"
+            + (f" and at most {length} tokens: raise row_length, " if length else ": ")
+            + "lower min_reward, or sample more"
         )
     tasks = len({trajectory.task_id for trajectory in chosen})
     print(f"{len(chosen)} of {len(graded)} graded trajectories, of {tasks} tasks", flush=True)

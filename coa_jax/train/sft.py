@@ -77,13 +77,12 @@ def train(
     wording = sum((part.wording for part in lengths), Wording())
     warn_of_prompts(wording, prompt, "records", "config.prompt_style")
     longest = max(int(each.sizes.max(initial=1)) for each in counts)
-    number = sum(int((each.sizes > 0).sum()) for each in lengths)
-    config = completed(config, model.config, longest, number)
-    mesh = training_mesh(config.mesh, config.rows)
-    parts = [fitting(*read, config.row_length) for read in zip(readers, counts, strict=True)]
-    longest = max(int(part.sizes.max()) for part in parts)
+    length = config.row_length or longest
+    parts = [fitting(*read, length) for read in zip(readers, counts, strict=True)]
     validation = parts.pop() if config.validation else None
     examples = data.join(parts)
+    config = completed(config, model.config, longest, len(examples))
+    mesh = training_mesh(config.mesh, config.rows)
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
     model = model.replace(card=card)
@@ -117,7 +116,7 @@ def train(
             change=change,
         ),
         epoch=len(examples),
-        longest=longest,
+        longest=max(int(part.sizes.max()) for part in (examples, validation) if part),
         validate=validate if config.validation else None,
         held_out=held_out,
         evaluate_every=config.evaluate_every,

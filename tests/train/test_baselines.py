@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -189,6 +190,18 @@ def test_preferences_are_learnt(folder, rank):
     assert history[-1]["loss"] < history[0]["loss"] - 0.05
     assert history[-1]["dpo/accuracy"] == 1
     assert history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_length_of_rows_is_blamed_only_if_it_is_set(folder):
+    for length, blamed in ((0, ": "), (48, r" and at most 48 tokens.*: raise row_length, ")):
+        settings = baseline_settings(folder, row_length=length)
+        with RunDir(folder / "none") as run, pytest.raises(UserError) as error:
+            rejection.train(RFTConfig(**settings, min_reward=2.0), run, folder / "none" / "model")
+        assert re.search(f"a reward of at least 2.0{blamed}lower min_reward", str(error.value))
+        with RunDir(folder / "none") as run, pytest.raises(UserError) as error:
+            config = DPOConfig(**settings, beta=0.5, min_gap=2.0)
+            preference.train(config, run, folder / "none" / "model")
+        assert re.search(f"rewards that differ by 2.0{blamed}lower min_gap", str(error.value))
 
 
 def test_processes_meet_before_the_scores_of_the_reference(folder, monkeypatch):

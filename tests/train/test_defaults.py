@@ -15,7 +15,7 @@ from coa_jax.parallel.slices import parse_slice
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.train.command import with_rank
-from coa_jax.train.config import SFTConfig
+from coa_jax.train.config import DPOConfig, SFTConfig
 from coa_jax.train.defaults import Machine, completed, completed_for, with_adapters, with_defaults
 from coa_jax.train.rl_config import RLConfig
 
@@ -113,6 +113,15 @@ def test_a_choice_of_adapters_is_printed_with_the_setting_that_changes_it(capsys
     assert capsys.readouterr().out == ""
 
 
+def test_the_reference_of_preferences_needs_memory_too():
+    given = {"model": "m", "lora": LoraConfig(rank=-1)}
+    traces = {"traces": "t", "phase": "rl", "beta": 0.1, "min_gap": 0.5, "per_task": 1}
+    one, other = SFTConfig(data="d", **given), DPOConfig(**traces, **given)
+    room = Machine("gpu", 1, 33 * 10**9)  # of 1.5 billion parameters, a state takes 24.7 or 30.9 GB
+    ranks = [with_adapters(each, model("qwen2.5-1.5b"), room).lora.rank for each in (one, other)]
+    assert ranks == [0, 32]
+
+
 def test_a_run_keeps_the_adapters_that_it_began_with(tmp_path):
     (tmp_path / "config.json").write_text('{"lora": {"rank": 8}}')
     assert with_rank(rl(None), tmp_path, model("smollm2-135m")).lora.rank == 8
@@ -200,6 +209,18 @@ def test_fine_tuning_makes_three_passes_over_rows_of_the_longest_example():
     assert (chosen.row_length, chosen.optimizer.total_steps) == (768, 38)
     adapters = completed(of_run, model("smollm2-135m", 8), longest=700, examples=100, machine=CPU)
     assert adapters.optimizer.learning_rate > chosen.optimizer.learning_rate > 0
+
+
+def test_all_processes_choose_by_the_least_free_memory(monkeypatch):
+    """With rows of their own, they would run programs of different shapes, and never meet."""
+    monkeypatch.setattr("coa_jax.engine.memory.free_memory", lambda device: 64 * 10**9)
+    monkeypatch.setattr("coa_jax.parallel.processes.all_gather", lambda mine, *_: [mine, 10**9])
+    assert Machine.here().free == 10**9
+    given = {"model": "m", "data": "d", "dtype": "bfloat16", "lora": {"rank": 0}}
+    of_run = build_config(SFTConfig, with_defaults("sft", given))
+    shapes = model("smollm2-135m")
+    chosen = [completed(of_run, shapes, 64, 100, CPU._replace(free=x * 10**9)) for x in (4, 6)]
+    assert [each.rows for each in chosen] == [2, 8]
 
 
 def test_a_config_is_completed_without_jax():

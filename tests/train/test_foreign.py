@@ -101,6 +101,40 @@ def test_an_interrupted_run_continues_to_the_same_parameters(tokenizer, tmp_path
         np.testing.assert_array_equal(mine, other)
 
 
+def test_the_best_checkpoint_of_a_module_is_kept(tokenizer, tmp_path):
+    optimizer = {"learning_rate": 10.0, "total_steps": 4}  # the loss only rises
+    run = coa_jax.train_sft(
+        policy_of(tokenizer), tmp_path / "run", data=RECORDS, batch_size=8, optimizer=optimizer,
+        checkpoint_every=1, keep_last=1, keep_best="loss",
+    )  # fmt: skip
+    losses = [row["loss"] for row in run.metrics]
+    best = 1 + losses.index(min(losses))
+    kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints" / "sft").iterdir()}
+    assert best < 4 and kept == {best, 4}
+
+
+def test_the_passes_over_the_data_leave_out_what_is_too_long(tokenizer, tmp_path):
+    long = DistilledRecord("9", "Say.", "turns", ("9",), (("policy", "It is 9. " * 50),), "9")
+    data, sizes = [*RECORDS, long], {"batch_size": 8, "row_length": 128}
+    run = coa_jax.train_sft(policy_of(tokenizer), tmp_path / "run", data=data, **sizes)
+    assert run.metrics[-1]["epoch"] == 3
+
+
+def test_an_interruption_leaves_the_module_whole(tokenizer, tmp_path, monkeypatch):
+    policy = policy_of(tokenizer)
+    before = list(map(np.array, parameters(policy)))
+
+    def killed(*args, **kwargs):
+        train_step(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coa_jax.train.fit.train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        coa_jax.train_sft(policy, tmp_path / "run", data=RECORDS, **SETTINGS)
+    for mine, other in zip(parameters(policy), before, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 def parameters(policy):
     return jax.tree.leaves(nnx.to_pure_dict(nnx.state(policy.module, nnx.Param)))
 
@@ -111,6 +145,9 @@ def test_what_a_module_cannot_do_is_refused_in_one_line(tokenizer, tmp_path):
         coa_jax.train_sft(policy, tmp_path / "a", data=RECORDS, lora={"rank": 4})
     with pytest.raises(UserError, match=r"mesh\.fsdp is 2: .* one device"):
         coa_jax.train_sft(policy, tmp_path / "b", data=RECORDS, mesh={"fsdp": 2})
+    policy.module.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match=r"module\.drop has dropout.*module\.eval\(\)"):
+        coa_jax.train_sft(policy, tmp_path / "c", data=RECORDS)
     with pytest.raises(UserError, match=r"module is function; give a flax\.nnx\.Module"):
         coa_jax.Foreign(lambda tokens: tokens, tokenizer)
     with pytest.raises(UserError, match=r"module\.safetensors is missing"):

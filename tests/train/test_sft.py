@@ -114,6 +114,22 @@ def test_records_that_are_too_long_are_said_to_be(folder):
         run_sft(folder / "short", config)
 
 
+def test_the_passes_over_the_data_leave_out_what_is_too_long(folder, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(folder / "base")
+    sizes = [
+        len(record_example(tokenizer, r, Prompt("brief")).tokens) for r in tiny_policy.records()
+    ]
+    changes = {"row_length": min(sizes), "batch_size": 1, "optimizer": OptimizerConfig()}
+    config = sft_config(folder / "base", folder / "data.jsonl", rename_share=0.0, **changes)
+    begun = []
+    monkeypatch.setattr(sft, "fit", lambda config, *_, **options: begun.append((config, options)))
+    with RunDir(tmp_path) as run:
+        sft.train(config, run, tmp_path / "model")
+    ((chosen, options),) = begun
+    assert options["epoch"] == sizes.count(min(sizes)) < len(sizes)
+    assert chosen.optimizer.total_steps == 3 * options["epoch"]
+
+
 @pytest.mark.parametrize("name", ["batch_size", "validate_every", "checkpoint_every"])
 def test_settings_that_cannot_work_are_refused_at_once(folder, name):
     with pytest.raises(UserError, match=f"{name} is 0; give a whole number from 1"):
