@@ -127,7 +127,8 @@ def text_logprobs(
         return table[token].decode("utf-8", "replace")
 
     # A character may consist of several tokens, so the characters of the words are not counted.
-    decoder, offsets = codecs.getincrementaldecoder("utf-8")("replace"), []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets: list[int] = []
     for one in scored:
         offsets.append(offset)
         offset += len(decoder.decode(table[one.id]))
