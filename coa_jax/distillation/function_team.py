@@ -31,6 +31,7 @@ from coa_jax.files import jsonl, untrusted
 from coa_jax.run.progress import progress
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.graders import grade
+from coa_jax.tools.concurrency import guarded
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 Team: TypeAlias = Callable[[str], Conversation | Awaitable[Conversation]]
@@ -81,7 +82,7 @@ async def solve_all(
 
 async def _attempt(team: Team, task: Task) -> dict[str, Any]:
     try:
-        messages = await asyncio.to_thread(team, task.question)
+        messages = await asyncio.to_thread(guarded(team), task.question)
         if inspect.isawaitable(messages):  # the team is asynchronous
             messages = await messages
     except Exception as error:  # one task that fails does not end the run

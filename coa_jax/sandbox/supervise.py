@@ -17,6 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from . import cgroup, confine, kernel
 from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
@@ -62,8 +63,8 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: MemoryPoo
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    report: dict[str, object] = {"reason": "fault", "code": None, "clean": True}
-    report |= {"error": "", "directory": "", "uid": os.geteuid(), "totals": ""}
+    report: dict[str, Any] = {"reason": "fault", "code": None, "clean": True}
+    report |= {"error": "", "directory": "", "uid": os.geteuid(), "totals": "", "cpu_s": 0.0}
     uid, scratch, group = None, Scratch("", "", True, True), None
     try:
         uid = claim_uid()
@@ -87,7 +88,8 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: MemoryPoo
         removed = _remove(scratch, _REMOVAL_S) if swept else False
         report["clean"] = swept and removed is not False and report["clean"]
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        report["cpu_s"] = usage.ru_utime + usage.ru_stime
+        # The kernel leaves out killed processes of a namespace, whose time the watch has seen.
+        report["cpu_s"] = max(report["cpu_s"], usage.ru_utime + usage.ru_stime)
         if group is not None:
             group.remove()
         os.write(pipes.report, json.dumps(report).encode())
@@ -174,8 +176,9 @@ def _run(
     code = 128 - status if status < 0 else status
     clean = _sweep(uid, group)
     ended = time.monotonic()
+    report = {"clean": clean, "ended": ended, "cpu_s": watch.cpu_s}
     if reason == "cpu":  # as if the kernel had ended the program at its limit for one process
-        return {"reason": "exit", "code": 128 + signal.SIGXCPU, "clean": clean, "ended": ended}
+        return {**report, "reason": "exit", "code": 128 + signal.SIGXCPU}
     if reason == "exit":
         reason = watch.last_look() or reason
     error = os.read(failure_read, 4096).decode() if clean else ""
@@ -187,7 +190,7 @@ def _run(
         reason = "fault"
     if reason == "pool":
         error = f"all programs together held more than {pool.limit >> 20} MiB, this one the most"
-    return {"reason": reason, "code": code, "clean": clean, "error": error, "ended": ended}
+    return {**report, "reason": reason, "code": code, "error": error}
 
 
 def _new_namespaces() -> bool:

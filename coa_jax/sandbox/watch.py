@@ -68,6 +68,7 @@ class ProcessWatch:
         self._pool, self._helpers = pool, helpers
         self._most_threads = 1
         self._used: dict[tuple[int, int], int] = {}  # (process, its start) -> clock ticks
+        self.cpu_s = 0.0  # processor time of the program at the last look
         self._limits, self._scratch, self._group = limits, scratch, group
         self._start = _written([], scratch.in_memory)
         self._net = 0  # number of bytes written and not deleted, at the last check
@@ -154,8 +155,8 @@ class ProcessWatch:
             give_way(processes, self._most_threads, sessions_of_program)
         # The kernel does not count children that nobody waited for; the sum over the processes that
         # were seen misses the time after the last look at them.
-        used = max(counted, sum(self._used.values())) / _TICKS
-        return "cpu" if used > math.ceil(self._limits.cpu_s) + _CPU_MARGIN_S else ""
+        self.cpu_s = max(counted, sum(self._used.values())) / _TICKS
+        return "cpu" if self.cpu_s > math.ceil(self._limits.cpu_s) + _CPU_MARGIN_S else ""
 
     def last_look(self) -> str:
         """Returns the name of a limit that the ended program had exceeded; "" if there is none.

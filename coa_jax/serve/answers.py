@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,12 +126,17 @@ def text_logprobs(
     def word(token: int) -> str:
         return table[token].decode("utf-8", "replace")
 
-    words = [word(one.id) for one in scored]
+    # A character may consist of several tokens, so the characters of the words are not counted.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets: list[int] = []
+    for one in scored:
+        offsets.append(offset)
+        offset += len(decoder.decode(table[one.id]))
     return {
-        "tokens": words,
+        "tokens": [word(one.id) for one in scored],
         "token_logprobs": [one.logp for one in scored],
         "top_logprobs": [{word(i): logp for i, logp in one.top[:top]} or None for one in scored],
-        "text_offset": list(itertools.accumulate(map(len, words), initial=offset))[:-1],
+        "text_offset": offsets,
     }
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _MAX_BODY = 4 << 20
 _MAX_QUERIES, _MAX_QUERY_CHARS, _MAX_TOP_K, _MAX_RESULTS = 512, 8192, 100, 8192
-_MAX_SECONDS, _MIN_MEMORY, _MAX_MEMORY = 60, 16, 8192
+_MAX_SECONDS, _MEMORY, _MIN_MEMORY, _MAX_MEMORY = 60, 2048, 16, 8192
 _SEARCHES, _PROGRAMS, _WAITING, _CONNECTIONS = 8, 32, 512, 1280
 
 
@@ -113,7 +113,11 @@ async def run_code(isolation: Isolation, libraries: tuple[str, ...], body: Any) 
     if _field(body, "language", str, "python") != "python":
         raise Refused(422, "'language' must be python")
     seconds = _field(body, "run_timeout", (int, float), 10)
-    memory = _field(body, "memory_limit_MB", int, 2048)
+    memory = _field(body, "memory_limit_MB", int, _MEMORY)
+    if memory == -1:  # what clients of Sandbox Fusion send for no limit of their own
+        memory = _MEMORY
+    if body.get("files") or body.get("fetch_files"):
+        raise Refused(422, "this server has no 'files' and 'fetch_files'")
     if not 0 < seconds <= _MAX_SECONDS:
         raise Refused(422, f"'run_timeout' must be more than 0 and at most {_MAX_SECONDS} s")
     if not _MIN_MEMORY <= memory <= _MAX_MEMORY:
@@ -144,7 +148,7 @@ async def run_code(isolation: Isolation, libraries: tuple[str, ...], body: Any) 
 def _field(body: Any, name: str, kind: Any, default: Any) -> Any:
     if not isinstance(body, dict):
         raise Refused(422, "the body must be a JSON object")
-    value = body.get(name, default)
+    value = default if body.get(name) is None else body[name]
     wrong_bool = isinstance(value, bool) and kind is not bool
     if wrong_bool or not isinstance(value, kind):
         raise Refused(422, f"{name!r} is missing or of the wrong type")

@@ -17,6 +17,7 @@ from typing import Any
 from coa_jax.data.trajectory import Author, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
+from coa_jax.tools.concurrency import guarded
 
 
 def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +56,7 @@ def as_reward(function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(function):
             result = await function(**values)
         else:
-            result = await asyncio.to_thread(function, **values)
+            result = await asyncio.to_thread(guarded(function), **values)
         single = trl and isinstance(result, list | tuple) and len(result) == 1
         return result[0] if single else result
 

@@ -55,7 +55,7 @@ from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tasks.maths import check_installed
 from coa_jax.tasks.private_tests import check_folder, check_tests
 from coa_jax.tools.code_libraries import isolation_here
-from coa_jax.tools.concurrency import ConcurrencyLimit, run_blocking
+from coa_jax.tools.concurrency import ConcurrencyLimit, guarded, run_blocking
 from coa_jax.tools.net.budget import BudgetSpentError
 
 T = TypeVar("T")
@@ -516,7 +516,7 @@ async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:
     if _is_plain(call) or inspect.iscoroutinefunction(call.function):
         result = call(**offered)
     else:
-        result = await asyncio.to_thread(call, **offered)
+        result = await asyncio.to_thread(guarded(call), **offered)
     return await result if inspect.isawaitable(result) else result
 
 

@@ -10,7 +10,6 @@ observation, so that the policy can react.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -22,6 +21,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, Tool, ToolContext, observe
+from coa_jax.tools.concurrency import call_in_thread
 from coa_jax.tools.mcp_tool import arguments_hint, parse_arguments
 
 _DEADLINE_S = 30.0
@@ -66,10 +66,11 @@ class FunctionTool:
         if misfit := _misfit(values, self.schema):
             return observe(start, misfit, "bad_call")
         try:
-            if inspect.iscoroutinefunction(self._function):
-                result = await self._function(**values)
-            else:
-                result = await asyncio.to_thread(self._function, **values)
+            call = functools.partial(self._function, **values)
+            coroutine = inspect.iscoroutinefunction(self._function)
+            result = call() if coroutine else await call_in_thread(call)
+            if inspect.isawaitable(result):  # also of a decorator without ``async``
+                result = await result
         except Exception as error:  # the policy reads what went wrong
             text = f"{type(error).__name__}: {error}"
             return observe(start, text, "error", {"exception": type(error).__name__})
@@ -85,7 +86,7 @@ _TYPES = {
 
 
 def _misfit(values: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Says for the policy which argument is unknown or has the wrong type; "" if none has."""
+    """Says for the policy which argument is unknown or not allowed; "" if none is."""
     for name, value in values.items():
         kind = schema["properties"].get(name)
         if kind is None:
@@ -94,6 +95,8 @@ def _misfit(values: dict[str, Any], schema: dict[str, Any]) -> str:
         nothing = value is None and kind.get("nullable")
         if types and not nothing and type(value) not in types:
             return f"The argument {name!r} must be of the type {kind['type']}."
+        if "enum" in kind and not nothing and value not in kind["enum"]:
+            return f"The argument {name!r} must be one of {kind['enum']}."
     return ""
 
 
@@ -137,8 +140,9 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
         raise UserError(f"{where}: the function has no docstring, which tells the policy its use")
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(f"{where}: *{parameter.name} has no name for the policy; remove it")
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            shown = str(parameter).partition(":")[0]
+            raise UserError(f"{where}: {shown} has no name that the policy can use; change it")
         if parameter.annotation is parameter.empty:
             raise UserError(f"{where}: the parameter {parameter.name} has no type; write one")
     summary, _, rest = text.partition("\nArgs:")
@@ -151,14 +155,14 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     # transformers needs a description of each argument; the name describes one without.
     if missing:
         lines = [f"    {name}: {name.replace('_', ' ')}" for name in missing]
-        before = rest.split("\nReturns:")[0].rstrip() if rest else ""
-        documented.__doc__ = "\n".join([f"{summary.strip()}\n\nArgs:{before}", *lines])
+        documented.__doc__ = "\n".join([f"{summary.strip()}\n\nArgs:", *lines]) + rest
     try:
         schema: dict[str, Any] = get_json_schema(documented)["function"]
-        for name, argument in schema["parameters"].get("properties", {}).items():
+        for name in schema["parameters"].get("properties", {}):
             kind = typing.get_type_hints(documented)[name]
-            # Older versions of transformers describe a type that they do not know as an object.
-            if argument.get("type") == "object" and inspect.isclass(kind) and kind is not dict:
+            # transformers describes e.g. an enumeration as a string, and older versions describe a
+            # type that they do not know as an object.
+            if inspect.isclass(kind) and kind is not Any and not issubclass(kind, _PLAIN):
                 raise TypeError(f"{name} has the type {kind.__name__}")
     except Exception as error:  # transformers and typing raise many types here
         raise UserError(f"{where}: its arguments cannot be described: {error}") from error

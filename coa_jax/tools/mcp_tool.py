@@ -418,9 +418,17 @@ def arguments_hint(schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required") or ())
     fields = []
     for name, kind in properties.items():
-        field = f'"{name}" ({kind.get("type", "any")}{"" if name in required else ", optional"})'
+        field = f'"{name}" ({_form(kind)}{"" if name in required else ", optional"})'
         fields.append(f"{field}: {kind['description']}" if kind.get("description") else field)
     return f"The body is a JSON object with {'; '.join(fields)}."
+
+
+def _form(kind: Mapping[str, Any]) -> str:
+    """Returns the values that the JSON schema of an argument names, or else its types."""
+    if "enum" in kind:
+        return " or ".join(json.dumps(value, ensure_ascii=False) for value in kind["enum"])
+    types = kind.get("type", "any")
+    return types if isinstance(types, str) else " or ".join(types)
 
 
 def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str:

@@ -61,6 +61,17 @@ def test_the_processor_time_of_all_processes_together_is_limited(job):
     assert (result.reason, result.code) == ("exit", 128 + signal.SIGXCPU)
 
 
+def test_the_processor_time_of_a_program_that_was_killed_is_reported(job):
+    source = """
+        import time
+        while time.process_time() < 0.6:
+            pass
+        time.sleep(60)
+    """
+    result = outcome(job, textwrap.dedent(source), wall_s=3, starved_s=30)
+    assert result.reason == "wall" and result.cpu_s > 0.4
+
+
 def test_a_ninth_process_is_refused(job):
     source = """
         import os, time

@@ -132,11 +132,17 @@ def test_a_reward_that_raises_for_every_trajectory_ends_the_run_and_says_where(c
         every(TASK, finished("408"))
 
 
-def test_a_reward_that_raises_for_some_trajectories_only_masks_them():
-    def of_digits(completions):
-        return [float(completions[0].split(">")[-2].split("<")[0])]
+def of_digits(completions):
+    return [float(completions[0].split(">")[-2].split("<")[0])]
 
-    every = graders(of_digits)
+
+def of_a_match(completions):  # raises StopIteration, which cannot be awaited
+    return [next(1.0 for text in completions if "<answer>1<" in text)]
+
+
+@pytest.mark.parametrize("function", [of_digits, of_a_match])
+def test_a_reward_that_raises_for_some_trajectories_only_masks_them(function):
+    every = graders(function)
     assert every(TASK, finished("1")).value == 1.0
     masked = [every(TASK, finished("one")) for _ in range(2 * MAX_EXCEPTIONS)]
     assert {reward.value for reward in masked} == {None}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import enum
+import functools
+import time
+from typing import Literal
 
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.run.settings import build_config
-from coa_jax.tools.base import Tool, ToolContext
+from coa_jax.tools.base import Tool, ToolContext, call_tool
 from coa_jax.tools.function import FunctionTool
 from coa_jax.tools.make import ToolsConfig, make_tools, named_tools
 
@@ -34,6 +39,28 @@ async def find(query: str, kinds: list[str] | None = None) -> dict[str, str]:
 def fail(text: str) -> str:
     """Fails."""
     raise ValueError(f"no {text}")
+
+
+def first(names: list[str]) -> str:
+    """Finds the first long name."""
+    return next(name for name in names if len(name) > 9)
+
+
+def wave(height: int, unit: Literal["m", "ft"] = "m", count: int | str = 1) -> str:
+    """Makes waves.
+
+    Args:
+        unit: unit of the height
+
+    Raises:
+        ValueError: never
+    """
+    return f"{count} of {height} {unit}"
+
+
+@functools.wraps(find)
+def find_again(**arguments):
+    return find(**arguments)
 
 
 def called(function, arguments: str):
@@ -67,11 +94,39 @@ def test_types_and_docstring_describe_a_function():
         (find, '{"query": "tides"}', '{"found": "tides None"}', "ok"),
         (find, '{"query": "tides", "kinds": ["map"]}', "['map']", "ok"),
         (fail, '{"text": "tide"}', "ValueError: no tide", "error"),
+        (first, '{"names": ["tide"]}', "StopIteration", "error"),
+        (find_again, '{"query": "tides"}', '{"found": "tides None"}', "ok"),
+        (wave, '{"height": 3, "unit": "ft"}', "1 of 3 ft", "ok"),
+        (wave, '{"height": 3, "unit": "km"}', "'unit' must be one of ['m', 'ft']", "bad_call"),
     ],
 )
 def test_a_call_gives_the_result_or_says_what_is_wrong(function, arguments, text, outcome):
     seen = called(function, arguments)
     assert text in seen.text and seen.outcome == outcome
+
+
+def test_the_policy_reads_which_values_an_argument_may_have():
+    described = FunctionTool(wave).description
+    assert '"unit" ("m" or "ft", optional): unit of the height' in described
+    assert '"count" (integer or string, optional)' in described
+
+
+def test_functions_that_hang_delay_neither_other_calls_nor_the_end_of_the_loop():
+    def hang(a: int) -> str:
+        """Hangs."""
+        time.sleep(60)
+        return ""
+
+    async def calls() -> list[str]:
+        tool = FunctionTool(hang)
+        tool.deadline = 0.2
+        hung = [call_tool(tool, '{"a": 1}', ToolContext()) for _ in range(64)]
+        seen = [*await asyncio.gather(*hung), await FunctionTool(multiply)('{"a": 1}', None)]
+        return [one.outcome for one in seen]
+
+    began = time.monotonic()
+    assert asyncio.run(calls()) == ["timeout"] * 64 + ["ok"]
+    assert time.monotonic() - began < 30
 
 
 def without_docstring(a: int) -> int:
@@ -88,6 +143,30 @@ def any_object(a: object) -> int:
     return 1
 
 
+def positional(a: int, /) -> int:
+    """Does."""
+    return a
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def enumeration(a: Colour) -> str:
+    """Does."""
+    return a.value
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+def of_class(a: Point) -> int:
+    """Does."""
+    return a.x
+
+
 def many(*numbers: int) -> int:
     """Adds."""
     return sum(numbers)
@@ -100,6 +179,9 @@ def many(*numbers: int) -> int:
         (without_type, "without_type.*parameter a has no type"),
         (any_object, "any_object.*cannot be described"),
         (many, r"many.*\*numbers"),
+        (positional, "positional: a .*name"),
+        (enumeration, "enumeration.*Colour"),
+        (of_class, "of_class.*Point"),
         (3, "give a name, a tool, or a typed function"),
     ],
 )

@@ -130,6 +130,13 @@ def test_the_interface_of_search_r1(url):
     assert plain["contents"].startswith('"Aland')
 
 
+def test_the_client_of_sandbox_fusion_may_leave_fields_at_their_defaults(url):
+    defaults = {"stdin": None, "files": {}, "fetch_files": [], "args": [], "memory_limit_MB": -1}
+    body = {"code": "print(6 * 7)", "language": "python", "run_timeout": 10, **defaults}
+    status, answer = post(f"{url}/run_code", body)
+    assert (status, answer["run_result"]["stdout"]) == (200, "42\n")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
@@ -152,6 +159,7 @@ def test_the_interface_of_search_r1(url):
         ("/retrieve", {"queries": ["a" * 9000]}, 422),
         ("/retrieve", b'{"queries": ["' + b'",",' * 500_000 + b'"]}', 400),
         ("/run_code", {"code": "1", "language": "bash"}, 422),
+        ("/run_code", {"code": "1", "files": {"a.csv": "MQ=="}}, 422),
         ("/elsewhere", {}, 404),
     ],
 )

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any
 
 from absl import logging
@@ -31,7 +31,7 @@ from coa_jax.rollout.environments.base import (
 )
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Observation, Tool, ToolContext, call_tool, unavailable
-from coa_jax.tools.concurrency import ConcurrencyLimit
+from coa_jax.tools.concurrency import ConcurrencyLimit, settle
 
 CLOSE_S = 10.0
 """Maximum time limit of a close, in seconds."""
@@ -382,11 +382,4 @@ class _Thread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             result, function = job
-            try:
-                result.set_result(function())
-            except BaseException as raised:  # noqa: BLE001 - the awaiting caller gets the error
-                # Awaiting cannot raise StopIteration, CancelledError would cancel the caller, and
-                # e.g. SystemExit would end the event loop.
-                special = isinstance(raised, StopIteration | CancelledError)
-                plain = isinstance(raised, Exception) and not special
-                result.set_exception(raised if plain else RuntimeError(repr(raised)))
+            settle(result, function)

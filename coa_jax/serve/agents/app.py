@@ -129,6 +129,8 @@ def make_app(service: Sessions, sessions: Mapping[str, AgentSession], log: Refus
 
     def session_of(request: Request) -> AgentSession:
         key = request.headers.get("authorization", "").partition(" ")[2].strip()
+        if key not in sessions:  # the program has ended while the body arrived
+            raise Refused(401, "the session has ended")
         return sessions[key]
 
     @app.post("/v1/chat/completions")

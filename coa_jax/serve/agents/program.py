@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import math
 import os
 import shlex
 import sys
@@ -16,12 +15,14 @@ from typing import Any
 
 from coa_jax.config.extensions import bind
 from coa_jax.errors import UserError
+from coa_jax.files import untrusted
 from coa_jax.rollout.agent_config import AGENTS, AgentConfig
 
 MODEL = "policy"
 """Name of the model at the endpoint; requests may contain any other name."""
 
-_TAIL = 64 << 10  # maximum number of bytes that are kept of a program's output
+_TAIL = 1 << 20  # maximum number of bytes that are kept of a program's output
+_VARIABLE = 64 << 10  # maximum number of bytes of a question in an environment variable
 _GRACE_S = 10.0  # seconds in which a supervisor (`leash`) must end the program's process tree
 
 
@@ -65,7 +66,7 @@ class ProgramOutcome:
             raise ProgramError(str(value["error"]))
         answer, reward = value.get("answer"), value.get("reward")
         if reward is not None:
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
+            if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
                 raise ProgramError(f"its reward is {str(reward)[:200]!r}, not a finite number")
             reward = float(reward)
         return cls(None if answer is None else str(answer), reward)
@@ -182,24 +183,31 @@ async def run_command(
         if process.returncode is None:
             await asyncio.shield(_end(process))
     if code:
-        *_, last = errors.strip().splitlines() or ["its standard error is empty"]
-        raise ProgramError(f"exit code {code}: {last[:500]}")
-    *_, last = printed.strip().splitlines() or [""]
-    with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(last), dict):
+        reason = _last_line(errors) or "its standard error is empty"
+        raise ProgramError(f"exit code {code}: {reason[:500]}")
+    last = _last_line(printed)
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := untrusted.parse_json(last), dict):
             return ProgramOutcome.read(value)
-    return ProgramOutcome.read(last.strip() or None)
+    return ProgramOutcome.read(last or None)
+
+
+def _last_line(text: str) -> str:
+    """Returns the last line. Only "\\n" ends a line: JSON may contain e.g. U+2028 as it is."""
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def _environment(question: str, access: Access) -> dict[str, str]:
     """Returns the environment variables of a program; OpenAI clients read ``OPENAI_...``."""
+    asked = question.encode("utf-8", "replace")
+    fits = len(asked) <= _VARIABLE and b"\0" not in asked
     return {
         **os.environ,
         "OPENAI_BASE_URL": f"{access.url}/v1",
         "OPENAI_API_KEY": access.key,
         "OPENAI_MODEL": MODEL,
         "COA_REWARD_URL": f"{access.url}/reward",
-        **({} if "\0" in question or len(question) > _TAIL else {"COA_QUESTION": question}),
+        **({"COA_QUESTION": asked.decode()} if fits else {}),
     }
 
 

@@ -49,7 +49,11 @@ def run(script: str, seconds: float = 30.0) -> ProgramOutcome:
             ProgramOutcome("policy http://127.0.0.1:1/reward"),
         ),
         ('printf "%s" "$COA_QUESTION"', ProgramOutcome("Which 'river'?")),
-        ("yes | head -c 1000000; echo; echo end", ProgramOutcome("end")),
+        ("yes | head -c 3000000; echo; echo end", ProgramOutcome("end")),
+        # Lines end at "\n" only: JSON may contain U+2028 as it is.
+        (r'printf "{\"answer\": \"a\xe2\x80\xa8b\"}"', ProgramOutcome("a\u2028b")),
+        ("head -c 100000 /dev/zero | tr '\\0' a", ProgramOutcome("a" * 100_000)),
+        ("head -c 9000 /dev/zero | tr '\\0' '['", ProgramOutcome("[" * 9000)),
     ],
 )
 def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
@@ -78,6 +82,19 @@ def test_a_function_that_exits_or_cancels_its_own_work_has_failed(function, reas
     agent = make_agent(AgentConfig(function=f"tests.serve.agents.functions:{function}"))
     with pytest.raises(ProgramError, match=reason):
         asyncio.run(agent(TASK, ACCESS))
+
+
+@pytest.mark.parametrize("question", ["\u4e2d" * 60_000, "\ud83d?"])
+def test_a_question_that_no_variable_can_hold_reaches_a_program_on_its_input(question):
+    read = "import json, sys; print(len(json.load(sys.stdin)['question']))"
+    task = {**TASK, "question": question}
+    outcome = asyncio.run(run_command([sys.executable, "-c", read], task, ACCESS))
+    assert outcome == ProgramOutcome(str(len(question)))
+
+
+def test_a_reward_beyond_all_floats_is_a_fault():
+    with pytest.raises(ProgramError, match="not a finite number"):
+        ProgramOutcome.read({"reward": -(10**400)})
 
 
 def test_a_program_that_is_not_there_is_named():
