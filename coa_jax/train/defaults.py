@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict
 from coa_jax.config.preflight import used_settings
 from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluation.config import EvaluateRun
+from coa_jax.files import durable
 from coa_jax.model.config import ModelConfig, cpu_dtype
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import RolloutConfig
@@ -35,6 +37,8 @@ _TOKENS = {"cpu": 4096}
 """Number of tokens of a micro-batch on one device, if it is not 16,384. More are hardly faster."""
 _RANK = 32
 """Rank of the adapters that are chosen if memory is too small to train the whole model."""
+_KEPT = ("row_length", "rows", "dtype", "remat")
+"""Settings that a run which goes on keeps as it chose them when it began."""
 _TRAINING = {"mesh": {"fsdp": -1}, "lora": {"rank": -1}}
 _ENGINE = {"engine": {"slots": 0, "max_length": 2**20, "dtype": "auto"}}
 """Settings of a config that leaves the sizes to the machine."""
@@ -134,6 +138,7 @@ def completed(
     longest: int,
     examples: int = 0,
     machine: Machine | None = None,
+    run: Path | None = None,
 ) -> C:
     """Replaces the settings that a config leaves open, and prints what was chosen.
 
@@ -158,6 +163,8 @@ def completed(
         longest: number of tokens of the longest sequence.
         examples: number of training examples; 0 in RL.
         machine: devices of the run; None for those of this process.
+        run: directory of the run. A run that goes on has the sizes and the dtype with which it
+            began, because the last bits of an update depend on them.
     """
     machine = machine or Machine.here()
     rl, optimizer = isinstance(config, RLConfig), config.optimizer
@@ -181,6 +188,8 @@ def completed(
         row_length=config.row_length or -(-longest // 128) * 128,
     )
     chosen = _with_sizes(chosen, model_config, longest, machine)
+    if run is not None:
+        chosen = _as_begun(chosen, config, machine, run)
     used = used_settings(config)
     changes = changes_of(plain(config), plain(chosen))
     changes = [change for change in changes if change[0].split(".")[0] in used]
@@ -252,6 +261,20 @@ def _with_sizes(config: C, model_config: ModelConfig, longest: int, machine: Mac
         rows = max(1, min(most, left // row, -(-samples // parts)))
         changes["rows"] = parts << (rows.bit_length() - 1)
     return dataclasses.replace(config, **changes)
+
+
+def _as_begun(chosen: C, config: C, machine: Machine, run: Path) -> C:
+    """Keeps what a run chose when it began on as many devices; else notes what it chooses now."""
+    where = {"platform": machine.platform, "devices": machine.devices}
+    path = run / f"chosen-{type(config).__name__.removesuffix('Config').lower()}.json"
+    noted = durable.read_json_object(path) if path.exists() else {}
+    if noted.get("machine") != where:
+        noted = {"machine": where, "settings": {name: getattr(chosen, name) for name in _KEPT}}
+        if processes.index() == 0:
+            durable.write_json(path, noted)
+    began = {name: noted["settings"][name] for name in _KEPT}
+    left_open = {name for name in _KEPT if getattr(config, name) != getattr(chosen, name)}
+    return dataclasses.replace(chosen, **{name: began[name] for name in left_open})
 
 
 def _state_bytes(config: TrainingConfig, model_config: ModelConfig) -> int:

@@ -72,7 +72,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     download_once(config.model)
     longest = max(sum(len(one.tokens) for one in pair) for pair in pairs)
     model = describe_model(config.model, config.lora)
-    config = completed(config, model.config, longest, len(pairs))
+    config = completed(config, model.config, longest, len(pairs), run=run.path)
     mesh = training_mesh(config.mesh, config.rows)
     reference = load_weights(config.model, mesh, config.loaded_dtype)
     compute, base = config.compute(model.config, mesh), without_adapters(model.config)

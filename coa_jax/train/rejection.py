@@ -59,7 +59,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         parts.append(fitting(reader, measured, config.row_length or longest))
         print(f"{len(parts[-1])} records of {config.data}", flush=True)
     examples = join(parts)
-    config = completed(config, model.config, longest, len(examples))
+    config = completed(config, model.config, longest, len(examples), run=run.path)
     mesh = training_mesh(config.mesh, config.rows)
 
     fit(

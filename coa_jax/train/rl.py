@@ -71,7 +71,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     check_loss(config.chosen)
     download_once(config.model)
     model = describe_model(config.model, config.lora)
-    config = completed(config, model.config, config.longest)
+    config = completed(config, model.config, config.longest, run=run.path)
     parts, prompt, graders, overlap = load_training_tasks(config, run.path)
     tasks = [task for part in parts.values() for task in part]
     warn_of_tools(tools, tasks)
@@ -134,7 +134,8 @@ def replay_steps(config: RLConfig, run: Path) -> ReplayResult:
     Raises:
         UserError: the run has no record of its steps.
     """
-    config = completed(config, describe_model(config.model, config.lora).config, config.longest)
+    model_config = describe_model(config.model, config.lora).config
+    config = completed(config, model_config, config.longest, run=run)
     parts, prompt, *_ = load_training_tasks(config, run)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)

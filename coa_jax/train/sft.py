@@ -81,7 +81,7 @@ def train(
     parts = [fitting(*read, length) for read in zip(readers, counts, strict=True)]
     validation = parts.pop() if config.validation else None
     examples = data.join(parts)
-    config = completed(config, model.config, longest, len(examples))
+    config = completed(config, model.config, longest, len(examples), run=run.path)
     mesh = training_mesh(config.mesh, config.rows)
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
