@@ -463,7 +463,6 @@ def _step(item: Field) -> list[Turn]:
         content = item.get("content").value or item.get("text").value
         words = content if isinstance(content, str) and content != result.value else ""
         arguments = first_present(item, _ARGUMENTS)
-        arguments = Field(None) if arguments.value is result.value else arguments
         call = identity, tool, {} if arguments.value is None else arguments.value
         turns = [Turn("assistant", words, thought, (call,), "", True, speaker)]
         if result:

@@ -401,3 +401,13 @@ def test_a_file_is_read_line_by_line(tmp_path):
     file = TraceFile(path)
     next(iter(file))
     assert file.report["records"] < 100
+
+
+# --- what frameworks write beside whole messages of the run -----------------------------------
+
+
+@pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
+def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
+    step = {"agent": "worker", "tool": "same", "input": given, "output": given}
+    (trace,), _ = read({"question": "Q?", "steps": [step], "answer": "7"})
+    assert calls_of(trace)[0][:2] == ("same", kept)
