@@ -297,6 +297,8 @@ def _joined(turns: Iterable[Turn]) -> list[Turn]:
                 continue
             turn = dataclasses.replace(turn, words=words)
         last = spoken[-1] if spoken else turn
+        if spoken and turn.role == "assistant" and turn.identity == last.identity != "":
+            raise Malformed("pieces of a streamed reply: log whole messages instead")
         if spoken and turn.role == last.role == "assistant" and turn.partial and last.partial:
             spoken[-1] = dataclasses.replace(
                 last,

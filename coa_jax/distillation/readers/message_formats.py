@@ -30,7 +30,8 @@ class Turn:
         words: the text.
         reasoning: hidden thoughts before the text, if the log has them.
         calls: calls of tools that follow the text.
-        identity: id of the call whose result the turn contains.
+        identity: id of the call whose result the turn contains; or id of the reply of which the
+            turn is a piece, because it was streamed.
         ok: whether the call succeeded.
         speaker: name of the agent that wrote the text; "" if the log names none.
         partial: whether the turn may be only a part of the model's reply, because logs of this kind
@@ -70,6 +71,8 @@ _THOUGHT = ("thought", "thoughts", "reasoning", "rationale", "think")
 _TEXT = ("content", "text", "message", "value", "words", "output")
 _GEMINI = ("functionCall", "functionResponse", "function_call", "function_response")
 _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
+_PIECE = "ModelClientStreamingChunkEvent"
+"""Type of an event of AutoGen with a piece of a message, which follows as a whole."""
 
 
 def first_present(fields: Field, names: Iterable[str]) -> Field:
@@ -93,6 +96,8 @@ def turns_of(item: Field) -> list[Turn]:
         return _pydantic(item)
     if "author" in item.mapping() and item.get("actions") and not item.get("content"):
         return []  # an event of ADK that only changes the state
+    if "author" in item.mapping() and item.get("partial").value is True:
+        return []  # a piece of a message of ADK, which follows as a whole
     item = _unwrapped(item)
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
@@ -106,7 +111,7 @@ def turns_of(item: Field) -> list[Turn]:
         return _message(item, _ROLES[kind])
     if "from" in item.mapping() and "value" in item.mapping():
         return _sharegpt(item)
-    if isinstance(kind, str) and kind.startswith("ToolCall"):
+    if isinstance(kind, str) and (kind.startswith("ToolCall") or kind == _PIECE):
         return _autogen(item, kind)
     return _step(item)
 
@@ -163,7 +168,9 @@ def _message(item: Field, role: str, partial: bool = False) -> list[Turn]:
     if words or calls or thoughts or not turns:
         reasoning = "\n".join(filter(None, (_reasoning(item), *thoughts)))
         counts = usage if isinstance(usage, dict) else {}
-        own = Turn(role, words, reasoning, calls, "", True, speaker, partial, counts)
+        streamed = item.get("type").value == "AIMessageChunk"
+        piece = item.get("id").optional_scalar() if streamed else ""
+        own = Turn(role, words, reasoning, calls, piece, True, speaker, partial, counts)
         turns.append(own)
     return turns
 
@@ -309,7 +316,7 @@ def _sharegpt(item: Field) -> list[Turn]:
 
 def _autogen(item: Field, kind: str) -> list[Turn]:
     """Reads an event of AutoGen that holds calls or results."""
-    if kind == "ToolCallSummaryMessage":  # repeats the results
+    if kind in ("ToolCallSummaryMessage", _PIECE):  # repeats the results; or is repeated
         return []
     parts = item["content"].items(f"{item}, part")
     if kind == "ToolCallRequestEvent":

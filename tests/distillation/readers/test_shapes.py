@@ -406,6 +406,40 @@ def test_a_file_is_read_line_by_line(tmp_path):
 # --- what frameworks write beside whole messages of the run -----------------------------------
 
 
+def piece(content, identity="lc_run--1"):
+    return {"type": "AIMessageChunk", "content": content, "id": identity, "tool_call_chunks": []}
+
+
+def test_pieces_of_a_streamed_reply_are_no_messages(read):
+    autogen_lines = [
+        autogen("user", "TextMessage", "Q?"),
+        autogen("a", "ModelClientStreamingChunkEvent", "Li"),
+        autogen("a", "ModelClientStreamingChunkEvent", "ma"),
+        autogen("a", "TextMessage", "Lima"),
+    ]
+    adk = [
+        {"author": who, "partial": partial, "content": {"role": role, "parts": [{"text": text}]}}
+        for who, partial, role, text in [
+            ("user", None, "user", "Q?"),
+            ("a", True, "model", "Li"),
+            ("a", True, "model", "ma"),
+            ("a", None, "model", "Lima"),
+        ]
+    ]
+    for lines in (autogen_lines, adk):
+        (trace,), report = read(*lines)
+        assert [m.content for m in trace.log.messages] == ["Q?", "Lima"]
+        assert (report["used"], report["ignored"]) == (2, 2)
+
+
+def test_pieces_of_langchain_without_the_whole_reply_are_refused(read):
+    human = {"type": "human", "content": "Q?"}
+    traces, report = read(human, piece("Li"), piece("ma"), piece(""))
+    assert (traces, "pieces of a streamed reply" in reasons(report)) == ([], True)
+    (trace,), _ = read(human, piece("Lima"), piece(""))
+    assert trace.log.answer == "Lima"
+
+
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
 def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
