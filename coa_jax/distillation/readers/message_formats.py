@@ -205,9 +205,9 @@ def _parts(
             results.append((part["tool_use_id"].scalar(), text, not part.get("is_error").value))
         elif kind in ("functionCall", "function_call"):
             call = part[kind]
-            calls.append(("", call["name"].text(), call.get("args").value))
+            calls.append((_gemini_identity(call), call["name"].text(), call.get("args").value))
         elif kind in ("functionResponse", "function_response"):
-            results.append(("", *_response(part[kind]["response"])))
+            results.append((_gemini_identity(part[kind]), *_response(part[kind]["response"])))
         elif kind in ("server_tool_use", "web_search_tool_result"):
             raise Malformed(f"{part} ran at the provider: the log lacks the text of its result")
         else:
@@ -247,6 +247,11 @@ def _common_part(part: Field) -> Field:
     else:
         return part
     return Field({"type": "tool_use" if "input" in made else "tool_result", **made}, part.name)
+
+
+def _gemini_identity(call: Field) -> str:
+    """Returns the id by which Gemini pairs a call and its result: without one, the function."""
+    return first_present(call, ("id", "name")).optional_scalar()
 
 
 def _response(response: Field) -> tuple[str, bool]:

@@ -129,7 +129,8 @@ SHAPES = {
         [{"contents": [
             {"role": "user", "parts": [{"text": "Q?"}]},
             {"role": "model", "parts": [{"functionCall": {"name": "find", "args": {"a": 1}}}]},
-            {"role": "user", "parts": [{"functionResponse": {"response": {"r": "Lima"}}}]},
+            {"role": "user", "parts": [
+                {"functionResponse": {"name": "find", "response": {"r": "Lima"}}}]},
             {"role": "model", "parts": [{"text": "Lima"}]},
         ]}],
         ("find", '{"a": 1}', '{"r": "Lima"}', "ok"),
@@ -438,6 +439,24 @@ def test_pieces_of_langchain_without_the_whole_reply_are_refused(read):
     assert (traces, "pieces of a streamed reply" in reasons(report)) == ([], True)
     (trace,), _ = read(human, piece("Lima"), piece(""))
     assert trace.log.answer == "Lima"
+
+
+def test_results_of_parallel_calls_of_gemini_have_the_id_or_the_name_of_their_call(read):
+    def run(calls, results):
+        return {"contents": [
+            {"role": "user", "parts": [{"text": "Q?"}]},
+            {"role": "model", "parts": [{"functionCall": {**c, "args": {}}} for c in calls]},
+            {"role": "user", "parts": [
+                {"functionResponse": {**r, "response": {"result": text}}} for r, text in results]},
+            {"role": "model", "parts": [{"text": "Lima"}]},
+        ]}  # fmt: skip
+
+    named = [{"name": "find"}, {"name": "look"}]
+    same = [{"name": "find", "id": "1"}, {"name": "find", "id": "2"}]
+    for calls in (named, same):
+        first, second = calls
+        (trace,), _ = read(run(calls, [(second, "B"), (first, "A")]))
+        assert [call[2] for call in calls_of(trace)] == ["A", "B"]
 
 
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
