@@ -418,6 +418,7 @@ def _updates(value: dict[str, Any]) -> list[Any] | None:
     """Returns the messages that a node of LangGraph adds; None for another line."""
     inner = next(iter(value.values())) if len(value) == 1 else None
     added = inner.get("messages") if isinstance(inner, dict) else None
+    added = [added] if is_message(added) else added
     return added if isinstance(added, list) else None
 
 

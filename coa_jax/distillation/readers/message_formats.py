@@ -197,9 +197,14 @@ def _parts(
         elif kind in ("text", "input_text", "output_text") or (kind is None and part.get("text")):
             words.append(part["text"].text())
         elif kind in ("thinking", "reasoning", "redacted_thinking"):
-            thoughts.append(first_present(part, ("thinking", "reasoning", "text")).optional_text())
+            thought = first_present(part, ("thinking", "reasoning", "text")).optional_text()
+            thoughts.append(thought or _summary(part))
         elif kind == "tool_use":
             calls.append((part["id"].scalar(), part["name"].text(), part["input"].value))
+        elif kind in ("tool_call", "function_call") and part.get("name"):  # LangChain
+            identity = first_present(part, ("call_id", "id")).scalar()
+            arguments = _arguments(first_present(part, ("args", "arguments")))
+            calls.append((identity, part["name"].text(), arguments))
         elif kind == "tool_result":
             text = _text(part.get("content"))
             results.append((part["tool_use_id"].scalar(), text, not part.get("is_error").value))
@@ -396,11 +401,14 @@ def _output(arguments: Any) -> Any:
 # --- items of the Responses API ------------------------------------------------------------
 
 
-def _reasoning_item(item: Field) -> list[Turn]:
+def _summary(item: Field) -> str:
     parts = [*(item.get("summary").value or ()), *(item.get("content").value or ())]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    reasoning = "\n".join(text for text in texts if isinstance(text, str))
-    return [Turn("assistant", reasoning=reasoning, partial=True)]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _reasoning_item(item: Field) -> list[Turn]:
+    return [Turn("assistant", reasoning=_summary(item), partial=True)]
 
 
 def _function_call(item: Field) -> list[Turn]:

@@ -459,6 +459,41 @@ def test_results_of_parallel_calls_of_gemini_have_the_id_or_the_name_of_their_ca
         assert [call[2] for call in calls_of(trace)] == ["A", "B"]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {
+            "type": "function_call",
+            "name": "find",
+            "arguments": '{"a": 1}',
+            "call_id": "c",
+            "id": "f",
+        },
+        {"type": "tool_call", "name": "find", "args": {"a": 1}, "id": "c"},
+    ],
+)
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_call_among_the_blocks_of_langchain_is_read_once(read, call, repeated):
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I look."}]}
+    calls = [{"name": "find", "args": {"a": 1}, "id": "c", "type": "tool_call"}]
+    (trace,), _ = read({"messages": [
+        {"type": "human", "content": "Q?"},
+        {"type": "ai", "content": [thought, call], "tool_calls": calls if repeated else []},
+        {"type": "tool", "content": "seen", "tool_call_id": "c"},
+        {"type": "ai", "content": [{"type": "text", "text": "Lima", "annotations": []}]},
+    ]})  # fmt: skip
+    assert calls_of(trace) == [("find", '{"a": 1}', "seen", "ok")]
+    assert trace.log.messages[1].thought == "I look."
+
+
+def test_a_node_of_langgraph_may_add_a_single_message(read):
+    (trace,), report = read(
+        {"ask": {"messages": {"type": "human", "content": "Q?"}}},
+        {"agent": {"messages": {"type": "ai", "content": "Lima"}}},
+    )
+    assert (trace.log.question, trace.log.answer, report["ignored"]) == ("Q?", "Lima", 0)
+
+
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
 def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
