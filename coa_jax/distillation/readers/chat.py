@@ -387,6 +387,8 @@ class _ChatSession(Session):
     def _claude(self, record: Field) -> bool:
         if record.get("isMeta").value or record.get("type").value not in ("user", "assistant"):
             return False
+        if record["message"].get("model").value == "<synthetic>":
+            return False  # words of the program, such as an error of the API
         size = len(self.turns)
         used = self._item(record["message"])
         self.turns[size:] = [dataclasses.replace(t, partial=True) for t in self.turns[size:]]

@@ -451,6 +451,7 @@ def _hosted(item: Field) -> list[Turn]:
 
 _ITEMS: Mapping[str, Callable[[Field], list[Turn]]] = {
     "reasoning": _reasoning_item,
+    "ghost_snapshot": lambda item: [],  # what Codex notes to undo its changes
     "function_call": _function_call,
     "custom_tool_call": _custom_call,
     **dict.fromkeys(("local_shell_call", "shell_call"), _shell_call),

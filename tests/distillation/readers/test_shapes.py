@@ -494,6 +494,22 @@ def test_a_node_of_langgraph_may_add_a_single_message(read):
     assert (trace.log.question, trace.log.answer, report["ignored"]) == ("Q?", "Lima", 0)
 
 
+def test_what_a_coding_agent_itself_writes_is_no_word_of_the_model(read):
+    fault = claude("assistant", [{"type": "text", "text": "API Error: 529"}])
+    fault["message"]["model"] = "<synthetic>"
+    (trace,), _ = read(claude("user", "Q?"), claude("assistant", [USE]), claude("user", [SEEN]),
+                       fault, claude("assistant", [{"type": "text", "text": "Lima"}]))  # fmt: skip
+    assert [m.content for m in trace.log.messages[3:]] == ["Lima"]
+    (trace,), _ = read(
+        codex("response_item", type="message", role="user",
+              content=[{"type": "input_text", "text": "Q?"}]),
+        codex("response_item", type="ghost_snapshot", ghost_commit={"id": "x"}),
+        codex("response_item", type="message", role="assistant",
+              content=[{"type": "output_text", "text": "Lima"}]),
+    )  # fmt: skip
+    assert trace.log.answer == "Lima"
+
+
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
 def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
