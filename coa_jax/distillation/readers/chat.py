@@ -353,11 +353,17 @@ def _final(arguments: Any) -> str:
 
 @dataclasses.dataclass
 class _ChatSession(Session):
-    """The turns and facts of a session; `generation` is the newest request of an Agents SDK."""
+    """The turns and facts of a session.
+
+    In a trace of the Agents SDK, `spans` maps the id of each span to the id of its parent and its
+    type, and `generations` maps the id of each agent to its newest request with the reply, in
+    the order of time.
+    """
 
     turns: list[Turn] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
-    generation: list[Field] = dataclasses.field(default_factory=list)
+    spans: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    generations: dict[str, list[Field]] = dataclasses.field(default_factory=dict)
     is_trace: bool = False
 
     def add(self, record: Field) -> bool:
@@ -397,17 +403,32 @@ class _ChatSession(Session):
     def _span(self, record: Field) -> bool:
         self.is_trace = True
         data = record.get("span_data")
-        if not data or data.get("type").value != "generation":
+        if not data:
             return True
-        prompt = data["input"].items("message")
-        self.generation = [*prompt, *data["output"].items("output")]
+        kind, parent = data.get("type").value, record.get("parent_id").optional_scalar()
+        self.spans[record.get("id").optional_scalar()] = parent, str(kind)
+        if kind == "generation":
+            prompt = data["input"].items("message")
+            self.generations.pop(parent, None)
+            self.generations[parent] = [*prompt, *data["output"].items("output")]
         return True
+
+    def _is_inner(self, span: str) -> bool:
+        """Returns whether an agent works for a guardrail or as the tool of another agent."""
+        seen = set[str]()
+        while span in self.spans and span not in seen:
+            seen.add(span)
+            span, kind = self.spans[span]
+            if kind in ("guardrail", "function"):
+                return True
+        return False
 
     def trace(self) -> Trace:
         """Returns the trace of the session."""
         turns = self.turns
-        if self.generation:
-            turns = [turn for message in self.generation for turn in turns_of(message)]
+        outer = [made for span, made in self.generations.items() if not self._is_inner(span)]
+        if outer:
+            turns = [turn for message in outer[-1] for turn in turns_of(message)]
         elif self.is_trace:
             raise Malformed(
                 "the trace has no span of the type 'generation', and the other spans lack the text"

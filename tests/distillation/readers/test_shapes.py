@@ -510,6 +510,28 @@ def test_what_a_coding_agent_itself_writes_is_no_word_of_the_model(read):
     assert trace.log.answer == "Lima"
 
 
+@pytest.mark.parametrize("kind", ["guardrail", "function"])
+def test_the_run_of_a_trace_is_that_of_the_outer_agent(read, kind):
+    def span(name, parent, **data):
+        return {"object": "trace.span", "trace_id": "t", "id": name, "parent_id": parent,
+                "span_data": data}  # fmt: skip
+
+    def generation(name, parent, question, answer):
+        said = [{"role": "assistant", "content": answer}]
+        asked = [{"role": "user", "content": question}]
+        return span(name, parent, type="generation", input=asked, output=said)
+
+    (trace,), _ = read(
+        {"object": "trace", "id": "t"},
+        generation("1", "outer", "Q?", "Lima"),
+        generation("2", "inner", "Is 'Lima' rude?", "No."),
+        span("inner", "between", type="agent"),
+        span("between", "outer", type=kind),
+        span("outer", None, type="agent"),
+    )
+    assert (trace.log.question, trace.log.answer) == ("Q?", "Lima")
+
+
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
 def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
