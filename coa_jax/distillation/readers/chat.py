@@ -231,7 +231,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         Malformed: the question, or the result of a tool call, is missing; or the turns belong to
             several questions.
     """
-    spoken = _joined(turn for turn in turns if turn.role != "system")
+    spoken = _joined((turn for turn in turns if turn.role != "system"), facts.question)
     question_at = next((n for n, turn in enumerate(spoken) if turn.role == "user"), None)
     if question_at is None and not facts.question:
         raise Malformed("no message of the role 'user', so no question")
@@ -285,11 +285,13 @@ def _say(talk: Conversation, turn: Turn, thought: str) -> None:
         talk.add_thought(thought)
 
 
-def _joined(turns: Iterable[Turn]) -> list[Turn]:
+def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
     """Joins the parts of one reply, and leaves out what ends a conversation without words."""
     spoken = list[Turn]()
     for turn in turns:
-        if turn.role == "user" and turn.speaker:  # an agent that speaks in the place of the user
+        asks = not spoken and question in ("", turn.words.strip())
+        if turn.role == "user" and turn.speaker and not asks:
+            # An agent speaks in the place of the user.
             turn = dataclasses.replace(turn, role="assistant")
         words = turn.words.strip().removesuffix("TERMINATE").strip()
         if turn.role == "assistant":

@@ -532,6 +532,17 @@ def test_the_run_of_a_trace_is_that_of_the_outer_agent(read, kind):
     assert (trace.log.question, trace.log.answer) == ("Q?", "Lima")
 
 
+@pytest.mark.parametrize("rest", [{}, {"question": "Q?"}])
+def test_a_user_with_a_name_asks_the_question(read, rest):
+    messages = [
+        {"role": "user", "name": "alice", "content": "Q?"},
+        {"role": "user", "name": "researcher", "content": "I look."},
+        {"role": "assistant", "content": "Lima"},
+    ]
+    (trace,), _ = read({"messages": messages, **rest})
+    assert [m.content for m in trace.log.messages] == ["Q?", "I look.", "Lima"]
+
+
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
 def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
