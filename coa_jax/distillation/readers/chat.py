@@ -383,6 +383,11 @@ class _ChatSession(Session):
             return self._item(record)
         facts = facts_of(record)
         new = {k: v for k, v in vars(facts).items() if v and k != "identity"}
+        asked = self.facts.question
+        if asked and new.get("question", asked) != asked:
+            raise Malformed(
+                "a second question in the session: give each run a 'session_id' of its own"
+            )
         self.facts = dataclasses.replace(self.facts, **new)
         return bool(new)
 

@@ -543,6 +543,20 @@ def test_a_user_with_a_name_asks_the_question(read, rest):
     assert [m.content for m in trace.log.messages] == ["Q?", "I look.", "Lima"]
 
 
+def test_runs_that_no_line_separates_are_not_mixed(read):
+    lines = [
+        line
+        for number in (1, 2)
+        for line in (
+            {"question": f"Q{number}?"},
+            {"agent": "worker", "tool": "find", "args": {"a": number}, "result": "x"},
+            {"answer": f"A{number}"},
+        )
+    ]
+    traces, report = read(*lines)
+    assert (traces, "a second question in the session" in reasons(report)) == ([], True)
+
+
 @pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
 def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
