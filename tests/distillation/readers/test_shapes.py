@@ -562,3 +562,10 @@ def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
     step = {"agent": "worker", "tool": "same", "input": given, "output": given}
     (trace,), _ = read({"question": "Q?", "steps": [step], "answer": "7"})
     assert calls_of(trace)[0][:2] == ("same", kept)
+
+
+@pytest.mark.parametrize(("expected", "gold"), [("", ()), ([" "], ()), (["", 7], ("7",))])
+def test_a_blank_accepted_answer_is_none(read, expected, gold):
+    said = {"role": "assistant", "content": "Lima"}
+    (trace,), _ = read({"expected": expected, "messages": [USER, said]})
+    assert trace.gold == gold
