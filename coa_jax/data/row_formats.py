@@ -271,7 +271,8 @@ def _turns(listed: list[Any]) -> list[Turn]:
             role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
         # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
         marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
-        turns.append(Turn(role, text, turn.get("tool_calls"), marked))
+        identity = str(turn.get("tool_call_id") or "")
+        turns.append(Turn(role, text, turn.get("tool_calls"), marked, identity))
     return turns
 
 

@@ -73,3 +73,32 @@ def test_a_program_in_a_function_call_is_fenced_once(fences):
     assert part_violations("code", record.parts) == []
     body = record.parts[0][1].partition("<code>")[2].removesuffix("</code>")
     assert parse_code(body) == (program, None)
+
+
+def conversation(calls, results):
+    made = [{"id": i, "function": {"name": i, "arguments": "{}"}} for i in calls]
+    return {"messages": [
+        {"role": "user", "content": "Q?"},
+        {"role": "assistant", "content": None, "tool_calls": made},
+        *({"role": "tool", "tool_call_id": i, "content": text} for i, text in results),
+        {"role": "assistant", "content": "Done."},
+    ]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("results", "order"),
+    [
+        ([("b", "B"), ("a", "A")], "AB"),
+        ([("x", "B"), ("y", "A")], "BA"),  # ids of no call say nothing
+        ([(None, "B"), (None, "A")], "BA"),
+    ],
+)
+def test_results_of_parallel_calls_have_the_order_of_the_calls(results, order):
+    record = convert_row(conversation("ab", results), "x").record
+    seen = [text for author, text in record.parts if author == "environment"]
+    assert [text.split("\n")[2] for text in seen] == list(order)
+
+
+def test_a_parallel_call_without_a_result_is_not_learned():
+    with pytest.raises(Unusable, match="a call has no result"):
+        convert_row(conversation("ab", [("b", "B")]), "x")
