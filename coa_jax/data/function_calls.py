@@ -71,12 +71,13 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the JSON schemas in the column ``tools``; [] without this column.
 
     The column is a list, or such a list as JSON text. An item is a function, or an object with the
-    function under ``function``, as in OpenAI's API.
+    function under ``function``, as in OpenAI's API. Fields that are null are left out of a list,
+    see `without_nulls`.
 
     Raises:
         Unusable: the column has no such list.
     """
-    listed = row.get("tools") or []
+    listed = without_nulls(row.get("tools")) or []
     if isinstance(listed, str):
         listed = json_of(listed, "the column tools is no JSON")
     if not isinstance(listed, list):
@@ -85,6 +86,17 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
         raise Unusable("the column tools has a function without a name")
     return [{"type": "function", "function": function} for function in functions]
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a JSON value without fields that are null.
+
+    Arrow, the form of parquet files and of ``datasets``, gives all objects of a column the fields
+    of each of them, so that a call has the arguments of all tools, which are null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parts_of_calls(turns: Sequence[Turn]) -> Parts:
@@ -177,7 +189,7 @@ def _calls(turn: Turn) -> list[tuple[str, dict[str, Any]]]:
         return []
     if not isinstance(turn.calls, list) or not all(isinstance(each, dict) for each in turn.calls):
         raise Unusable("tool_calls is no list of calls")
-    return [_call(each.get("function", each)) for each in turn.calls]
+    return [_call(without_nulls(each.get("function", each))) for each in turn.calls]
 
 
 def _call(call: Any) -> tuple[str, dict[str, Any]]:

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coa_jax.data.atif import chat_of, from_atif, is_atif, is_own
-from coa_jax.data.function_calls import PROTOCOL, Turn, json_of, names_of, parts_of_calls, tools_of
+from coa_jax.data.function_calls import (
+    PROTOCOL,
+    Turn,
+    json_of,
+    names_of,
+    parts_of_calls,
+    tools_of,
+    without_nulls,
+)
 from coa_jax.data.text_parts import (
     ENVIRONMENT,
     POLICY,
@@ -352,7 +360,8 @@ def _turn_text(rules: Protocol, turn: Turn) -> str:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
         raise Unusable("a turn calls several tools at once, which no protocol can express")
-    return "\n".join(filter(None, (text, _call_tag(rules, calls[0].get("function")))))
+    call = without_nulls(calls[0].get("function"))
+    return "\n".join(filter(None, (text, _call_tag(rules, call))))
 
 
 def _call_tag(rules: Protocol, call: Any) -> str:

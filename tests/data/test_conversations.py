@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from coa_jax.data.records import read_records, records_of_rows
 from coa_jax.data.row_formats import convert_row
 from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import part_violations
@@ -102,3 +105,31 @@ def test_results_of_parallel_calls_have_the_order_of_the_calls(results, order):
 def test_a_parallel_call_without_a_result_is_not_learned():
     with pytest.raises(Unusable, match="a call has no result"):
         convert_row(conversation("ab", [("b", "B")]), "x")
+
+
+def test_fields_that_a_table_adds_to_calls_and_tools_are_left_out(tmp_path):
+    def row(name, arguments):
+        properties = {key: {"type": "string"} for key in arguments}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        call = {"function": {"name": name, "arguments": arguments}}
+        return {
+            "tools": [{"type": "function", "function": tool}],
+            "messages": [
+                {"role": "user", "content": "Q?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "seen"},
+                {"role": "assistant", "content": "Done."},
+            ],
+        }
+
+    rows = [row("find", {"what": "x"}), row("add", {"a": "1", "b": "2"})]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    read = read_records(path)
+    for record, plain in zip(read, records_of_rows(rows), strict=True):
+        assert (record.parts, record.metadata) == (plain.parts, plain.metadata)
+    tagged = {"role": "assistant", "content": "<answer>Done.</answer>"}
+    rows = [row("wiki_search", {"query": "x"}), row("code", {"source": "1"})]
+    rows = [{"messages": [*each["messages"][:3], tagged]} for each in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [r.parts for r in read_records(path)] == [r.parts for r in records_of_rows(rows)]
