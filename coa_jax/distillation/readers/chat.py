@@ -192,7 +192,9 @@ def read_run(record: Any) -> Trace:
         counts = counts if fields.get("usage") or alone else Field(None)
     else:
         counts = fields.get("usage")
-    usage = total_usage([counts.value], "prompt_tokens", "completion_tokens")
+    usage = total_usage([counts.value], "prompt_tokens", "completion_tokens") or total_usage(
+        [counts.value], "input_tokens", "output_tokens"
+    )
     return trace_of(turns, facts, usage)
 
 

@@ -376,14 +376,14 @@ def test_a_tool_is_what_the_setting_says(read):
         *called("search_docs", {"query": "x"}),
         *called("lookup", {"key": 3}),
         *called("transfer_to_worker", {}),
-        *called("ask_expert", {"task": "Find it."}),
+        *called("ask_expert", {"task": "Find it.", "hints": ["Look.", "Wait."]}),
         {"role": "assistant", "content": "Lima"},
     ]
     tags = {"search_docs": "wiki_search", "lookup": "my_lookup", "ask_expert": "request"}
     (trace,), _ = read({"messages": messages}, tools=tags)
     assert trace.log.calls == (("wiki_search", "x"), ("my_lookup", '{"key": 3}'))
     asked = [m.content for m in trace.log.messages if m.kind is Kind.REQUEST]
-    assert asked == ["", "Find it."]
+    assert asked == ["", "Find it.\nLook.\nWait."]
     assert [m.content for m in trace.log.messages if m.kind is Kind.REPORT] == ["", "seen"]
 
 
@@ -569,3 +569,12 @@ def test_a_blank_accepted_answer_is_none(read, expected, gold):
     said = {"role": "assistant", "content": "Lima"}
     (trace,), _ = read({"expected": expected, "messages": [USER, said]})
     assert trace.gold == gold
+
+
+def test_usage_of_the_responses_api_is_that_of_the_run(read):
+    usage = {"input_tokens": 3, "output_tokens": 2}
+    said = {"type": "message", "role": "assistant", "content": "Lima"}
+    (trace,), _ = read(
+        {"request": {"input": "Q?"}, "response": {"id": "r", "output": [said], "usage": usage}}
+    )
+    assert trace.usage == {"prompt": 3, "completion": 2}
