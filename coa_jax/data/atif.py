@@ -38,6 +38,7 @@ import numpy as np
 
 from coa_jax.config import installed
 from coa_jax.data.function_calls import PROTOCOL
+from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import Author, Reward, SegmentSpan, StopReason, ToolCall, Trajectory
 from coa_jax.errors import UserError
 from coa_jax.files import jsonl
@@ -464,6 +465,7 @@ def chat_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         KeyError, TypeError, ValueError: the document is malformed.
+        Unusable: a result has no text, but a reference to the trajectory of a subagent.
     """
     messages = list[dict[str, Any]]()
     for step in _checked(document):
@@ -480,8 +482,12 @@ def chat_of(document: Mapping[str, Any]) -> dict[str, Any]:
             message["weight"] = 0
         messages.append(message)
         for result in _results(step):
-            answer = {"role": "tool", "content": result.get("content") or ""}
-            identity = result.get("source_call_id")
+            content, identity = result.get("content") or "", result.get("source_call_id")
+            if not content and result.get("subagent_trajectory_ref"):
+                raise Unusable("a result is only in the trajectory of a subagent")
+            answer: dict[str, Any] = {"role": "tool", "content": content}
+            if (result.get("extra") or {}).get("is_error"):
+                answer["is_error"] = True
             messages.append(answer if identity is None else {**answer, "tool_call_id": identity})
     extra = document.get("extra") or {}
     row = {name: extra[name] for name in ("gold", "answer") if name in extra}

@@ -37,12 +37,14 @@ class Turn(NamedTuple):
         calls: function calls of an ``assistant`` turn, in the form of OpenAI; None if there are
             none.
         unlearned: whether the data file marks the turn as excluded from training.
+        identity: id of the call whose result the turn is; "" if the file has no ids.
     """
 
     role: str
     text: str
     calls: Any = None
     unlearned: bool = False
+    identity: str = ""
 
 
 def names_of(turns: Sequence[Turn]) -> set[str]:
@@ -69,12 +71,13 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the JSON schemas in the column ``tools``; [] without this column.
 
     The column is a list, or such a list as JSON text. An item is a function, or an object with the
-    function under ``function``, as in OpenAI's API.
+    function under ``function``, as in OpenAI's API. Fields that are null are left out of a list,
+    see `without_nulls`.
 
     Raises:
         Unusable: the column has no such list.
     """
-    listed = row.get("tools") or []
+    listed = without_nulls(row.get("tools")) or []
     if isinstance(listed, str):
         listed = json_of(listed, "the column tools is no JSON")
     if not isinstance(listed, list):
@@ -85,12 +88,26 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in functions]
 
 
+def without_nulls(value: Any) -> Any:
+    """Returns a JSON value without fields that are null.
+
+    Arrow, the form of parquet files and of ``datasets``, gives all objects of a column the fields
+    of each of them, so that a call has the arguments of all tools, which are null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def parts_of_calls(turns: Sequence[Turn]) -> Parts:
     """Converts the turns after the first user message to the parts of a record.
 
+    The chat template shows results without the ids of their calls, so they get the order of the
+    calls, as in rollouts.
+
     Raises:
-        Unusable: a turn is excluded from training, or the turns have an order that the chat
-            template cannot show.
+        Unusable: a turn is excluded from training, the turns have an order that the chat template
+            cannot show, or a call among several has no result.
     """
     if any(turn.unlearned for turn in turns):
         raise Unusable("a turn of the assistant is marked as excluded from training")
@@ -98,7 +115,7 @@ def parts_of_calls(turns: Sequence[Turn]) -> Parts:
     assert protocol.format is not None
     head, tail = protocol.format.head, protocol.format.tail
     kinds = [(_KINDS.get(turn.role, turn.role), turn) for turn in turns]
-    before = "user"
+    before, made = "user", list[str]()
     for kind, group in itertools.groupby(kinds, key=lambda pair: pair[0]):
         run = [turn for _, turn in group]
         if kind == "system":
@@ -108,8 +125,10 @@ def parts_of_calls(turns: Sequence[Turn]) -> Parts:
         if kind == POLICY:
             texts = (text for turn in run for text in (*_content(turn), *_call_texts(turn)))
             parts.append((POLICY, "\n".join(texts)))
+            made = [identity for turn in run for identity in _identities(turn)]
         elif kind == "tool":
-            quoted = (protocol.format.quote(text) for turn in run for text in _results(turn.text))
+            ordered = _in_order(run, made)
+            quoted = (protocol.format.quote(text) for t in ordered for text in _results(t.text))
             parts += [(ENVIRONMENT, f"{head}{text}{tail}") for text in quoted]
         else:
             parts.append((ENVIRONMENT, "\n".join(turn.text for turn in run)))
@@ -117,6 +136,26 @@ def parts_of_calls(turns: Sequence[Turn]) -> Parts:
     while parts and parts[-1][0] == ENVIRONMENT:
         parts.pop()  # nothing follows that the policy could learn
     return tuple(parts)
+
+
+def _identities(turn: Turn) -> list[str]:
+    calls = turn.calls if isinstance(turn.calls, list) else []
+    return [str(call.get("id")) for call in calls if isinstance(call, dict)]
+
+
+def _in_order(results: Sequence[Turn], made: Sequence[str]) -> Sequence[Turn]:
+    """Returns results in the order of their calls, or as they are if they do not name the calls.
+
+    Args:
+        results: the results of a turn.
+        made: ids of the calls of the turn.
+    """
+    named = {turn.identity for turn in results}
+    if not named <= {*made}:
+        return results
+    if named < {*made}:
+        raise Unusable("a call has no result")
+    return sorted(results, key=lambda turn: made.index(turn.identity))
 
 
 _RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
@@ -150,7 +189,7 @@ def _calls(turn: Turn) -> list[tuple[str, dict[str, Any]]]:
         return []
     if not isinstance(turn.calls, list) or not all(isinstance(each, dict) for each in turn.calls):
         raise Unusable("tool_calls is no list of calls")
-    return [_call(each.get("function", each)) for each in turn.calls]
+    return [_call(without_nulls(each.get("function", each))) for each in turn.calls]
 
 
 def _call(call: Any) -> tuple[str, dict[str, Any]]:

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coa_jax.data.atif import chat_of, from_atif, is_atif, is_own
-from coa_jax.data.function_calls import PROTOCOL, Turn, json_of, names_of, parts_of_calls, tools_of
+from coa_jax.data.function_calls import (
+    PROTOCOL,
+    Turn,
+    json_of,
+    names_of,
+    parts_of_calls,
+    tools_of,
+    without_nulls,
+)
 from coa_jax.data.text_parts import (
     ENVIRONMENT,
     POLICY,
@@ -271,7 +279,8 @@ def _turns(listed: list[Any]) -> list[Turn]:
             role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
         # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
         marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
-        turns.append(Turn(role, text, turn.get("tool_calls"), marked))
+        identity = str(turn.get("tool_call_id") or "")
+        turns.append(Turn(role, text, turn.get("tool_calls"), marked, identity))
     return turns
 
 
@@ -351,7 +360,8 @@ def _turn_text(rules: Protocol, turn: Turn) -> str:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
         raise Unusable("a turn calls several tools at once, which no protocol can express")
-    return "\n".join(filter(None, (text, _call_tag(rules, calls[0].get("function")))))
+    call = without_nulls(calls[0].get("function"))
+    return "\n".join(filter(None, (text, _call_tag(rules, call))))
 
 
 def _call_tag(rules: Protocol, call: Any) -> str:

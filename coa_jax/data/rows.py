@@ -481,6 +481,8 @@ def _table(path: Path, file: IO[bytes], longest: int) -> Rows:
         if names:
             places.extend((start, end))
             lines.append(line)
+        elif twice := {name for name in cells if cells.count(name) > 1}:
+            raise UserError(f"{path}:{line}: several columns have the name {min(twice)!r}")
         names = names or cells
     return _rows(path, places, functools.partial(_cells, names, delimiter), lines)
 

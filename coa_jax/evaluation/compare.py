@@ -122,9 +122,11 @@ def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, 
     reach = sum(steps)
     if len(nonzero) * reach > _MOST_CELLS:
         signs = np.random.default_rng(0)
-        sizes = np.array(steps, np.float64)
+        sizes = np.array([abs(float(d)) for d in nonzero])
+        # Rounding must not lose the choices of signs that give the observed sum.
+        least = abs(float(sum(nonzero))) - 1e-9 * float(sizes.sum())
         hits = sum(
-            abs(float(sizes @ signs.choice((-1.0, 1.0), len(sizes)))) >= observed - 0.5
+            abs(float(sizes @ signs.choice((-1.0, 1.0), len(sizes)))) >= least
             for _ in range(_DRAWS)
         )
         return (hits + 1) / (_DRAWS + 1), f"paired permutation test, {_DRAWS:,} draws"

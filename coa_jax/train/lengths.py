@@ -38,7 +38,7 @@ from coa_jax.tasks.prompts import Wording, wording_of
 from coa_jax.train.config import SFTConfig
 from coa_jax.train.data import Examples, RecordReader, examples_of, loss_tokens, read_ahead
 
-_VERSION = 1  # version of the cache's file format
+_VERSION = 2  # version of the cache's file format and of the conversion of rows
 _CHUNK = 64  # number of rows that a worker counts at a time
 _FEW = 32  # with at most this many chunks, no worker is started
 

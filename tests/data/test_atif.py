@@ -13,7 +13,9 @@ import pytest
 
 from coa_jax.data.atif import decode_trajectory, from_atif, to_atif
 from coa_jax.data.records import read_records
+from coa_jax.data.row_formats import convert_row
 from coa_jax.data.rows import find_files
+from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import (
     Author,
     Reward,
@@ -233,6 +235,29 @@ def test_documents_in_subfolders_do_not_hide_a_file_of_records(tmp_path):
     assert [path.name for path in find_files(tmp_path)] == ["rows.jsonl"]
     (tmp_path / "rows.jsonl").rename(tmp_path / "rows.json")
     assert [path.name for path in find_files(tmp_path)] == ["rows.json"]
+
+
+def with_result(**fields):
+    value = document()
+    value["steps"][2]["observation"] = {"results": [{"source_call_id": "a", **fields}]}
+    return value
+
+
+def test_a_result_that_only_a_subagent_has_is_not_learned_as_empty(tmp_path):
+    value = with_result(subagent_trajectory_ref=[{"session_id": "inner"}])
+    with pytest.raises(Unusable, match="only in the trajectory of a subagent"):
+        convert_row(value, "x")
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(value))
+    traces, report = read_traces(path, "")
+    assert (traces, "of a subagent" in report["problems"][0]["reason"]) == ([], True)
+
+
+def test_a_call_that_failed_has_failed_in_the_trace(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(with_result(content="No.", extra={"is_error": True})))
+    (trace,), _ = read_traces(path, "")
+    assert [m.outcome for m in trace.log.messages if m.outcome] == ["error"]
 
 
 def test_the_document_of_an_agent_stands_beside_those_of_its_subagents(tmp_path):

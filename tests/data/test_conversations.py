@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from coa_jax.data.records import read_records, records_of_rows
 from coa_jax.data.row_formats import convert_row
 from coa_jax.data.text_parts import Unusable
 from coa_jax.data.trajectory import part_violations
@@ -73,3 +76,60 @@ def test_a_program_in_a_function_call_is_fenced_once(fences):
     assert part_violations("code", record.parts) == []
     body = record.parts[0][1].partition("<code>")[2].removesuffix("</code>")
     assert parse_code(body) == (program, None)
+
+
+def conversation(calls, results):
+    made = [{"id": i, "function": {"name": i, "arguments": "{}"}} for i in calls]
+    return {"messages": [
+        {"role": "user", "content": "Q?"},
+        {"role": "assistant", "content": None, "tool_calls": made},
+        *({"role": "tool", "tool_call_id": i, "content": text} for i, text in results),
+        {"role": "assistant", "content": "Done."},
+    ]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("results", "order"),
+    [
+        ([("b", "B"), ("a", "A")], "AB"),
+        ([("x", "B"), ("y", "A")], "BA"),  # ids of no call say nothing
+        ([(None, "B"), (None, "A")], "BA"),
+    ],
+)
+def test_results_of_parallel_calls_have_the_order_of_the_calls(results, order):
+    record = convert_row(conversation("ab", results), "x").record
+    seen = [text for author, text in record.parts if author == "environment"]
+    assert [text.split("\n")[2] for text in seen] == list(order)
+
+
+def test_a_parallel_call_without_a_result_is_not_learned():
+    with pytest.raises(Unusable, match="a call has no result"):
+        convert_row(conversation("ab", [("b", "B")]), "x")
+
+
+def test_fields_that_a_table_adds_to_calls_and_tools_are_left_out(tmp_path):
+    def row(name, arguments):
+        properties = {key: {"type": "string"} for key in arguments}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        call = {"function": {"name": name, "arguments": arguments}}
+        return {
+            "tools": [{"type": "function", "function": tool}],
+            "messages": [
+                {"role": "user", "content": "Q?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "seen"},
+                {"role": "assistant", "content": "Done."},
+            ],
+        }
+
+    rows = [row("find", {"what": "x"}), row("add", {"a": "1", "b": "2"})]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    read = read_records(path)
+    for record, plain in zip(read, records_of_rows(rows), strict=True):
+        assert (record.parts, record.metadata) == (plain.parts, plain.metadata)
+    tagged = {"role": "assistant", "content": "<answer>Done.</answer>"}
+    rows = [row("wiki_search", {"query": "x"}), row("code", {"source": "1"})]
+    rows = [{"messages": [*each["messages"][:3], tagged]} for each in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [r.parts for r in read_records(path)] == [r.parts for r in records_of_rows(rows)]

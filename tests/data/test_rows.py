@@ -122,6 +122,7 @@ def test_a_row_of_a_table_is_named_by_its_first_line(tmp_path):
         (b'a,b\n1,"x\ny"\n3\n', ":4: the number of cells is 1, but the table has 2 columns"),
         (b'a,b\n1,2\n3,"4\n5', ":3: not a table: unexpected end of data"),
         (b"a,b\n1,\xff\n", ":2: not a table: not UTF-8"),
+        (b"a,b,b\n1,2,3\n", ":1: several columns have the name 'b'"),
         ("a,b\n1,2\n".encode("utf-16"), "encoded in UTF-16; save it as UTF-8"),
     ):
         path.write_bytes(text)

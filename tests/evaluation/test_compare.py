@@ -54,6 +54,18 @@ def test_it_agrees_with_scipys_permutation_test():
     assert permutation_test(differences)[0] == pytest.approx(theirs.pvalue, abs=1e-12)
 
 
+def test_drawn_sums_equal_the_observed_sum_in_spite_of_rounding():
+    # Both evaluations lack grades of some of 64 samples, so the common denominator exceeds 2^53.
+    differences = [
+        *(Fraction(*pair) for pair in [(31, 48), (472, 931), (19, 28), (733, 1159), (2108, 2793)]),
+        *(Fraction(*pair) for pair in [(988, 2623), (439, 783), (2146, 3233), (1126, 2303)]),
+        *(Fraction(*pair) for pair in [(267, 650), (521, 1178), (1433, 2583), (757, 1272)]),
+    ]
+    p, name = permutation_test(differences)
+    assert "draws" in name
+    assert p == pytest.approx(2 / 2**13, rel=0.5)  # B is better at all 13 tasks
+
+
 @pytest.mark.slow
 def test_a_distribution_that_is_too_large_is_drawn_from(monkeypatch):
     differences = [Fraction(n, 5) for n in (3, -1, 2, 2, 0, -4, 5, 1, 1, 3)]

@@ -343,9 +343,13 @@ class Field:
         return self.scalar() if self else ""
 
     def answers(self) -> tuple[str, ...]:
-        """Returns accepted answers from a value that is null, a scalar or a list of scalars."""
+        """Returns accepted answers from a value that is null, a scalar or a list of scalars.
+
+        Blank texts are no answers.
+        """
         values = self.value if isinstance(self.value, list) else [self.value] if self else []
-        return tuple(Field(value, self.name).scalar() for value in values)
+        answers = (Field(value, self.name).scalar() for value in values)
+        return tuple(answer for answer in answers if answer.strip())
 
     def __str__(self) -> str:
         return self.name or "the record"

@@ -192,7 +192,9 @@ def read_run(record: Any) -> Trace:
         counts = counts if fields.get("usage") or alone else Field(None)
     else:
         counts = fields.get("usage")
-    usage = total_usage([counts.value], "prompt_tokens", "completion_tokens")
+    usage = total_usage([counts.value], "prompt_tokens", "completion_tokens") or total_usage(
+        [counts.value], "input_tokens", "output_tokens"
+    )
     return trace_of(turns, facts, usage)
 
 
@@ -231,7 +233,7 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
         Malformed: the question, or the result of a tool call, is missing; or the turns belong to
             several questions.
     """
-    spoken = _joined(turn for turn in turns if turn.role != "system")
+    spoken = _joined((turn for turn in turns if turn.role != "system"), facts.question)
     question_at = next((n for n, turn in enumerate(spoken) if turn.role == "user"), None)
     if question_at is None and not facts.question:
         raise Malformed("no message of the role 'user', so no question")
@@ -285,11 +287,13 @@ def _say(talk: Conversation, turn: Turn, thought: str) -> None:
         talk.add_thought(thought)
 
 
-def _joined(turns: Iterable[Turn]) -> list[Turn]:
+def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
     """Joins the parts of one reply, and leaves out what ends a conversation without words."""
     spoken = list[Turn]()
     for turn in turns:
-        if turn.role == "user" and turn.speaker:  # an agent that speaks in the place of the user
+        asks = not spoken and question in ("", turn.words.strip())
+        if turn.role == "user" and turn.speaker and not asks:
+            # An agent speaks in the place of the user.
             turn = dataclasses.replace(turn, role="assistant")
         words = turn.words.strip().removesuffix("TERMINATE").strip()
         if turn.role == "assistant":
@@ -297,6 +301,8 @@ def _joined(turns: Iterable[Turn]) -> list[Turn]:
                 continue
             turn = dataclasses.replace(turn, words=words)
         last = spoken[-1] if spoken else turn
+        if spoken and turn.role == "assistant" and turn.identity == last.identity != "":
+            raise Malformed("pieces of a streamed reply: log whole messages instead")
         if spoken and turn.role == last.role == "assistant" and turn.partial and last.partial:
             spoken[-1] = dataclasses.replace(
                 last,
@@ -351,11 +357,17 @@ def _final(arguments: Any) -> str:
 
 @dataclasses.dataclass
 class _ChatSession(Session):
-    """The turns and facts of a session; `generation` is the newest request of an Agents SDK."""
+    """The turns and facts of a session.
+
+    In a trace of the Agents SDK, `spans` maps the id of each span to the id of its parent and its
+    type, and `generations` maps the id of each agent to its newest request with the reply, in
+    the order of time.
+    """
 
     turns: list[Turn] = dataclasses.field(default_factory=list)
     facts: Facts = dataclasses.field(default_factory=Facts)
-    generation: list[Field] = dataclasses.field(default_factory=list)
+    spans: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    generations: dict[str, list[Field]] = dataclasses.field(default_factory=dict)
     is_trace: bool = False
 
     def add(self, record: Field) -> bool:
@@ -373,6 +385,11 @@ class _ChatSession(Session):
             return self._item(record)
         facts = facts_of(record)
         new = {k: v for k, v in vars(facts).items() if v and k != "identity"}
+        asked = self.facts.question
+        if asked and new.get("question", asked) != asked:
+            raise Malformed(
+                "a second question in the session: give each run a 'session_id' of its own"
+            )
         self.facts = dataclasses.replace(self.facts, **new)
         return bool(new)
 
@@ -385,6 +402,8 @@ class _ChatSession(Session):
     def _claude(self, record: Field) -> bool:
         if record.get("isMeta").value or record.get("type").value not in ("user", "assistant"):
             return False
+        if record["message"].get("model").value == "<synthetic>":
+            return False  # words of the program, such as an error of the API
         size = len(self.turns)
         used = self._item(record["message"])
         self.turns[size:] = [dataclasses.replace(t, partial=True) for t in self.turns[size:]]
@@ -393,17 +412,32 @@ class _ChatSession(Session):
     def _span(self, record: Field) -> bool:
         self.is_trace = True
         data = record.get("span_data")
-        if not data or data.get("type").value != "generation":
+        if not data:
             return True
-        prompt = data["input"].items("message")
-        self.generation = [*prompt, *data["output"].items("output")]
+        kind, parent = data.get("type").value, record.get("parent_id").optional_scalar()
+        self.spans[record.get("id").optional_scalar()] = parent, str(kind)
+        if kind == "generation":
+            prompt = data["input"].items("message")
+            self.generations.pop(parent, None)
+            self.generations[parent] = [*prompt, *data["output"].items("output")]
         return True
+
+    def _is_inner(self, span: str) -> bool:
+        """Returns whether an agent works for a guardrail or as the tool of another agent."""
+        seen = set[str]()
+        while span in self.spans and span not in seen:
+            seen.add(span)
+            span, kind = self.spans[span]
+            if kind in ("guardrail", "function"):
+                return True
+        return False
 
     def trace(self) -> Trace:
         """Returns the trace of the session."""
         turns = self.turns
-        if self.generation:
-            turns = [turn for message in self.generation for turn in turns_of(message)]
+        outer = [made for span, made in self.generations.items() if not self._is_inner(span)]
+        if outer:
+            turns = [turn for message in outer[-1] for turn in turns_of(message)]
         elif self.is_trace:
             raise Malformed(
                 "the trace has no span of the type 'generation', and the other spans lack the text"
@@ -416,6 +450,7 @@ def _updates(value: dict[str, Any]) -> list[Any] | None:
     """Returns the messages that a node of LangGraph adds; None for another line."""
     inner = next(iter(value.values())) if len(value) == 1 else None
     added = inner.get("messages") if isinstance(inner, dict) else None
+    added = [added] if is_message(added) else added
     return added if isinstance(added, list) else None
 
 

@@ -30,7 +30,8 @@ class Turn:
         words: the text.
         reasoning: hidden thoughts before the text, if the log has them.
         calls: calls of tools that follow the text.
-        identity: id of the call whose result the turn contains.
+        identity: id of the call whose result the turn contains; or id of the reply of which the
+            turn is a piece, because it was streamed.
         ok: whether the call succeeded.
         speaker: name of the agent that wrote the text; "" if the log names none.
         partial: whether the turn may be only a part of the model's reply, because logs of this kind
@@ -70,6 +71,8 @@ _THOUGHT = ("thought", "thoughts", "reasoning", "rationale", "think")
 _TEXT = ("content", "text", "message", "value", "words", "output")
 _GEMINI = ("functionCall", "functionResponse", "function_call", "function_response")
 _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
+_PIECE = "ModelClientStreamingChunkEvent"
+"""Type of an event of AutoGen with a piece of a message, which follows as a whole."""
 
 
 def first_present(fields: Field, names: Iterable[str]) -> Field:
@@ -93,6 +96,8 @@ def turns_of(item: Field) -> list[Turn]:
         return _pydantic(item)
     if "author" in item.mapping() and item.get("actions") and not item.get("content"):
         return []  # an event of ADK that only changes the state
+    if "author" in item.mapping() and item.get("partial").value is True:
+        return []  # a piece of a message of ADK, which follows as a whole
     item = _unwrapped(item)
     kind, role = item.get("type").value, item.get("role").value
     if isinstance(kind, str) and kind in _ITEMS:
@@ -106,7 +111,7 @@ def turns_of(item: Field) -> list[Turn]:
         return _message(item, _ROLES[kind])
     if "from" in item.mapping() and "value" in item.mapping():
         return _sharegpt(item)
-    if isinstance(kind, str) and kind.startswith("ToolCall"):
+    if isinstance(kind, str) and (kind.startswith("ToolCall") or kind == _PIECE):
         return _autogen(item, kind)
     return _step(item)
 
@@ -163,7 +168,9 @@ def _message(item: Field, role: str, partial: bool = False) -> list[Turn]:
     if words or calls or thoughts or not turns:
         reasoning = "\n".join(filter(None, (_reasoning(item), *thoughts)))
         counts = usage if isinstance(usage, dict) else {}
-        own = Turn(role, words, reasoning, calls, "", True, speaker, partial, counts)
+        streamed = item.get("type").value == "AIMessageChunk"
+        piece = item.get("id").optional_scalar() if streamed else ""
+        own = Turn(role, words, reasoning, calls, piece, True, speaker, partial, counts)
         turns.append(own)
     return turns
 
@@ -190,17 +197,22 @@ def _parts(
         elif kind in ("text", "input_text", "output_text") or (kind is None and part.get("text")):
             words.append(part["text"].text())
         elif kind in ("thinking", "reasoning", "redacted_thinking"):
-            thoughts.append(first_present(part, ("thinking", "reasoning", "text")).optional_text())
+            thought = first_present(part, ("thinking", "reasoning", "text")).optional_text()
+            thoughts.append(thought or _summary(part))
         elif kind == "tool_use":
             calls.append((part["id"].scalar(), part["name"].text(), part["input"].value))
+        elif kind in ("tool_call", "function_call") and part.get("name"):  # LangChain
+            identity = first_present(part, ("call_id", "id")).scalar()
+            arguments = _arguments(first_present(part, ("args", "arguments")))
+            calls.append((identity, part["name"].text(), arguments))
         elif kind == "tool_result":
             text = _text(part.get("content"))
             results.append((part["tool_use_id"].scalar(), text, not part.get("is_error").value))
         elif kind in ("functionCall", "function_call"):
             call = part[kind]
-            calls.append(("", call["name"].text(), call.get("args").value))
+            calls.append((_gemini_identity(call), call["name"].text(), call.get("args").value))
         elif kind in ("functionResponse", "function_response"):
-            results.append(("", *_response(part[kind]["response"])))
+            results.append((_gemini_identity(part[kind]), *_response(part[kind]["response"])))
         elif kind in ("server_tool_use", "web_search_tool_result"):
             raise Malformed(f"{part} ran at the provider: the log lacks the text of its result")
         else:
@@ -240,6 +252,11 @@ def _common_part(part: Field) -> Field:
     else:
         return part
     return Field({"type": "tool_use" if "input" in made else "tool_result", **made}, part.name)
+
+
+def _gemini_identity(call: Field) -> str:
+    """Returns the id by which Gemini pairs a call and its result: without one, the function."""
+    return first_present(call, ("id", "name")).optional_scalar()
 
 
 def _response(response: Field) -> tuple[str, bool]:
@@ -309,7 +326,7 @@ def _sharegpt(item: Field) -> list[Turn]:
 
 def _autogen(item: Field, kind: str) -> list[Turn]:
     """Reads an event of AutoGen that holds calls or results."""
-    if kind == "ToolCallSummaryMessage":  # repeats the results
+    if kind in ("ToolCallSummaryMessage", _PIECE):  # repeats the results; or is repeated
         return []
     parts = item["content"].items(f"{item}, part")
     if kind == "ToolCallRequestEvent":
@@ -384,11 +401,14 @@ def _output(arguments: Any) -> Any:
 # --- items of the Responses API ------------------------------------------------------------
 
 
-def _reasoning_item(item: Field) -> list[Turn]:
+def _summary(item: Field) -> str:
     parts = [*(item.get("summary").value or ()), *(item.get("content").value or ())]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    reasoning = "\n".join(text for text in texts if isinstance(text, str))
-    return [Turn("assistant", reasoning=reasoning, partial=True)]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _reasoning_item(item: Field) -> list[Turn]:
+    return [Turn("assistant", reasoning=_summary(item), partial=True)]
 
 
 def _function_call(item: Field) -> list[Turn]:
@@ -431,6 +451,7 @@ def _hosted(item: Field) -> list[Turn]:
 
 _ITEMS: Mapping[str, Callable[[Field], list[Turn]]] = {
     "reasoning": _reasoning_item,
+    "ghost_snapshot": lambda item: [],  # what Codex notes to undo its changes
     "function_call": _function_call,
     "custom_tool_call": _custom_call,
     **dict.fromkeys(("local_shell_call", "shell_call"), _shell_call),
@@ -463,7 +484,6 @@ def _step(item: Field) -> list[Turn]:
         content = item.get("content").value or item.get("text").value
         words = content if isinstance(content, str) and content != result.value else ""
         arguments = first_present(item, _ARGUMENTS)
-        arguments = Field(None) if arguments.value is result.value else arguments
         call = identity, tool, {} if arguments.value is None else arguments.value
         turns = [Turn("assistant", words, thought, (call,), "", True, speaker)]
         if result:

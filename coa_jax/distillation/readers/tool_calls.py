@@ -191,7 +191,8 @@ def _program(body: str, stdin: str | None) -> str:
 def _words(arguments: str) -> str:
     """Returns the texts in the arguments of a request."""
     value = _maybe_json(arguments)
-    texts = value.values() if isinstance(value, dict) else [value]
+    values = value.values() if isinstance(value, dict) else [value]
+    texts = (text for one in values for text in (one if isinstance(one, list) else [one]))
     return "\n".join(text for text in texts if isinstance(text, str))
 
 

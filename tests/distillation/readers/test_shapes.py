@@ -129,7 +129,8 @@ SHAPES = {
         [{"contents": [
             {"role": "user", "parts": [{"text": "Q?"}]},
             {"role": "model", "parts": [{"functionCall": {"name": "find", "args": {"a": 1}}}]},
-            {"role": "user", "parts": [{"functionResponse": {"response": {"r": "Lima"}}}]},
+            {"role": "user", "parts": [
+                {"functionResponse": {"name": "find", "response": {"r": "Lima"}}}]},
             {"role": "model", "parts": [{"text": "Lima"}]},
         ]}],
         ("find", '{"a": 1}', '{"r": "Lima"}', "ok"),
@@ -375,14 +376,14 @@ def test_a_tool_is_what_the_setting_says(read):
         *called("search_docs", {"query": "x"}),
         *called("lookup", {"key": 3}),
         *called("transfer_to_worker", {}),
-        *called("ask_expert", {"task": "Find it."}),
+        *called("ask_expert", {"task": "Find it.", "hints": ["Look.", "Wait."]}),
         {"role": "assistant", "content": "Lima"},
     ]
     tags = {"search_docs": "wiki_search", "lookup": "my_lookup", "ask_expert": "request"}
     (trace,), _ = read({"messages": messages}, tools=tags)
     assert trace.log.calls == (("wiki_search", "x"), ("my_lookup", '{"key": 3}'))
     asked = [m.content for m in trace.log.messages if m.kind is Kind.REQUEST]
-    assert asked == ["", "Find it."]
+    assert asked == ["", "Find it.\nLook.\nWait."]
     assert [m.content for m in trace.log.messages if m.kind is Kind.REPORT] == ["", "seen"]
 
 
@@ -401,3 +402,179 @@ def test_a_file_is_read_line_by_line(tmp_path):
     file = TraceFile(path)
     next(iter(file))
     assert file.report["records"] < 100
+
+
+# --- what frameworks write beside whole messages of the run -----------------------------------
+
+
+def piece(content, identity="lc_run--1"):
+    return {"type": "AIMessageChunk", "content": content, "id": identity, "tool_call_chunks": []}
+
+
+def test_pieces_of_a_streamed_reply_are_no_messages(read):
+    autogen_lines = [
+        autogen("user", "TextMessage", "Q?"),
+        autogen("a", "ModelClientStreamingChunkEvent", "Li"),
+        autogen("a", "ModelClientStreamingChunkEvent", "ma"),
+        autogen("a", "TextMessage", "Lima"),
+    ]
+    adk = [
+        {"author": who, "partial": partial, "content": {"role": role, "parts": [{"text": text}]}}
+        for who, partial, role, text in [
+            ("user", None, "user", "Q?"),
+            ("a", True, "model", "Li"),
+            ("a", True, "model", "ma"),
+            ("a", None, "model", "Lima"),
+        ]
+    ]
+    for lines in (autogen_lines, adk):
+        (trace,), report = read(*lines)
+        assert [m.content for m in trace.log.messages] == ["Q?", "Lima"]
+        assert (report["used"], report["ignored"]) == (2, 2)
+
+
+def test_pieces_of_langchain_without_the_whole_reply_are_refused(read):
+    human = {"type": "human", "content": "Q?"}
+    traces, report = read(human, piece("Li"), piece("ma"), piece(""))
+    assert (traces, "pieces of a streamed reply" in reasons(report)) == ([], True)
+    (trace,), _ = read(human, piece("Lima"), piece(""))
+    assert trace.log.answer == "Lima"
+
+
+def test_results_of_parallel_calls_of_gemini_have_the_id_or_the_name_of_their_call(read):
+    def run(calls, results):
+        return {"contents": [
+            {"role": "user", "parts": [{"text": "Q?"}]},
+            {"role": "model", "parts": [{"functionCall": {**c, "args": {}}} for c in calls]},
+            {"role": "user", "parts": [
+                {"functionResponse": {**r, "response": {"result": text}}} for r, text in results]},
+            {"role": "model", "parts": [{"text": "Lima"}]},
+        ]}  # fmt: skip
+
+    named = [{"name": "find"}, {"name": "look"}]
+    same = [{"name": "find", "id": "1"}, {"name": "find", "id": "2"}]
+    for calls in (named, same):
+        first, second = calls
+        (trace,), _ = read(run(calls, [(second, "B"), (first, "A")]))
+        assert [call[2] for call in calls_of(trace)] == ["A", "B"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {
+            "type": "function_call",
+            "name": "find",
+            "arguments": '{"a": 1}',
+            "call_id": "c",
+            "id": "f",
+        },
+        {"type": "tool_call", "name": "find", "args": {"a": 1}, "id": "c"},
+    ],
+)
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_call_among_the_blocks_of_langchain_is_read_once(read, call, repeated):
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I look."}]}
+    calls = [{"name": "find", "args": {"a": 1}, "id": "c", "type": "tool_call"}]
+    (trace,), _ = read({"messages": [
+        {"type": "human", "content": "Q?"},
+        {"type": "ai", "content": [thought, call], "tool_calls": calls if repeated else []},
+        {"type": "tool", "content": "seen", "tool_call_id": "c"},
+        {"type": "ai", "content": [{"type": "text", "text": "Lima", "annotations": []}]},
+    ]})  # fmt: skip
+    assert calls_of(trace) == [("find", '{"a": 1}', "seen", "ok")]
+    assert trace.log.messages[1].thought == "I look."
+
+
+def test_a_node_of_langgraph_may_add_a_single_message(read):
+    (trace,), report = read(
+        {"ask": {"messages": {"type": "human", "content": "Q?"}}},
+        {"agent": {"messages": {"type": "ai", "content": "Lima"}}},
+    )
+    assert (trace.log.question, trace.log.answer, report["ignored"]) == ("Q?", "Lima", 0)
+
+
+def test_what_a_coding_agent_itself_writes_is_no_word_of_the_model(read):
+    fault = claude("assistant", [{"type": "text", "text": "API Error: 529"}])
+    fault["message"]["model"] = "<synthetic>"
+    (trace,), _ = read(claude("user", "Q?"), claude("assistant", [USE]), claude("user", [SEEN]),
+                       fault, claude("assistant", [{"type": "text", "text": "Lima"}]))  # fmt: skip
+    assert [m.content for m in trace.log.messages[3:]] == ["Lima"]
+    (trace,), _ = read(
+        codex("response_item", type="message", role="user",
+              content=[{"type": "input_text", "text": "Q?"}]),
+        codex("response_item", type="ghost_snapshot", ghost_commit={"id": "x"}),
+        codex("response_item", type="message", role="assistant",
+              content=[{"type": "output_text", "text": "Lima"}]),
+    )  # fmt: skip
+    assert trace.log.answer == "Lima"
+
+
+@pytest.mark.parametrize("kind", ["guardrail", "function"])
+def test_the_run_of_a_trace_is_that_of_the_outer_agent(read, kind):
+    def span(name, parent, **data):
+        return {"object": "trace.span", "trace_id": "t", "id": name, "parent_id": parent,
+                "span_data": data}  # fmt: skip
+
+    def generation(name, parent, question, answer):
+        said = [{"role": "assistant", "content": answer}]
+        asked = [{"role": "user", "content": question}]
+        return span(name, parent, type="generation", input=asked, output=said)
+
+    (trace,), _ = read(
+        {"object": "trace", "id": "t"},
+        generation("1", "outer", "Q?", "Lima"),
+        generation("2", "inner", "Is 'Lima' rude?", "No."),
+        span("inner", "between", type="agent"),
+        span("between", "outer", type=kind),
+        span("outer", None, type="agent"),
+    )
+    assert (trace.log.question, trace.log.answer) == ("Q?", "Lima")
+
+
+@pytest.mark.parametrize("rest", [{}, {"question": "Q?"}])
+def test_a_user_with_a_name_asks_the_question(read, rest):
+    messages = [
+        {"role": "user", "name": "alice", "content": "Q?"},
+        {"role": "user", "name": "researcher", "content": "I look."},
+        {"role": "assistant", "content": "Lima"},
+    ]
+    (trace,), _ = read({"messages": messages, **rest})
+    assert [m.content for m in trace.log.messages] == ["Q?", "I look.", "Lima"]
+
+
+def test_runs_that_no_line_separates_are_not_mixed(read):
+    lines = [
+        line
+        for number in (1, 2)
+        for line in (
+            {"question": f"Q{number}?"},
+            {"agent": "worker", "tool": "find", "args": {"a": number}, "result": "x"},
+            {"answer": f"A{number}"},
+        )
+    ]
+    traces, report = read(*lines)
+    assert (traces, "a second question in the session" in reasons(report)) == ([], True)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("7", "7"), (7, "7"), (True, "true")])
+def test_a_result_that_equals_the_arguments_leaves_them(read, given, kept):
+    step = {"agent": "worker", "tool": "same", "input": given, "output": given}
+    (trace,), _ = read({"question": "Q?", "steps": [step], "answer": "7"})
+    assert calls_of(trace)[0][:2] == ("same", kept)
+
+
+@pytest.mark.parametrize(("expected", "gold"), [("", ()), ([" "], ()), (["", 7], ("7",))])
+def test_a_blank_accepted_answer_is_none(read, expected, gold):
+    said = {"role": "assistant", "content": "Lima"}
+    (trace,), _ = read({"expected": expected, "messages": [USER, said]})
+    assert trace.gold == gold
+
+
+def test_usage_of_the_responses_api_is_that_of_the_run(read):
+    usage = {"input_tokens": 3, "output_tokens": 2}
+    said = {"type": "message", "role": "assistant", "content": "Lima"}
+    (trace,), _ = read(
+        {"request": {"input": "Q?"}, "response": {"id": "r", "output": [said], "usage": usage}}
+    )
+    assert trace.usage == {"prompt": 3, "completion": 2}
