@@ -70,11 +70,11 @@ class FunctionTool:
                 result = await self._function(**values)
             else:
                 result = await asyncio.to_thread(self._function, **values)
+            if not isinstance(result, str):
+                result = json.dumps(result, ensure_ascii=False, default=str)
         except Exception as error:  # the policy reads what went wrong
             text = f"{type(error).__name__}: {error}"
             return observe(start, text, "error", {"exception": type(error).__name__})
-        if not isinstance(result, str):
-            result = json.dumps(result, ensure_ascii=False, default=str)
         return observe(start, result)
 
 
