@@ -305,6 +305,15 @@ def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda nothing=1: 0.0)
     with pytest.raises(UserError, match=r"tags must be a dict"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tags=[print])
+    with pytest.raises(UserError, match=r"rewards must be a function, or a dict"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=[lambda answer: 1.0])
+    for named in ("nowhere.jsonl", Path("nowhere.jsonl")):
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            coa_jax.train_rl(config, tmp_path, tasks=named)
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            coa_jax.train_sft(str(saved), tmp_path, data=named)
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            coa_jax.distill(print, tmp_path, tasks=named)
     with pytest.raises(UserError, match=r"config\.tools\.names.*thermometer"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tools=["thermometer"])
     with pytest.raises(UserError, match=r"gave 'fine' \(str\); a reward gives"):
