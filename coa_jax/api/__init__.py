@@ -211,7 +211,7 @@ def train_rl(
     path = run_folder(workdir)
     policy = _take_model(values, path)
     open_config = build_config(RLRun, with_defaults("rl", values))
-    own_tools = open_config.tools if tools is None else tools
+    own_tools = open_config.tools if tools is None or isinstance(tools, Mapping) else tools
 
     def train() -> None:
         shapes = policy.config if policy else None
@@ -470,8 +470,11 @@ def evaluate(
             are kept.
     """
     tools = with_tags(tools, tags)
-    values = settings_with(changed_settings(model, changes), tasks, rewards, tools, environment)
-    policy = values.pop("model", None) if policy is None else policy
+    values = changed_settings(model, changes)
+    if policy is not None:  # its protocol decides how the tools are called
+        values["model"] = policy
+    values = settings_with(values, tasks, rewards, tools, environment)
+    policy = values.pop("model", None)
     values = with_defaults("evaluate", values).to_dict()
     path = run_folder(workdir)
     copied = path / "policies" / str(values["stage"])
