@@ -305,6 +305,15 @@ def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda nothing=1: 0.0)
     with pytest.raises(UserError, match=r"tags must be a dict"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tags=[print])
+    with pytest.raises(UserError, match=r"rewards must be a function, or a dict"):
+        coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=[lambda answer: 1.0])
+    for named in ("nowhere.jsonl", Path("nowhere.jsonl")):
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            coa_jax.train_rl(config, tmp_path, tasks=named)
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            coa_jax.train_sft(str(saved), tmp_path, data=named)
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            coa_jax.distill(print, tmp_path, tasks=named)
     with pytest.raises(UserError, match=r"config\.tools\.names.*thermometer"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tools=["thermometer"])
     with pytest.raises(UserError, match=r"gave 'fine' \(str\); a reward gives"):
@@ -582,6 +591,34 @@ def test_rows_get_the_protocol_of_the_training_only_beside_tools_of_ones_own(
     rows = [{"prompt": "What is 2 * 3?", "answer": "6"}]
     (task,) = task_source(rows, {"model": str(tmp_path), "tools": dict(tools)}).target()
     assert task.protocol == protocol
+
+
+@pytest.mark.parametrize("given", ["model", "policy"])
+def test_an_evaluation_calls_functions_as_its_policy_was_trained_to(given, tmp_path, monkeypatch):
+    """A policy beside settings is asked in its own tags, like one that the settings name."""
+    made = {"tools": ["double"], "described": {"double": "Doubles."}, "free": True}
+    (tmp_path / "protocols.json").write_text(json.dumps({"free_double": made}))
+    (tmp_path / "agent.json").write_text(json.dumps({"protocol": "free_double"}))
+    configs = []
+    monkeypatch.setattr("coa_jax.api._measured", lambda config, *_: configs.append(config) or {})
+    monkeypatch.setattr("coa_jax.api.write_page", lambda *_: None)
+    monkeypatch.setattr(Evaluation, "page", tmp_path / "page")
+    policy = {"policy": tmp_path} if given == "policy" else {}
+    settings = {"model": "another"} if given == "policy" else tmp_path
+    rows = [{"prompt": "What is 2 * 3?", "answer": "6"}]
+    coa_jax.evaluate(settings, tmp_path / "run", tasks=rows, tools=[double], **policy)
+    (config,) = configs
+    assert (config.model, config.rollout.format) == (str(tmp_path), "")
+    (task,) = config.tasks.target()
+    assert task.protocol == "free_double"
+
+
+def test_the_trained_policy_keeps_the_tools_of_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr("coa_jax.api._trained", lambda *_: Trained(tmp_path, []))
+    settings = {"model": "m", "tasks": "t", "tools": {"names": ("code",)}}
+    run = coa_jax.train_rl(settings, tmp_path, tools={"code": {"memory_mb": 300}})
+    assert isinstance(run.tools, coa_jax.ToolsConfig)
+    assert (run.tools.names, run.tools.code.memory_mb) == (("code",), 300)
 
 
 def test_a_function_of_tasks_is_called_once_and_a_single_tool_is_taken():

@@ -121,7 +121,7 @@ def train_sft(
     model: Model | Foreign | str | Path | Config | sft.SFTConfig,
     workdir: str | Path,
     *,
-    data: str | Iterable[DistilledRecord | Mapping[str, Any]] | None = None,
+    data: str | Path | Iterable[DistilledRecord | Mapping[str, Any]] | None = None,
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
@@ -150,14 +150,15 @@ def train_sft(
         values["lora"] = {"rank": 0, **values_of(values.get("lora", {}))}
     policy = _take_model(values, path)
     if data is not None:
-        values["data"] = data if isinstance(data, str) else str(path / "records.jsonl")
+        named = isinstance(data, str | Path)
+        values["data"] = str(data if named else path / "records.jsonl")
     open_config = build_config(sft.SFTConfig, with_defaults("sft", values))
 
     def train() -> None:
         shapes = policy.config if policy else None
         with run_at(path, open_config, wandb_project, shapes) as (run, output, config):
             _keep_model(path / _INITIAL, policy)
-            if data is not None and not isinstance(data, str):
+            if data is not None and not isinstance(data, str | Path):
                 _keep_records(path / "records.jsonl", records_of_rows(data))
             if module:
                 return foreign.train(module, config, run, output)
@@ -210,7 +211,7 @@ def train_rl(
     path = run_folder(workdir)
     policy = _take_model(values, path)
     open_config = build_config(RLRun, with_defaults("rl", values))
-    own_tools = open_config.tools if tools is None else tools
+    own_tools = open_config.tools if tools is None or isinstance(tools, Mapping) else tools
 
     def train() -> None:
         shapes = policy.config if policy else None
@@ -345,8 +346,9 @@ def distill(
             "messages of a run (coa-jax distill reads logs)"
         )
     columns = {"task_options": dict(task_options or {})}
-    source = tasks if isinstance(tasks, str) else task_source(tasks, columns)
-    options = task_options if isinstance(tasks, str) else None
+    named = isinstance(tasks, str | Path)
+    source = str(tasks) if named else task_source(tasks, columns)
+    options = task_options if named else None
     loaded = load_tasks(source, "train", num_tasks or None, options=options)
     path = run_folder(workdir)
     schemas = [{"type": "function", "function": function_schema(tool)} for tool in tools]
@@ -468,8 +470,11 @@ def evaluate(
             are kept.
     """
     tools = with_tags(tools, tags)
-    values = settings_with(changed_settings(model, changes), tasks, rewards, tools, environment)
-    policy = values.pop("model", None) if policy is None else policy
+    values = changed_settings(model, changes)
+    if policy is not None:  # its protocol decides how the tools are called
+        values["model"] = policy
+    values = settings_with(values, tasks, rewards, tools, environment)
+    policy = values.pop("model", None)
     values = with_defaults("evaluate", values).to_dict()
     path = run_folder(workdir)
     copied = path / "policies" / str(values["stage"])

@@ -33,10 +33,12 @@ from coa_jax.train.optimizer import reference_to
 Config: TypeAlias = ConfigDict | Mapping[str, Any]
 """Settings by name, for example from `load_config`."""
 
-Tasks: TypeAlias = str | Iterable[Task] | Iterable[Mapping[str, Any]] | Callable[..., Iterable[Any]]
-"""The name of a source, tasks, rows with question and answer, or a function that returns tasks.
+Tasks: TypeAlias = (
+    str | Path | Iterable[Task] | Iterable[Mapping[str, Any]] | Callable[..., Iterable[Any]]
+)
+"""The name or path of a source, tasks, rows, or a function that returns tasks.
 
-A function without parameters may also return rows.
+A row has a question and an answer. A function without parameters may also return rows.
 Rows are dicts or a ``datasets.Dataset``, see `question_rows.tasks_of_rows`.
 """
 
@@ -121,7 +123,8 @@ def settings_with(
         path = Reference(environment, "environment")
         values["environment"] = {**values_of(values.get("environment", {})), "path": path}
     if tasks is not None:
-        values["tasks"] = tasks if isinstance(tasks, str) else task_source(tasks, values)
+        named = isinstance(tasks, str | Path)
+        values["tasks"] = str(tasks) if named else task_source(tasks, values)
     groups = ("tools", "rollout", "agent", "environment", "task_options")
     values |= {name: values_of(values[name]) for name in groups if name in values}
     return with_task_protocol(values)
@@ -179,6 +182,8 @@ def _rewards(rewards: Rewards) -> dict[str, dict[str, Any]]:
     """Returns the setting ``graders.rewards``."""
     if callable(rewards):
         rewards = {getattr(rewards, "__name__", "reward").strip("<>"): rewards}
+    if not isinstance(rewards, Mapping):
+        raise UserError("rewards must be a function, or a dict such as {'brief': (brief, 0.2)}")
     settings = {}
     for name, reward in rewards.items():
         function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)

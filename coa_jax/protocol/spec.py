@@ -25,7 +25,15 @@ from typing import Annotated
 from coa_jax.config.extensions import Named
 from coa_jax.config.fields import OneOf
 from coa_jax.errors import UserError
-from coa_jax.protocol.formats import FORMATS, TAGS, BodyForm, Protocol, ThinkRule, find_format
+from coa_jax.protocol.formats import (
+    BAD_CALL,
+    FORMATS,
+    TAGS,
+    BodyForm,
+    Protocol,
+    ThinkRule,
+    find_format,
+)
 
 START = "start"
 """Name of the state before the first tag."""
@@ -358,7 +366,8 @@ def protocol_with_tools(
             answer may come first.
 
     Raises:
-        UserError: ``tools`` contains a tag twice, or an unknown tag.
+        UserError: ``tools`` contains a tag twice, an unknown tag, or the tag of a role, such as
+            ``answer``.
     """
     described = described or {}
     unknown = [tool for tool in tools if tool not in TOOL_FORMS and tool not in described]
@@ -368,4 +377,7 @@ def protocol_with_tools(
             f"protocol {name!r} cannot have the tools {tools!r}; use any, once each, of: {allowed}"
         )
     made = _unverified_protocol(name, tools, free) if free else _verifying_protocol(name, tools)
+    # Such a tool would never be called, or would be called with the policy's thoughts or answer.
+    if taken := [tag for tag in tools if made.roles.count(tag) > 1 or tag == BAD_CALL]:
+        raise UserError(f"a tool cannot have the name {taken[0]!r}, which a role has; rename it")
     return dataclasses.replace(made, described=dict(described), schemas=dict(schemas or {}))

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -188,7 +189,7 @@ def tasks_of_rows(rows: Iterable[Fields], mapping: Columns, *, graded: bool) -> 
 def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Task:
     if not isinstance(row, Mapping):
         raise ValueError(f"it is {type(row).__name__}; give a dict with a question and an answer")
-    row = {key: value for key, value in row.items() if value is not None}
+    row = _of_python(row)
     row |= {part: _column_value(row, column) for part, column in mapping.columns.items()}
     if mapping.hides_answer:
         row.pop(mapping.columns["answer"], None)
@@ -208,7 +209,11 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
         fields[answer] = row.pop(answer) if tests else row[answer]
     if mapping.answer_after and answer in fields:
         fields[answer] = mapping.shortened(fields[answer])
-    metadata = {**row.pop("metadata", {}), **row}
+    own = row.pop("metadata", {})
+    if not isinstance(own, Mapping):
+        raise ValueError("the column 'metadata' must hold a dict")
+    split = {"split": row["split"]} if "split" in row else {}
+    metadata = {**_extra(row), **split, **own}
     if mapping.grader:
         metadata["grader"] = mapping.grader
     if not graded and answer not in fields:
@@ -216,6 +221,16 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
     task = question_task({**fields, "metadata": metadata}, "", mapping.protocol, "rows")
     assert task is not None  # the row names no split
     return task
+
+
+def _of_python(row: Fields) -> dict[str, Any]:
+    """Returns the columns that have a value: pandas writes NaN for none, and lists as arrays."""
+    plain = {key: getattr(value, "tolist", lambda v=value: v)() for key, value in row.items()}
+    return {
+        key: value
+        for key, value in plain.items()
+        if value is not None and not (isinstance(value, float) and math.isnan(value))
+    }
 
 
 # --- rows of any data set ------------------------------------------------------------------

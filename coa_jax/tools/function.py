@@ -71,11 +71,11 @@ class FunctionTool:
             result = call() if coroutine else await call_in_thread(call)
             if inspect.isawaitable(result):  # also of a decorator without ``async``
                 result = await result
+            if not isinstance(result, str):
+                result = json.dumps(result, ensure_ascii=False, default=str)
         except Exception as error:  # the policy reads what went wrong
             text = f"{type(error).__name__}: {error}"
             return observe(start, text, "error", {"exception": type(error).__name__})
-        if not isinstance(result, str):
-            result = json.dumps(result, ensure_ascii=False, default=str)
         return observe(start, result)
 
 

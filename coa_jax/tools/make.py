@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.config.extensions import (
@@ -453,10 +453,10 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def listed(tools: Tools) -> ToolsConfig | Mapping[str, Any] | Sequence[_OneTool]:
-    """Returns a list with a single tool or function; other tools stay as they are."""
+    """Returns tools, or a single tool or function, as a list; settings stay as they are."""
     if isinstance(tools, ToolsConfig | Mapping):
         return tools
-    return [tools] if isinstance(tools, str) or callable(tools) else tools
+    return list(tools) if isinstance(tools, Iterable) and not isinstance(tools, str) else [tools]
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
@@ -467,12 +467,12 @@ def named_tools(tools: Tools) -> dict[str, Any]:
             typed function, and the objects and functions become entries of ``own``.
 
     Raises:
-        UserError: a function is no tool, see `FunctionTool`.
+        UserError: a function is no tool, see `FunctionTool`, or two tools have the same name.
     """
     several = listed(tools)
     if isinstance(several, ToolsConfig):
         return dataclasses.asdict(several)
-    if not isinstance(several, Sequence):
+    if isinstance(several, Mapping):
         return dict(several)
     names, extensions = [], {}
     for tool in several:
@@ -483,6 +483,8 @@ def named_tools(tools: Tools) -> dict[str, Any]:
             tool = FunctionTool(tool)
         names.append(tool.name)
         extensions[tool.name] = {"path": Reference(functools.partial(_existing, tool), tool.name)}
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"tools: two have the name {repeated[0]!r}; give each a name of its own")
     return {"names": tuple(names), **({"own": extensions} if extensions else {})}
 
 

@@ -261,6 +261,9 @@ def test_protocols_over_other_tools():
     for tools in (("teleport",), ("code", "code")):
         with pytest.raises(UserError, match="cannot have the tools"):
             protocol_with_tools("mine", tools)
+    for role in ("answer", "think", "plan", "observation", "tool_call"):
+        with pytest.raises(UserError, match=f"the name '{role}'"):
+            protocol_with_tools("mine", ("code", role), {role: "A tool."})
 
 
 @pytest.mark.parametrize("name", protocol_names())

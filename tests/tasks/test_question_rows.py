@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from coa_jax.errors import UserError
@@ -111,7 +112,25 @@ def test_other_columns_of_a_file_become_metadata_as_those_of_rows_of_python(
 
 def test_a_field_of_the_metadata_precedes_a_column_and_a_value_without_json_is_left_out():
     row = {"question": "Who?", "answer": "B4", "hops": 1, "metadata": {"hops": 2}, "image": b"\xff"}
+    row |= {"generator": "a name that selects code in metadata alone"}
+    plain = Columns({}, "", "", "generalist", "tasks")
+    (same,) = tasks_of_rows([row], plain, graded=True)
     assert question_task(row, "train", "generalist", "rows").metadata == {"hops": 2}
+    assert same.metadata == {"hops": 2}
+    with pytest.raises(UserError, match=r"tasks\[0\]: .*'metadata'"):
+        tasks_of_rows([{**row, "metadata": "easy"}], plain, graded=True)
+
+
+def test_rows_of_pandas_have_nan_for_no_value_and_arrays_for_lists():
+    plain = Columns({}, "", "", "generalist", "tasks")
+    rows = [{"question": "Who?", "answer": np.array(["B4", "D7"]), "hops": np.int64(3)}]
+    (task,) = tasks_of_rows(rows, plain, graded=True)
+    assert (task.gold, task.metadata) == (("B4", "D7"), {"hops": 3})
+    rows = [{"question": "Who?", "answer": float("nan"), "hops": float("nan")}]
+    (task,) = tasks_of_rows(rows, plain, graded=False)
+    assert (task.gold, task.metadata) == ((), {"grader": "environment"})
+    with pytest.raises(UserError, match=r"tasks\[0\]: there is no answer"):
+        tasks_of_rows(rows, plain, graded=True)
 
 
 @pytest.mark.parametrize(

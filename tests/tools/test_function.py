@@ -63,6 +63,11 @@ def find_again(**arguments):
     return find(**arguments)
 
 
+def without_json(text: str) -> dict[tuple[str], int]:
+    """Has a result that is no JSON."""
+    return {(text,): 1}
+
+
 def called(function, arguments: str):
     return asyncio.run(FunctionTool(function)(arguments, ToolContext()))
 
@@ -98,6 +103,7 @@ def test_types_and_docstring_describe_a_function():
         (find_again, '{"query": "tides"}', '{"found": "tides None"}', "ok"),
         (wave, '{"height": 3, "unit": "ft"}', "1 of 3 ft", "ok"),
         (wave, '{"height": 3, "unit": "km"}', "'unit' must be one of ['m', 'ft']", "bad_call"),
+        (without_json, '{"text": "tide"}', "TypeError: keys must be str", "error"),
     ],
 )
 def test_a_call_gives_the_result_or_says_what_is_wrong(function, arguments, text, outcome):
@@ -188,6 +194,31 @@ def many(*numbers: int) -> int:
 def test_a_function_that_cannot_be_described_is_refused(function, words):
     with pytest.raises(UserError, match=words):
         named_tools([function])
+
+
+class Library:
+    """Two libraries have the same method `search`."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def search(self, query: str) -> str:
+        """Searches the library."""
+        return f"{self.text} of {query}"
+
+
+def test_methods_are_tools_and_each_has_a_name_of_its_own():
+    one, other = Library("one"), Library("other")
+    config = build_config(ToolsConfig, named_tools(one.search))
+    assert asyncio.run(make_tools(config)[0]('{"query": "a"}', ToolContext())).text == "one of a"
+    # They would both call the second method.
+    with pytest.raises(UserError, match="two have the name 'search'"):
+        named_tools([one.search, other.search])
+
+
+@pytest.mark.parametrize("kind", [iter, set, tuple])
+def test_functions_may_come_in_any_iterable(kind):
+    assert named_tools(kind([multiply]))["names"] == ("multiply",)
 
 
 def test_a_config_names_a_function():
