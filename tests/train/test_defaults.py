@@ -231,3 +231,19 @@ def test_a_config_is_completed_without_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_run_goes_on_with_the_sizes_with_which_it_began(tmp_path):
+    def chosen(gigabytes: int, devices: int = 1, run=tmp_path, **changes) -> tuple[int, str]:
+        machine = Machine("gpu", devices, gigabytes * 10**9)
+        of_run, shapes = rl(row_length=4096, **changes), model("qwen2.5-1.5b")
+        config = completed(of_run, shapes, 4096, machine=machine, run=run)
+        return config.rows, config.remat
+
+    began = chosen(79)
+    assert chosen(32, run=None) != began
+    assert chosen(32) == chosen(79) == began
+    assert chosen(32, rows=1, remat="full") == (1, "full")  # settings that are given stay
+    on_two = chosen(32, devices=2)
+    assert on_two != began
+    assert chosen(79, devices=2) == on_two
