@@ -32,8 +32,9 @@ _POWER_OF_TEN = re.compile(
 _SMALL = 1e-3
 _UNDER = re.compile(r"_\{[^{}]*\}")
 _NAMED = re.compile(
-    r"(?:\A|(?<=[,;]))\s*(?:\\?[A-Za-z]+(?:_\w)?(?:\([A-Za-z, ]*\))?|\((?:[A-Za-z](?:_\w)?,? *){2,}\))"
-    r"\s*(?:=|\\(?:in|approx)(?![a-z]))"
+    r"(?:\A|(?<=[,;]))\s*"
+    r"(?:\\?[A-Za-z]+(?:_\w)?(?:\([A-Za-z, ]*\))?|\((?:[A-Za-z](?:_\w)?,? *){2,}\))\s*"
+    r"(?:=|\\(?:in|approx)(?![a-z]))"
 )
 _JOINS = re.compile(
     r"[=≈∧→⇒⇔≡]|\N{LOGICAL OR}|(?<!\^)(?<!\^\{)\\(?:lor|vee|cup|cap|land|wedge|to|[Rr]ightarrow|in"
