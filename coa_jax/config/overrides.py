@@ -25,7 +25,7 @@ _OPEN = re.compile(
 These are groups whose keys the user chooses, such as names of tools or rewards, and groups that are
 `fields.Sparse`.
 """
-_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=(.*))?", re.DOTALL)
 _WORD = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""", re.DOTALL)
 """Matches one item of a list with commas, and the comma; commas in quotes separate no items."""
 
@@ -122,10 +122,10 @@ def readable_overrides(
             rest.append(argument)
             continue
         key, value = override.groups()
-        if value is None and arguments:
-            value = arguments.popleft()
-        if value is None or value.startswith("--"):
-            raise UserError(f"{argument} needs a value: {argument}=VALUE")
+        if value is None:
+            value = arguments.popleft() if arguments else "--"
+            if value.startswith("--"):
+                raise UserError(f"{argument} needs a value: {argument}=VALUE")
         if group:
             _join(values, config, group, key.removeprefix(f"{group}."), _literal(value))
         else:
@@ -262,12 +262,16 @@ def wrong_value(message: str) -> str:
     "--config.steps=1e3: an integer is needed; write 1000"
     """
     message = message.removeprefix("flag ")
-    faults = "invalid literal for int|could not convert string|Exceeds the limit"
-    match = re.match(rf"(--[^=]+=(.*?)): ({faults})", message)
+    faults = "invalid literal for int|could not convert string|Exceeds the limit|Failed to parse"
+    match = re.match(rf"((--[^=]+)=(.*?)): ({faults}|\('Non-boolean)", message)
     if not match:
         return message
-    switch, text = match[1], match[2]
-    if "convert" in match[3]:
+    switch, name, text, fault = match.groups()
+    if "parse" in fault:
+        return f"{switch}: it is a group of settings; write {name}.KEY=VALUE"
+    if "boolean" in fault:
+        return f"{switch}: write True or False"
+    if "convert" in fault:
         return f"{switch}: a number is needed"
     with contextlib.suppress(ValueError, OverflowError):
         if float(text).is_integer():

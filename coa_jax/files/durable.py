@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -52,20 +53,40 @@ def replace(path: Path, data: bytes) -> None:
 def replace_with(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file atomically, like `replace`, with content that a function writes.
 
+    If several processes replace the file at the same time, one waits for the other.
+
     Args:
         path: the file to replace.
         write: function that writes the new content to the open file that it receives.
     """
+    # The fixed name lets the next call reuse the file that a killed call left.
     temporary = path.with_name(f".{path.name}.new")
-    try:
-        with _naming(path), open(temporary, "wb") as file:
+    with _naming(path), _open_alone(temporary) as file:
+        try:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except Exception:
-        temporary.unlink(missing_ok=True)
-        raise
+            os.replace(temporary, path)
+        except Exception:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _open_alone(path: Path) -> IO[bytes]:
+    """Opens an empty file for writing, which no other process writes until it is closed."""
+    while True:
+        file = open(path, "wb", opener=_without_emptying)  # noqa: SIM115
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                return file
+        file.close()  # while this process waited, the other one has moved or removed the file
+
+
+def _without_emptying(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def replace_folder(new: Path, path: Path) -> None:

@@ -125,6 +125,8 @@ def _value(kind: Any, value: Any, where: str, default: Any) -> Any:
         return build_config(cast(Any, kind), value, where, default)
     if kind in _LISTS:
         return _parts(value, kind, where)
+    if kind is str and type(value) in (int, float):
+        return str(value)  # a command line does not know that, say, "-0.5" shall be a text
     if isinstance(value, str) and typing.get_origin(kind) is tuple:
         with contextlib.suppress(ValueError):  # the dataclass refuses the string
             value = freeze(read_tuple(value))

@@ -30,15 +30,19 @@ _MARKS = re.compile(
 )
 _TYPED = str.maketrans(
     {
-        **dict.fromkeys("\u2018\u2019\u02bc", "'"),
+        **dict.fromkeys("\u2018\u2019\u02bb\u02bc", "'"),
         **dict.fromkeys("\u201c\u201d", '"'),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
+        **dict.fromkeys("\u00ad\u200b\u2060\ufeff"),
     }
 )
-"""Typographic quotes, dashes and the minus sign -> the ASCII characters."""
+"""Typographic quotes, dashes and the minus sign -> the ASCII characters.
+
+Characters without width, such as the soft hyphen, are removed.
+"""
 
 _NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212\u2013]?)\$?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
+    r"(?P<sign>[-+\u2212\u2013]?)(?P<currency>[$£€¥]?)(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
     r"(?P<power>e[-+]?\d{1,3})?(?:\s*(?P<unit>%|[℃℉]|(?:° ?)?[a-z][a-z0-9 /²]*\.?))?",
     re.IGNORECASE,
 )
@@ -86,6 +90,7 @@ _SPELLINGS = {
 "degrees" are not included.
 """
 
+_CURRENCIES = {"$": "dollars", "£": "pounds", "€": "euros", "¥": "yen", "": ""}
 _UNITS = {text: unit for unit, texts in _SPELLINGS.items() for text in texts.split(", ")}
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
 _PLAIN_WORDS = re.compile(r"(?:[a-z]{3,}(?: [a-z]{3,}){0,2} ?)?")  # matches in linear time
@@ -94,10 +99,15 @@ _NO_UNITS = frozenset(
     | {"wrong", "incorrect", "false", "never", "none", "unknown", "nothing", "something", "else"}
     | {"hundred", "hundreds", "dozen", "two", "three", "four", "five", "six", "seven", "eight"}
     | {"nine", "ten", "eleven", "twelve", "fifteen", "twenty", "thirty", "forty", "fifty"}
+    | {"halves", "thirds", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenths"}
+    | {"hundredths", "thousandths", "millionths", "squared", "cubed", "factorial", "below"}
 )
 """Words after a number that change its meaning."""
 
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    **{"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
+    **{"quadrillion": 10**15, "lakh": 10**5, "crore": 10**7},
+}
 
 
 def normalize_answer(text: str) -> str:
@@ -149,8 +159,9 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
     glued = bool(unit) and not match.string[: match.start("unit")].endswith(" ")
     value = decimal.Decimal(match["digits"].replace(",", "") + (match["power"] or ""))
     first, _, rest = unit.partition(" ")
-    if first in _SCALES:
-        value, unit = value * _SCALES[first], rest.strip()
+    if scale := _SCALES.get(first.removesuffix("s")):
+        value, unit = value * scale, rest.strip()
+    unit = unit or _CURRENCIES[match["currency"]]
     if unit in _UNITS:
         unit = _UNITS[unit]
     elif glued or not _PLAIN_WORDS.fullmatch(unit) or _NO_UNITS & set(unit.split()):
@@ -183,7 +194,10 @@ def _equal(answer: str, gold: str, units: frozenset[str]) -> bool:
         # alone is not the answer. A known unit may be left out: "30" fully answers "How many
         # minutes?", for which the accepted answer is "30 minutes".
         return _same_text(answer, gold) or answered == number
-    if answered is None or (answered[1] and units and answered[1] not in units):
+    if answered is None:
+        long = number[0].adjusted() + 1 >= _LONG_NUMBER  # such as a phone number without hyphens
+        return long and _same_text(answer, gold)
+    if answered[1] and units and answered[1] not in units:
         return False
     return _same_value(answered[0], number[0])
 

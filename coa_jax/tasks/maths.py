@@ -26,9 +26,15 @@ _IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
 _WORD = re.compile("[A-Za-z]{4,}")
 _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|lambda|sigma|omega")
 
+_POWER_OF_TEN = re.compile(
+    r"\A([-+]?[0-9]+(?:\.[0-9]*)?) *(?:\\times|\\cdot|[*xX]) *10 *\^ *\{?([-+]?[0-9]{1,3})\}?"
+)
+_SMALL = 1e-3
 _UNDER = re.compile(r"_\{[^{}]*\}")
 _NAMED = re.compile(
-    r"(?:\A|(?<=[,;]))\s*\\?[A-Za-z]+(?:_\w)?(?:\([A-Za-z, ]*\))?\s*(?:=|\\(?:in|approx)(?![a-z]))"
+    r"(?:\A|(?<=[,;]))\s*"
+    r"(?:\\?[A-Za-z]+(?:_\w)?(?:\([A-Za-z, ]*\))?|\((?:[A-Za-z](?:_\w)?,? *){2,}\))\s*"
+    r"(?:=|\\(?:in|approx)(?![a-z]))"
 )
 _JOINS = re.compile(
     r"[=≈∧→⇒⇔≡]|\N{LOGICAL OR}|(?<!\^)(?<!\^\{)\\(?:lor|vee|cup|cap|land|wedge|to|[Rr]ightarrow|in"
@@ -125,18 +131,21 @@ def _workers() -> Workers:
     return Workers("coa_jax.tasks.maths:verify")
 
 
-def _same_number(answer: str, gold: str) -> bool:
-    """Returns whether two texts are the same number.
+def _same_number(answer: str, gold: str) -> bool | None:
+    """Returns whether two texts are the same number; None if math-verify must decide.
 
     One of the numbers may be followed by words for the counted things, as in "12 apples".
     """
-    first, second = parse_number(answer), parse_number(gold)
-    if first is None or second is None or first[0] != second[0]:
-        return False
+    first, second = (parse_number(_POWER_OF_TEN.sub(r"\1e\2", text)) for text in (answer, gold))
+    if first is None or second is None:
+        return None
+    if first[0] != second[0]:
+        # math-verify rounds to six decimals, with which small numbers are equal.
+        larger = max(abs(first[0]), abs(second[0]))
+        return False if larger < _SMALL and abs(first[0] - second[0]) > larger / 10_000 else None
     unit = first[1] or second[1]
-    return first[1] == second[1] or not (
-        (first[1] and second[1]) or unit == "%" or _FUNCTIONS.search(unit)
-    )
+    named = (first[1] and second[1]) or unit == "%" or _FUNCTIONS.search(unit)
+    return True if first[1] == second[1] or not named else None
 
 
 def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> bool:
@@ -160,8 +169,9 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     if not expression or not expected or len(expression) > _LONGEST or not _balanced(expression):
         return False
     expression, expected = in_latex(expression), in_latex(expected)
-    if tight(expression) == tight(expected) or _same_number(expression, expected):
-        return True
+    same = True if tight(expression) == tight(expected) else _same_number(expression, expected)
+    if same is not None:
+        return same
     bases = _IN_BASE.fullmatch(expression), _IN_BASE.fullmatch(expected)
     if bases[0] and bases[1]:  # math-verify ignores the base of digits
         return bases[0].groups() == bases[1].groups()

@@ -48,6 +48,7 @@ _SPELLINGS = tuple(
         (r"(?<=[\])]) *U *(?=[\[(])", r"\\cup "),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<=[0-9]) +((?:k?m|cm|mi|ft|k?g)/(?:s|h|hr|min|m|L))\Z", r"\\text{ \1}"),
+        (r"(?<=[0-9]) *([ckm]m|ft|in|mi|yd)(?=\^\{?[23]\}?\Z)", r"\\text{ \1}"),
     )
 )
 _OR = re.compile(r"\s*(?:\\text\{ *or *\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z]))\s*")

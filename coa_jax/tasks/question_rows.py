@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from coa_jax.config.overrides import suggest
@@ -141,7 +141,7 @@ def golds(value: Any) -> tuple[str, ...]:
     values = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
         raise ValueError("an answer must be a string, a number or a list of them")
-    gold = tuple(str(v).strip() for v in values)
+    gold = tuple("" if v != v else str(v).strip() for v in values)  # NaN: a table has no answer
     if not gold or not all(gold):
         raise ValueError("an answer is empty")
     return gold
@@ -177,13 +177,24 @@ def tasks_of_rows(rows: Iterable[Fields], mapping: Columns, *, graded: bool) -> 
     Raises:
         UserError: a row is invalid; the message names its index.
     """
-    tasks = []
+    tasks: dict[str, Task] = {}
     for index, row in enumerate(rows):
         try:
-            tasks.append(_task_of_row(row, index, mapping, graded))
+            task = _task_of_row(row, index, mapping, graded)
         except ValueError as error:
             raise UserError(f"tasks[{index}]: {error}") from None
-    return tasks
+        name = unique_id(task.id, index, tasks)
+        tasks[name] = dataclasses.replace(task, id=name)
+    return list(tasks.values())
+
+
+def unique_id(name: str, number: int, taken: Collection[str]) -> str:
+    """Returns the id of a task, or ``ID#NUMBER`` (then ``ID#NUMBER.2``, ...) if the id is taken."""
+    unique, copies = name, 1
+    while unique in taken:
+        unique = f"{name}#{number}" if copies == 1 else f"{name}#{number}.{copies}"
+        copies += 1
+    return unique
 
 
 def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Task:

@@ -24,7 +24,7 @@ from coa_jax.errors import UserError
 from coa_jax.files import untrusted
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.question_rows import Columns, question_task
+from coa_jax.tasks.question_rows import Columns, question_task, unique_id
 from coa_jax.tasks.release_rows import release_task
 
 _RELEASE = (".json", ".parquet")
@@ -153,10 +153,7 @@ def add_tasks(tasks: list[Task], rows: Iterable[Row], make: Make, *, rename: boo
             raise UserError(f"{row.where}: {untrusted.reason(error)}") from error
         if task is None:
             continue
-        unique, copies = task.id, 1
-        while unique in seen:
-            unique = f"{task.id}#{number}" if copies == 1 else f"{task.id}#{number}.{copies}"
-            copies += 1
+        unique = unique_id(task.id, number, seen)
         seen.add(unique)
         tasks.append(dataclasses.replace(task, id=unique))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from typing import get_type_hints
@@ -126,6 +127,26 @@ def test_a_group_of_what_is_off_holds_only_what_is_set():
     again = complete_config(RLRun, given)
     assert again.algorithm.to_dict() == {"name": "dapo", "clip_high": 0.3}
     assert build_config(RLRun, again) == built
+
+
+@pytest.mark.parametrize("key", ["stops.length", "tools.wiki_search.encoder.query_prefix"])
+def test_a_command_line_can_set_a_text_that_looks_like_a_number(key):
+    config = overridden(with_defaults("rl", {"model": "m", "tasks": "t"}), [f"--config.{key}=-0.5"])
+    assert functools.reduce(getattr, key.split("."), build_config(RLRun, config)) == "-0.5"
+
+
+@pytest.mark.parametrize("argument", ["--config.=3", "--config.", "--config.format_reward=yes"])
+def test_an_override_without_a_key_or_with_a_wrong_bool_is_an_error_of_the_user(argument):
+    with pytest.raises(UserError, match=argument.partition("=")[0]):
+        overridden(with_defaults("rl", {"model": "m", "tasks": "t"}), [argument])
+
+
+def test_the_value_of_an_option_may_begin_with_dashes():
+    key = "--config.task_options.answer_after"
+    given = overridden(with_defaults("rl", {"model": "m", "tasks": "t"}), [f"{key}=---"])
+    assert given.task_options.answer_after == "---"
+    with pytest.raises(UserError, match="answer_after needs a value"):
+        overridden(with_defaults("rl", {"model": "m", "tasks": "t"}), [key, "--config.seed=1"])
 
 
 def sparse_fields(cls):

@@ -12,6 +12,9 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis
@@ -455,3 +458,21 @@ def test_a_resumed_phase_tells_tensorboard_which_steps_to_drop(tmp_path):
     assert (resumed[1].session_log.status, resumed[1].step) == (1, 5)
     assert resumed[2].summary.value[0].simple_value == 2.0
     assert len(list((tmp_path / "tensorboard" / "sft").iterdir())) == 1
+
+
+def test_two_that_replace_a_file_at_once_wait_for_each_other(tmp_path):
+    path, begun, release = tmp_path / "page.html", threading.Event(), threading.Event()
+
+    def slow(file):
+        file.write(b"first " * 10)
+        begun.set()
+        release.wait(30)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(durable.replace_with, path, slow)
+        begun.wait(30)
+        second = pool.submit(durable.replace, path, b"second")
+        time.sleep(0.2)
+        release.set()
+        assert first.result() is second.result() is None
+    assert path.read_bytes() == b"second" and [*tmp_path.iterdir()] == [path]

@@ -62,6 +62,14 @@ from tests.tools.fault_server import stopwatch
         ("서울", ("서울",)),
         ("שלום", ("שָׁלוֹם",)),
         ("مُحَمَّد", ("محمد",)),
+        ("5 millions", ("5000000",)),
+        ("3 lakh", ("300,000",)),
+        ("€5", ("5 euros",)),
+        ("£1.5 million", ("1500000",)),
+        ("555-1234", ("5551234",)),
+        ("978-0-306-40615-7", ("9780306406157",)),
+        ("co\u00adoperate", ("cooperate",)),
+        ("Hawai\u02bbi", ("Hawai'i",)),
     ],
 )
 def test_right_answers(answer, gold):
@@ -110,6 +118,15 @@ def test_right_answers(answer, gold):
         ("バリ", ("パリ",)),
         ("हद", ("हिंदी",)),
         ("احمد", ("أحمد",)),
+        ("5 millions", ("5",)),
+        ("5 crore", ("5",)),
+        ("2 thirds", ("2",)),
+        ("5 squared", ("5",)),
+        ("40 below zero", ("40",)),
+        ("5 euros", ("$5",)),
+        ("$5", ("5 euros",)),
+        ("5/4", ("54",)),
+        ("5551-234", ("-5551234",)),
     ],
 )
 def test_wrong_answers(answer, gold):

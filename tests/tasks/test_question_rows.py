@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -89,6 +90,24 @@ def test_rows_of_python_may_have_other_columns_and_a_separator():
     assert task.gold == ("3",)
     with pytest.raises(UserError, match=r"tasks\[0\]: there is no answer: .*ground_truth.*columns"):
         tasks_of_rows([{"prompt": "Who?", "shelf": "B4"}], plain, graded=True)
+
+
+def test_rows_of_python_may_have_values_of_numpy_and_ids_that_occur_twice():
+    plain = Columns({}, "", "", "generalist", "tasks")
+    answers = np.int64(12), np.array(["a", "b"]), np.float64(0.5)
+    rows = [{"question": "Who?", "answer": answer, "id": 7} for answer in answers]
+    tasks = tasks_of_rows(rows, plain, graded=True)
+    assert [task.gold for task in tasks] == [("12",), ("a", "b"), ("0.5",)]
+    # The samples of an evaluation are stored by the ids of their tasks.
+    assert [task.id for task in tasks] == ["7", "7#1", "7#2"]
+
+
+@pytest.mark.parametrize("row", [{"answer": math.nan}, {"answer": "a", "metadata": "x"}])
+def test_a_row_of_a_table_without_a_value_is_refused_by_its_index(row):
+    with pytest.raises(UserError, match=rf"tasks\[0\]: .*{[*row][-1]}"):
+        tasks_of_rows(
+            [{"question": "Who?", **row}], Columns({}, "", "", "generalist", "x"), graded=True
+        )
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
