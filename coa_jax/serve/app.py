@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 from coa_jax.errors import UserError
 from coa_jax.serve.chat import chat_completion
+from coa_jax.serve.client_requests import policy_of
 from coa_jax.serve.completions import text_completion
 from coa_jax.serve.errors import ShuttingDown, error_response
 from coa_jax.serve.http import json_app
@@ -72,11 +73,19 @@ def make_app(services: Sequence[Service], api_key: str | None, log: RefusalLog) 
     @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
     async def models() -> dict[str, Any]:
         """Lists each model, and each model with tools."""
-        common = {"object": "model", "created": created, "owned_by": "coa_jax"}
-        length = {"max_model_len": config.engine.max_length}
         names = [service.config.name for service in services]
         ids = [id for name in names for id in (name, f"{name}-agent")]
-        return {"object": "list", "data": [{"id": i, **common, **length} for i in ids]}
+        return {"object": "list", "data": [about(id) for id in ids]}
+
+    @app.get("/v1/models/{name:path}", responses={401: _ERROR, 403: _ERROR, 404: _ERROR})
+    async def model(name: str) -> dict[str, Any]:
+        """Describes one model of the list."""
+        policy_of(services, name, agents=True)
+        return about(name)
+
+    def about(name: str) -> dict[str, Any]:
+        common = {"object": "model", "created": created, "owned_by": "coa_jax"}
+        return {"id": name, **common, "max_model_len": config.engine.max_length}
 
     @app.get("/health", responses={403: _ERROR, 503: _ERROR})
     async def health() -> Response:

@@ -180,8 +180,12 @@ def test_streams_texts_scores_and_agents_come_from_the_policy_that_is_named(clie
 def test_all_policies_are_listed_and_another_name_is_not_found(client):
     ids = [model.id for model in client.models.list()]
     assert ids == ["tiny", "tiny-agent", "one", "one-agent", "two", "two-agent"]
+    assert client.models.retrieve("two-agent") == list(client.models.list())[-1]
     with pytest.raises(openai.NotFoundError) as refused:
         ask(client, "three", "x", 0.0)
+    with pytest.raises(openai.NotFoundError) as unlisted:
+        client.models.retrieve("three")
+    assert unlisted.value.body == refused.value.body
     assert refused.value.body == {
         "message": f"there is no model 'three' here, but {' and '.join((*ids[::2], *ids[1::2]))}",
         "type": "not_found_error",
