@@ -152,8 +152,8 @@ def completed(
       share ``engine.pages``: as many pages as fit. An engine that decodes during updates, or beside
       SFT, takes at most a third of the memory that the training state and the engine's copy of the
       parameters leave.
-    - Sizes that the config gives in ``engine`` are upper bounds. They stay unchanged if the config
-      gives both ``rows`` and ``engine.slots``.
+    - Sizes that the config gives in ``engine`` are upper bounds. On CPUs, they stay unchanged if the
+      config gives both ``rows`` and ``engine.slots``.
     - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4.
     - A run of RL has 100 steps; other runs make three passes over their examples.
 
@@ -316,7 +316,7 @@ def _engine(
 
     platform, mesh = machine.platform, config.mesh
     engine = dataclasses.replace(config.engine, dtype=config.engine.on_platform(platform).dtype)
-    if config.rows and engine.slots:
+    if platform == "cpu" and config.rows and engine.slots:
         return {"engine": engine}, 0
     copy = num_params(without_adapters(model_config)) * (2 if engine.dtype == "bfloat16" else 4)
     shared = 0  # bytes of the engine's parameters that are among those of training
