@@ -102,6 +102,9 @@ EXTRAS = {
     "docs": ["mkdocs-material>=9.8", "mkdocstrings-python>=2.0", "pyyaml>=6.0.3"],
 }
 EXTRAS["docs"] += EXTRAS["serve"]
+# The wings coa_jax/perf and coa_jax/paper, with all that their commands can use.
+EXTRAS["perf"] = EXTRAS["gpucompiler"]
+EXTRAS["paper"] = [*EXTRAS["demo"], *EXTRAS["gguf"], *EXTRAS["tasks"], *EXTRAS["web"]]
 
 LINT = ["ruff>=0.17", "mypy>=2.4"]
 # Enough for tests/{model,engine,train,rollout}; those that compare with torch are skipped.

@@ -56,7 +56,7 @@ def make_app(services: Sequence[Service], api_key: str | None, log: RefusalLog) 
         log: log that receives a line for each refused request.
     """
     app = FastAPI(title="coa_jax", docs_url=None, redoc_url=None)
-    config, meters, created = services[0].config, services[0].meters, int(time.time())
+    config, meters = services[0].config, services[0].meters
 
     # FastAPI would parse and validate a body in the event loop, which blocks other requests. So
     # each route reads its own body.
@@ -70,22 +70,7 @@ def make_app(services: Sequence[Service], api_key: str | None, log: RefusalLog) 
         """Completes a text."""
         return await text_completion(services, request)
 
-    @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
-    async def models() -> dict[str, Any]:
-        """Lists each model, and each model with tools."""
-        names = [service.config.name for service in services]
-        ids = [id for name in names for id in (name, f"{name}-agent")]
-        return {"object": "list", "data": [about(id) for id in ids]}
-
-    @app.get("/v1/models/{name:path}", responses={401: _ERROR, 403: _ERROR, 404: _ERROR})
-    async def model(name: str) -> dict[str, Any]:
-        """Describes one model of the list."""
-        policy_of(services, name, agents=True)
-        return about(name)
-
-    def about(name: str) -> dict[str, Any]:
-        common = {"object": "model", "created": created, "owned_by": "coa_jax"}
-        return {"id": name, **common, "max_model_len": config.engine.max_length}
+    _add_models(app, services)
 
     @app.get("/health", responses={403: _ERROR, 503: _ERROR})
     async def health() -> Response:
@@ -122,6 +107,29 @@ def make_app(services: Sequence[Service], api_key: str | None, log: RefusalLog) 
     app.add_middleware(Guard, rules=rules, answer=error_response, log=log, count=count)
     _describe(app)
     return app
+
+
+def _add_models(app: FastAPI, services: Sequence[Service]) -> None:
+    """Adds the routes that list the models."""
+    created = int(time.time())
+
+    def about(name: str) -> dict[str, Any]:
+        length = services[0].config.engine.max_length
+        common = {"object": "model", "created": created, "owned_by": "coa_jax"}
+        return {"id": name, **common, "max_model_len": length}
+
+    @app.get("/v1/models", responses={401: _ERROR, 403: _ERROR})
+    async def models() -> dict[str, Any]:
+        """Lists each model, and each model with tools."""
+        names = [service.config.name for service in services]
+        ids = [id for name in names for id in (name, f"{name}-agent")]
+        return {"object": "list", "data": [about(id) for id in ids]}
+
+    @app.get("/v1/models/{name:path}", responses={401: _ERROR, 403: _ERROR, 404: _ERROR})
+    async def model(name: str) -> dict[str, Any]:
+        """Describes one model of the list."""
+        policy_of(services, name, agents=True)
+        return about(name)
 
 
 def handle_errors(app: FastAPI) -> None:

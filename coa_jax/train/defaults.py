@@ -40,7 +40,9 @@ _RANK = 32
 _KEPT = ("row_length", "rows", "dtype", "remat")
 """Settings that a run which goes on keeps as it chose them when it began."""
 _TRAINING = {"mesh": {"fsdp": -1}, "lora": {"rank": -1}}
-_ENGINE = {"engine": {"slots": 0, "max_length": 2**20, "dtype": "auto"}}
+_OPEN_LENGTH = 2**20
+"""Value of ``engine.max_length`` that leaves the length to the longest sample."""
+_ENGINE = {"engine": {"slots": 0, "max_length": _OPEN_LENGTH, "dtype": "auto"}}
 """Settings of a config that leaves the sizes to the machine."""
 _KINDS = {"sft": SFTConfig, "rl": RLConfig, "evaluate": EvaluateRun}
 
@@ -152,8 +154,9 @@ def completed(
       share ``engine.pages``: as many pages as fit. An engine that decodes during updates, or beside
       SFT, takes at most a third of the memory that the training state and the engine's copy of the
       parameters leave.
-    - Sizes that the config gives in ``engine`` are upper bounds. On CPUs, they stay unchanged if the
-      config gives both ``rows`` and ``engine.slots``.
+    - Sizes that the config gives in ``engine`` are upper bounds. They stay unchanged if the config
+      gives both ``rows`` and ``engine.slots``; on accelerators, the slots then share pages if
+      memory is too small.
     - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4.
     - A run of RL has 100 steps; other runs make three passes over their examples.
 
@@ -316,7 +319,10 @@ def _engine(
 
     platform, mesh = machine.platform, config.mesh
     engine = dataclasses.replace(config.engine, dtype=config.engine.on_platform(platform).dtype)
-    if platform == "cpu" and config.rows and engine.slots:
+    if engine.max_length == _OPEN_LENGTH:
+        engine = dataclasses.replace(engine, max_length=longest)
+    given = config.rows and engine.slots
+    if given and (engine.pages or platform == "cpu"):
         return {"engine": engine}, 0
     copy = num_params(without_adapters(model_config)) * (2 if engine.dtype == "bfloat16" else 4)
     shared = 0  # bytes of the engine's parameters that are among those of training
@@ -345,8 +351,10 @@ def _engine(
     if rl:
         engines = max(1, (mesh.rollout_devices or machine.devices) // chips)
         samples = -(-config.groups * config.group_size // engines)
-    engine = fit_engine_config(engine, model_config, platform, samples, longest, chips * memory)
-    return {"engine": engine, "mesh": mesh}, reserved
+    longest = engine.max_length if given else longest
+    fit = fit_engine_config(engine, model_config, platform, samples, longest, chips * memory)
+    fit = dataclasses.replace(engine, pages=fit.pages) if given else fit
+    return {"engine": fit, "mesh": mesh}, reserved
 
 
 def _axes(config: TrainingConfig, devices: int) -> tuple[int, int, int]:

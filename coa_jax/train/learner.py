@@ -99,11 +99,11 @@ class Learner(Trained):
             rollout_devices(config.mesh),
         )
         groups = processes.count() * len(parameter_copies(self.engines))
-        places = processes.count() * sum(engine.config.slots for engine in self.engines)
-        print(
-            f"rollouts: {describe_waves(config.groups * config.group_size, places, groups)}",
-            flush=True,
-        )
+        shapes = [engine.config for engine in self.engines]
+        places = processes.count() * sum(shape.slots for shape in shapes)
+        whole = processes.count() * sum(shape.num_pages // shape.pages_per_slot for shape in shapes)
+        waves = describe_waves(config.groups * config.group_size, places, groups)
+        print(f"rollouts: {waves}; the cache holds {whole:,} of full length", flush=True)
         for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # so that compilation does not count against `max_seconds`
 

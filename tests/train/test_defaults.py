@@ -171,6 +171,14 @@ def test_slots_for_which_memory_is_short_share_the_pages_that_it_holds():
     assert pages[1] < pages[0]  # updates need memory beside an engine that goes on
 
 
+def test_slots_that_are_given_share_a_pool_too():
+    sizes = {"rows": 64, "row_length": 32_768, "rollout": {"max_tokens": 32_768}}
+    of_run = rl(32, **sizes, groups=64, group_size=8, engine={"slots": 512})
+    chosen = completed_for(of_run, model("qwen2.5-7b"), parse_slice("gpu:1xh100"), 1).engine
+    assert (chosen.slots, chosen.max_length) == (512, 32_768)
+    assert 2 * chosen.pages_per_slot < chosen.pages < 64 * chosen.pages_per_slot
+
+
 def test_an_engine_gets_the_memory_that_a_split_over_fsdp_or_tensor_leaves():
     sizes = {"groups": 64, "group_size": 8, "rows": 64, "row_length": 32_768}
     sizes |= {"rollout": {"max_tokens": 32_768}}

@@ -1,8 +1,9 @@
 """Every implementation of attention agrees with NumPy in float64: results and gradients.
 
 On the platform of a kernel, the test runs the kernel itself, in bfloat16.  On other machines its
-Pallas code is interpreted.  `cudnn` and `ragged_paged` cannot be interpreted: JAX's reference
-implementation of the same call replaces them, so only layouts, masks and scales are checked.
+Pallas code is interpreted.  `cudnn`, `ragged_paged` and `tokamax` cannot be interpreted: a
+reference implementation of JAX or tokamax replaces them, so only layouts, masks and scales are
+checked.
 """
 
 from __future__ import annotations
