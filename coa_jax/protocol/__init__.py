@@ -21,6 +21,7 @@ from coa_jax.protocol.bodies import parse_reflection as parse_reflection
 from coa_jax.protocol.bodies import parse_solution as parse_solution
 from coa_jax.protocol.bodies import parse_urls as parse_urls
 from coa_jax.protocol.bodies import split_answers as split_answers
+from coa_jax.protocol.built_in import TOOL_FORMS as TOOL_FORMS
 from coa_jax.protocol.convert import in_format as in_format
 from coa_jax.protocol.convert import observation_body as observation_body
 from coa_jax.protocol.formats import BAD_CALL as BAD_CALL
@@ -52,7 +53,6 @@ from coa_jax.protocol.saved import write_protocols as write_protocols
 from coa_jax.protocol.spec import LEVELS as LEVELS
 from coa_jax.protocol.spec import START as START
 from coa_jax.protocol.spec import THINK as THINK
-from coa_jax.protocol.spec import TOOL_FORMS as TOOL_FORMS
 from coa_jax.protocol.spec import TURNS as TURNS
 from coa_jax.protocol.spec import FormatName as FormatName
 from coa_jax.protocol.spec import Level as Level

@@ -13,8 +13,8 @@ from typing import Any
 
 from coa_jax.files import untrusted
 from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection, without_fence
+from coa_jax.protocol.built_in import BUILT_IN, TOOL_FORMS
 from coa_jax.protocol.formats import Protocol
-from coa_jax.protocol.spec import TOOL_FORMS
 
 _FORMS: dict[str, dict[str, str]] = {
     "text": {"query": "What to look for."},
@@ -26,13 +26,6 @@ _FORMS: dict[str, dict[str, str]] = {
     "inspection": {"file_path": "Path of the image.", "question": "What to find out."},
 }
 _OPTIONAL = ("stdin", "question")
-_DOES = {
-    "web_search": "Searches the web; gives titles, links and snippets.",
-    "crawl_page": "Reads web pages; gives a summary of each.",
-    "wiki_search": "Searches an encyclopaedia; gives the best passages.",
-    "code": "Runs a Python program; gives its output.",
-    "visual_inspector": "Looks at an image.",
-}
 
 
 def arguments_of(tool: str) -> dict[str, str]:
@@ -48,7 +41,7 @@ def describe(protocol: Protocol, tool: str) -> str:
         protocol: protocol that contains the tool.
         tool: tag of the tool.
     """
-    description = protocol.described.get(tool) or _DOES[tool]
+    description = protocol.described.get(tool) or BUILT_IN[tool].does
     if tool in protocol.schemas:  # the schema describes the body
         description = description.partition(" The body is ")[0]
     return " ".join(filter(None, (description, protocol.notes.get(tool, ""))))

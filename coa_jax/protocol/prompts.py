@@ -20,25 +20,14 @@ from typing import Any
 from coa_jax.errors import UserError
 from coa_jax.protocol.arguments import schemas
 from coa_jax.protocol.bodies import CRITERIA
+from coa_jax.protocol.built_in import BUILT_IN
 from coa_jax.protocol.formats import Protocol
 from coa_jax.protocol.spec import START, THINK, get_protocol, split_level
 
-_PROGRAM = (
-    "a Python program in a block that opens with ```py; it must print what you want to see and may "
-    "not touch files. If it reads standard input, put that text into a second block that opens "
-    "with ```sh"
-)
 _ROLES = {
     "think": "Private reasoning: weigh what is known, settle which function comes next and why.",
     "plan": "Break the task into ordered sub-tasks, each small enough for one tool, and say what "
     "each must find out. Write it again when a check shows that the old one does not lead on.",
-    "web_search": "Search the web. The body is one query; you get titles, links and snippets.",
-    "crawl_page": "Read web pages. The body is one or more addresses, joined by |; you get a "
-    "summary of each.",
-    "wiki_search": "Search an encyclopaedia. The body is one query; you get the best passages.",
-    "code": f"Run a program. The body is {_PROGRAM}. You get its output.",
-    "visual_inspector": "Look at an image. The body is a block that opens with ```json and holds "
-    'an object with "file_path" and, if you like, "question".',
     "observation": "What a tool returned. It is inserted for you after each call: never write it "
     "yourself.",
     "suggested_answer": "Propose an answer before committing to it.",
@@ -245,7 +234,8 @@ def _describe(protocol: Protocol, role: str) -> str:
         return _DOUBLE_CHECK
     if role == protocol.answer:
         return f"{_ROLES['answer']} {answer_rule(protocol)}"
-    text = protocol.described.get(role) or _ROLES[role]
+    text = protocol.described.get(role)
+    text = text or (BUILT_IN[role].prompt if role in BUILT_IN else _ROLES[role])
     return f"{text} {protocol.notes[role]}" if protocol.notes.get(role) else text
 
 

@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 
 from coa_jax.protocol.arguments import describe
+from coa_jax.protocol.built_in import BUILT_IN
 from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format, Protocol, Segment
 from coa_jax.protocol.prompts import answer_rule
 from coa_jax.protocol.spec import THINK
@@ -33,12 +34,6 @@ _NEXT = {
     "Action Input:": ("Observation:",),
 }
 """Mark -> the marks that may follow it."""
-_INPUTS = {
-    "code": "a block that opens with ```py and holds a program; a second block that opens with "
-    "```sh is its standard input",
-    "crawl_page": "one or more addresses, joined by |",
-    "visual_inspector": 'a JSON object with "file_path" and "question"',
-}
 _INSTRUCTIONS = """\
 Solve the task below step by step, with these tools:
 {tools}
@@ -92,8 +87,9 @@ class React(Format):
             return f"Answer by ReAct with {', '.join(protocol.tools)}."
         tools = []
         for tool in protocol.tools:
-            takes = _INPUTS.get(tool, "" if tool in protocol.described else "one query")
-            takes = f" The input is {takes}." if takes else ""
+            known, takes = BUILT_IN.get(tool), ""
+            if known and not (known.form == "text" and tool in protocol.described):
+                takes = f" The input is {known.takes}."
             tools.append(f"- {tool}: {describe(protocol, tool)}{takes}")
         return _INSTRUCTIONS.format(
             tools="\n".join(tools), names=", ".join(protocol.tools), answer=answer_rule(protocol)

@@ -25,6 +25,7 @@ from typing import Annotated
 from coa_jax.config.extensions import Named
 from coa_jax.config.fields import OneOf
 from coa_jax.errors import UserError
+from coa_jax.protocol.built_in import TOOL_FORMS
 from coa_jax.protocol.formats import (
     BAD_CALL,
     FORMATS,
@@ -39,15 +40,6 @@ START = "start"
 """Name of the state before the first tag."""
 
 THINK = "think"
-
-TOOL_FORMS: Mapping[str, BodyForm] = {
-    "web_search": "text",
-    "wiki_search": "text",
-    "crawl_page": "urls",
-    "code": "code",
-    "visual_inspector": "inspection",
-}
-"""Form of the arguments of each built-in tool, by its tag (Chain-of-Agents paper Tab 1, App D)."""
 
 
 def _frozen(table: Mapping[str, Iterable[str]]) -> Mapping[str, frozenset[str]]:
