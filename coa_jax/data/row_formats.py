@@ -379,7 +379,7 @@ def _call_tag(rules: Protocol, call: Any) -> str:
             f"a call of {str(name)[:40]!r} has no tag with one body; coa-jax distill with "
             "configs/distill/traces.py converts logs of function calls"
         )
-    bare = rules.form(name) == "code" and parse_code(arguments) is None
+    bare = rules.form_of(name) == "code" and parse_code(arguments) is None
     body = format_code(arguments) if bare else arguments
     return f"<{name}>{body}</{name}>"
 

@@ -72,7 +72,7 @@ class FactsAuthor:
             drafts.append(self._draft("atomic", (step,), entity, (document,)))
         return drafts
 
-    async def deepen(self, draft: Draft, document: Document) -> Draft | None:
+    async def add_hop(self, draft: Draft, document: Document) -> Draft | None:
         """Adds a hop to a question: asks about a fact of the entity that is its answer.
 
         Args:
@@ -95,7 +95,7 @@ class FactsAuthor:
         documents, parts = (*draft.documents, document), (*draft.steps, (alone, value))
         return self._draft("depth", steps, value, documents, parts, (*draft.hidden, answer))
 
-    async def widen(self, one: Draft, other: Draft) -> Draft | None:
+    async def join_drafts(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a question about the sum, difference or ratio of the answers of two questions.
 
         The answers must be numbers of the same kind. The result is None if a question is not

@@ -51,7 +51,7 @@ def _ask_for_step(state: Progress, again: bool = False) -> Action:
 def _conclude(mistakes: Mistakes, view: AgentView, state: Progress) -> Action:
     """Suggests the last answer for verification, or answers if the protocol has no verification."""
     protocol, value = get_protocol(view.protocol), state.answers[-1]
-    if protocol.form(protocol.answer) == "solution":
+    if protocol.form_of(protocol.answer) == "solution":
         return Action("user", Kind.ANSWER, f"\\boxed{{{value}}}", f"The result is {value}.")
     if "suggested_answer" not in protocol.roles:
         return Action("user", Kind.ANSWER, value)

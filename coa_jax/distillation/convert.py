@@ -154,7 +154,7 @@ def _write_reflection(writer: _Writer, message: Message) -> None:
         if grades is None or not writer.thoughts:
             writer.think(message.content)
         body = writer.take_thoughts()
-    elif grades is not None and writer.rules.form("reflection") == "grades":
+    elif grades is not None and writer.rules.form_of("reflection") == "grades":
         body = format_reflection(grades)
     writer.tag("reflection", body)
 
@@ -226,7 +226,7 @@ def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
         "reflections": log.count(Kind.REFLECTION),
         "double_checks": log.count(Kind.VERDICT),
         "corrected": corrected_itself(log, protocol),
-        "mistakes": list(log.slips),
+        "mistakes": list(log.mistakes),
     }
 
 

@@ -118,7 +118,7 @@ def reorder_messages(
         raise Unconvertible(f"the run has no answer: {log.error or log.ending}")
     arranged = _Arranged(get_protocol(protocol), how or Completion(), gold)
     for position, message in enumerate(log.messages):
-        arranged.take(message, log.messages[position + 1 :])
+        arranged.add_message(message, log.messages[position + 1 :])
     messages = tuple(dataclasses.replace(m, index=i) for i, m in enumerate(arranged.messages))
     return dataclasses.replace(log, protocol=protocol, messages=messages)
 
@@ -201,7 +201,7 @@ class _Arranged:
         self.reviews = rules.next_actions.get("code") == frozenset({"reflection"})
         self._tags = re.compile("|".join(f"</?{role}>" for role in rules.roles))
 
-    def take(self, message: Message, rest: tuple[Message, ...]) -> None:
+    def add_message(self, message: Message, rest: tuple[Message, ...]) -> None:
         """Adds a message, after changes that the protocol requires."""
         message = self._without_tags(message)
         match message.kind:
@@ -245,7 +245,7 @@ class _Arranged:
         self._append(tag, dataclasses.replace(message, recipient=tag))
 
     def _reflection(self, message: Message, rest: tuple[Message, ...]) -> None:
-        scored, grades = _SCORE.match(message.content), self.rules.form("reflection") == "grades"
+        scored, grades = _SCORE.match(message.content), self.rules.form_of("reflection") == "grades"
         if scored and grades:
             grade = self._grade(float(scored[1]), rest)
             body = format_reflection(dict.fromkeys(CRITERIA, grade))
@@ -277,7 +277,7 @@ class _Arranged:
             message = dataclasses.replace(message, thought="")
         elif "double_check" in rules.roles and not _rewords(self.suggested, message.content):
             raise Unconvertible("the answer is another one than the suggested answer that passed")
-        if rules.form(rules.answer) == "solution" and parse_solution(message.content) is None:
+        if rules.form_of(rules.answer) == "solution" and parse_solution(message.content) is None:
             boxed = f"\\boxed{{{message.content.strip()}}}"
             message = dataclasses.replace(message, content=boxed)
         self._append("answer", message)
@@ -324,7 +324,7 @@ class _Arranged:
             self._append("plan", Message(0, "planner", "manager", Kind.PLAN, words))
             return bare
         if self.rules.next_actions[self.last] == frozenset({"reflection"}):
-            if self.rules.form("reflection") == "grades":
+            if self.rules.form_of("reflection") == "grades":
                 raise Unconvertible("a result has neither a review nor a grade")
             words = self._pop_unused_thoughts(message.thought)
             if not words or not self.how.review:

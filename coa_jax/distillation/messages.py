@@ -117,7 +117,7 @@ class MessageLog:
         return tuple((m.recipient, m.content) for m in self.messages if m.kind is Kind.CALL)
 
     @property
-    def slips(self) -> tuple[str, ...]:
+    def mistakes(self) -> tuple[str, ...]:
         """Names of the deliberate mistakes that scripted agents made in the run, oldest first."""
         return tuple(m.slip for m in self.messages if m.slip)
 

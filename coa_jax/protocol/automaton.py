@@ -74,7 +74,7 @@ def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
         return actions & {"plan"}
     if not state.may_answer:
         return actions - {protocol.answer}
-    passed = protocol.must_end and protocol.form(state.action) == "score"
+    passed = protocol.must_end and protocol.form_of(state.action) == "score"
     return actions & {protocol.answer} if passed else actions
 
 
@@ -114,9 +114,9 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
     if role == protocol.observation:
         return dataclasses.replace(state, waiting=False)
     must_plan, may_answer = False, True
-    if protocol.form(role) == "grades":
+    if protocol.form_of(role) == "grades":
         must_plan = "poor" in (bodies.parse_reflection(body) or {}).values()
-    elif protocol.form(role) == "score":
+    elif protocol.form_of(role) == "score":
         score = bodies.parse_double_check(body)
         may_answer = score is not None and score >= protocol.pass_score
         must_plan = score is not None and not may_answer
@@ -203,7 +203,7 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
     assert segment.role is not None
     if not segment.body.strip():
         return [Violation("empty_body", segment.start, f"<{segment.role}> is empty")]
-    form = protocol.form(segment.role)
+    form = protocol.form_of(segment.role)
     # A parser of bodies returns None or an empty tuple if the body does not have the form.
     if form == "text" or _READERS[form](segment.body) not in (None, ()):
         return []

@@ -274,7 +274,7 @@ class Protocol:
         """Closing tags at which decoding stops: a tool must run, or the episode ends."""
         return tuple(f"</{role}>" for role in (*self.tools, self.answer))
 
-    def form(self, role: str) -> BodyForm:
+    def form_of(self, role: str) -> BodyForm:
         """Returns the name of the form that the body of a tag must have, such as ``urls``."""
         return self.body_form.get(role, "text")
 

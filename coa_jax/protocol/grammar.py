@@ -161,7 +161,7 @@ def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
     languages = {}
     for role in protocol.roles:
-        form, close, plain = protocol.form(role), f"</{role}>", ANYTHING
+        form, close, plain = protocol.form_of(role), f"</{role}>", ANYTHING
         if form in MAY_SHOW_TAGS:
             forbidden = [close] if role in protocol.verbatim else tags
             plain = ~containing(union(map(literal, forbidden)))

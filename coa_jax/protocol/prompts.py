@@ -223,13 +223,13 @@ def _full(protocol: Protocol) -> str:
 
 def answer_rule(protocol: Protocol) -> str:
     """Returns the sentences of the instructions that tell the policy the form of an answer."""
-    form = protocol.form(protocol.answer)
+    form = protocol.form_of(protocol.answer)
     return _ANSWERS[form] + ("" if form == "solution" else " Join several answers by |.")
 
 
 def _describe(protocol: Protocol, role: str) -> str:
     if role == "reflection":
-        return _REFLECTION[protocol.form(role)]
+        return _REFLECTION[protocol.form_of(role)]
     if role == "double_check":
         return _DOUBLE_CHECK
     if role == protocol.answer:
@@ -257,7 +257,7 @@ def _order_rules(protocol: Protocol) -> list[str]:
         rules.append(f"A <{THINK}> before {_tags(by_rule['optional'])} is optional.")
     if by_rule["forbidden"]:
         rules.append(f"No <{THINK}> stands before {_tags(by_rule['forbidden'])}.")
-    if protocol.form("reflection") == "grades":
+    if protocol.form_of("reflection") == "grades":
         rules.append("If any grade of a <reflection> is Poor, a new <plan> must come next.")
     passed, lower = f"score of {protocol.pass_score} or more", "after a lower one a new <plan> must"
     if protocol.must_end:
@@ -269,7 +269,7 @@ def _order_rules(protocol: Protocol) -> list[str]:
 
 def _next_tags(protocol: Protocol, action: str) -> str:
     following = protocol.next_actions[action]
-    if protocol.must_end and protocol.form(action) == "score":
+    if protocol.must_end and protocol.form_of(action) == "score":
         following &= {"plan", protocol.answer}
     return _tags([role for role in protocol.roles if role in following], "or")
 

@@ -99,7 +99,7 @@ class RequestQueue:
         self.closed = True
         self._tell()
 
-    def take(self) -> Request | None:
+    def take_request(self) -> Request | None:
         """Removes the next request from the queue and returns it; None if the queue is empty."""
         request = next(self._source, None)
         return request or (self._queue.popleft() if self._queue else None)
@@ -144,7 +144,7 @@ class RequestQueueReader:
         2. or, if the queue is empty, one sample of the reader that has the most waiting samples.
            Samples of cancelled requests are neither counted nor moved.
         """
-        while not self.waiting and (request := self._queue.take()):
+        while not self.waiting and (request := self._queue.take_request()):
             self.waiting.extend((request, sample) for sample in request.samples)
         if not self.waiting:
             longest = max(self._queue.readers, key=lambda reader: len(reader._spare()))

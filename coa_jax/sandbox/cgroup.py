@@ -64,7 +64,7 @@ class Group:
                 return os.rmdir(self.path)
             except OSError:  # the last process is still exiting
                 if time.monotonic() > end:
-                    return  # `make` removes the group later
+                    return  # `make_group` removes the group later
             time.sleep(0.001)
 
 
@@ -79,7 +79,7 @@ def find() -> Group | None:
     """
     for home in _candidates():
         try:
-            group = make(home, 64 << 20)
+            group = make_group(home, 64 << 20)
         except OSError:
             continue
         child = os.fork()
@@ -100,7 +100,7 @@ def find() -> Group | None:
     return None
 
 
-def make(home: Group, memory: int) -> Group:
+def make_group(home: Group, memory: int) -> Group:
     """Creates a control group for a program.
 
     Args:

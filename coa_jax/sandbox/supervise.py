@@ -73,7 +73,7 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None, pool: MemoryPoo
             for end in (pipes.stdin, pipes.stdout, pipes.stderr):
                 os.fchown(end, uid, uid)  # so that the program can open /dev/stdin
         if home is not None and job.cgroup:
-            group = cgroup.make(home, job.limits.memory_mb << 20)
+            group = cgroup.make_group(home, job.limits.memory_mb << 20)
         isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
         scratch = _scratch(job, pipes, uid, isolated)
         report["directory"] = scratch.path

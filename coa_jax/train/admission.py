@@ -102,7 +102,7 @@ class Ledger:
     """Decides which tasks are sampled next, and which finished groups form the next step.
 
     A ledger tracks each group of samples from the request for the samples to the step that trains
-    on the group. `admit` names the tasks to sample, `end` reports a finished group, and `take`
+    on the group. `admit` names the tasks to sample, `end` reports a finished group, and `next_step`
     composes a step.
 
     Attributes:
@@ -206,7 +206,7 @@ class Ledger:
             del self._open[index]
             self._given_up += 1
 
-    def take(self) -> Composition | None:
+    def next_step(self) -> Composition | None:
         """Composes the next step from groups that have finished.
 
         Returns:

@@ -214,7 +214,7 @@ class Update:
 class UpdateSequence(Sequence[Update]):
     """The base class of sequences of updates, each of which is created on demand.
 
-    The method `make` of a subclass determines how an update is created.
+    The method `make_update` of a subclass determines how an update is created.
 
     Attributes:
         order: index of the example at each position of the endless stream of examples.
@@ -239,10 +239,10 @@ class UpdateSequence(Sequence[Update]):
         if not 0 <= number < self.number:
             raise IndexError(number)
         start = self.cursor + number * self.batch_size
-        return self.make(range(start, start + self.batch_size))
+        return self.make_update(range(start, start + self.batch_size))
 
     @abc.abstractmethod
-    def make(self, positions: range) -> Update:
+    def make_update(self, positions: range) -> Update:
         """Creates the update whose examples are at the given positions of the stream."""
 
 
@@ -263,7 +263,7 @@ class Updates(UpdateSequence):
     own: Sequence[int]
     change: Change | None = None
 
-    def make(self, positions: range) -> Update:
+    def make_update(self, positions: range) -> Update:
         """Creates the update whose examples are at the given positions of the stream."""
         if self.change is None:
             indices = np.array([self.order[position] for position in positions])

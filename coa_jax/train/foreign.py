@@ -55,7 +55,7 @@ class Unpacked(data.UpdateSequence):
 
     examples: data.Examples
 
-    def make(self, positions: range) -> data.Update:
+    def make_update(self, positions: range) -> data.Update:
         """Creates the update whose examples are at the given positions of the stream."""
         indices = [int(self.order[position]) for position in positions]
 

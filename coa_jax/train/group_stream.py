@@ -280,7 +280,7 @@ class GroupStream:
             for _, news in messages:
                 for kind, *arguments in news:
                     (ledger.end if kind == "end" else ledger.late)(*arguments)
-            while (composition := ledger.take()) is not None:
+            while (composition := ledger.next_step()) is not None:
                 await self._hand_over(composition)
             for index in ledger.admit():
                 if index % processes.count() == processes.index():

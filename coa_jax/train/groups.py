@@ -26,7 +26,7 @@ class Sampled:
     """The groups of samples that a step needs, gathered from all processes.
 
     Attributes:
-        composition: names the groups that the step uses, see `admission.Ledger.take`.
+        composition: names the groups that the step uses, see `admission.Ledger.next_step`.
         used: the graded groups that the step trains on.
         everything: all graded groups that the step examined: the groups in ``used``, and groups
             without a signal, whose rewards are all equal.

@@ -119,7 +119,7 @@ class PairUpdates(UpdateSequence):
 
     pairs: Sequence[Pair]
 
-    def make(self, positions: range) -> Update:
+    def make_update(self, positions: range) -> Update:
         """Creates an update from the pairs at the given positions of the stream."""
         chosen = [self.pairs[self.order[position]] for position in positions]
         batches = pair_batches(chosen, self.length, self.rows)

@@ -54,13 +54,13 @@ def test_numbers_are_accepted_in_every_form(author):
 
 def test_a_further_hop_asks_about_the_answer_and_hides_it(author):
     by_capital = atomic(author, "capital")[1]
-    deeper = asyncio.run(author.deepen(by_capital, DOCUMENTS["border"]))
+    deeper = asyncio.run(author.add_hop(by_capital, DOCUMENTS["border"]))
     assert deeper.gold == ("Namibia",)
     assert deeper.hidden == ("Botswana",)
     assert "Botswana" not in deeper.question
     assert "Gaborone" in deeper.question
     assert [answer for _, answer in deeper.steps] == ["Botswana", "Namibia"]
-    deepest = asyncio.run(author.deepen(deeper, DOCUMENTS["other area"]))
+    deepest = asyncio.run(author.add_hop(deeper, DOCUMENTS["other area"]))
     assert deepest.hidden == ("Botswana", "Namibia")
     assert deepest.gold[0] == "824,292"
     assert understand(deepest.question).hops == 3
@@ -69,21 +69,21 @@ def test_a_further_hop_asks_about_the_answer_and_hides_it(author):
 def test_only_a_document_on_the_answer_serves_a_further_hop(author):
     by_capital = atomic(author, "capital")[1]
     for name in ("other area", "prose", "coast"):
-        assert asyncio.run(author.deepen(by_capital, DOCUMENTS[name])) is None
+        assert asyncio.run(author.add_hop(by_capital, DOCUMENTS[name])) is None
     (number,) = atomic(author, "area")
-    assert asyncio.run(author.deepen(number, DOCUMENTS["area"])) is None
+    assert asyncio.run(author.add_hop(number, DOCUMENTS["area"])) is None
 
 
 def test_two_numbers_of_a_kind_are_joined_larger_first(author):
     one, other = atomic(author, "area")[0], atomic(author, "other area")[0]
-    wider = asyncio.run(author.widen(one, other))
-    assert wider == asyncio.run(author.widen(other, one)) or wider.gold
+    wider = asyncio.run(author.join_drafts(one, other))
+    assert wider == asyncio.run(author.join_drafts(other, one)) or wider.gold
     assert set(wider.hidden) == {"581,730", "824,292"}
     operation = understand(wider.question).steps[-1].operation
     x, y = 824292, 581730
     expected = {"sum": x + y, "difference": x - y, "ratio": round(x / y, 2)}[operation]
     assert wider.gold == (str(expected),)
-    assert asyncio.run(author.widen(one, one)) is None
+    assert asyncio.run(author.join_drafts(one, one)) is None
     assert one.topic == other.topic == "area"
     assert atomic(author, "capital")[0].topic is None
 

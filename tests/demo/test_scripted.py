@@ -38,7 +38,7 @@ def sloppy(tools, factbook_tasks):
 def test_without_mistakes_there_is_nothing_to_reflect_on(careful):
     assert accuracy(careful) > 0.97
     for run in careful:
-        assert run.log.slips == ()
+        assert run.log.mistakes == ()
         if run.reward.value:
             assert run.log.count(Kind.REFLECTION) == 0
             assert run.log.count(Kind.VERDICT) == 1
@@ -47,7 +47,7 @@ def test_without_mistakes_there_is_nothing_to_reflect_on(careful):
 @pytest.mark.slow
 def test_with_a_mistake_at_every_decision_the_team_recovers(sloppy):
     assert accuracy(sloppy) > 0.9
-    made = {slip for run in sloppy for slip in run.log.slips}
+    made = {slip for run in sloppy for slip in run.log.mistakes}
     assert made == {"query", "program", "suggestion"}
     for run in sloppy:
         if run.reward.value:
@@ -132,7 +132,7 @@ def test_slips_belong_to_the_seed_and_the_task(tools, factbook_tasks):
     tasks = factbook_tasks[:30]
     first, same, other = (runs_of(tasks, tools, mistake_rate=0.3, seed=seed) for seed in (0, 0, 1))
     assert [run.log for run in first] == [run.log for run in same]
-    assert [run.log.slips for run in first] != [run.log.slips for run in other]
+    assert [run.log.mistakes for run in first] != [run.log.mistakes for run in other]
 
 
 def test_a_question_that_is_not_understood_ends_in_unknown(tools):
@@ -166,7 +166,7 @@ def test_arithmetic_of_the_code_protocol_is_computed_by_programs(tools, arithmet
         if run.reward.value:
             assert run.reward.parts["format"] == 1.0
             assert run.log.count(Kind.OBSERVATION) == run.log.count(Kind.REFLECTION) >= 1
-            assert bool(run.log.slips) == bool(rate)
+            assert bool(run.log.mistakes) == bool(rate)
 
 
 def test_the_short_protocol_has_no_verification(tools):

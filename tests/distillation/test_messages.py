@@ -62,6 +62,6 @@ def test_answer_calls_and_slips_are_read_off_the_messages():
         Message(3, "manager", "user", Kind.ANSWER, "42"),
     )
     log = MessageLog("e", "Q?", "generalist", messages, Ending.ANSWER)
-    assert (log.answer, log.calls, log.slips) == ("42", (("wiki_search", "a"),), ("query",))
+    assert (log.answer, log.calls, log.mistakes) == ("42", (("wiki_search", "a"),), ("query",))
     unanswered = MessageLog("e", "Q?", "generalist", messages[:3], Ending.LIMIT)
     assert unanswered.answer is None

@@ -47,7 +47,7 @@ def write(protocol, steps: str) -> str:
     lines = []
     for step in steps.split():
         role, _, body = step.partition("=")
-        body = {"POOR": POOR}.get(body, body) or BODIES[protocol.form(role)]
+        body = {"POOR": POOR}.get(body, body) or BODIES[protocol.form_of(role)]
         lines.append(f"<{role}>{body}</{role}>")
     return "\n".join(lines)
 
@@ -204,8 +204,8 @@ def test_the_tags_that_may_come_next(name, steps, expected):
 
 def bodies_of(protocol, role: str) -> list[str]:
     """Legal bodies of a role, those that force a new plan included."""
-    body = BODIES[protocol.form(role)]
-    return {"grades": [body, POOR], "score": [body, "score 2"]}.get(protocol.form(role), [body])
+    body = BODIES[protocol.form_of(role)]
+    return {"grades": [body, POOR], "score": [body, "score 2"]}.get(protocol.form_of(role), [body])
 
 
 LEVELS = [name + level for name in protocol_names() for level in ("", ":paper")]
@@ -236,7 +236,7 @@ def test_a_role_is_accepted_exactly_when_it_is_allowed(name, data):
     steps = data.draw(st.lists(st.sampled_from(protocol.roles), max_size=8))
     text, state = "", State()
     for role in steps:
-        body = BODIES[protocol.form(role)]
+        body = BODIES[protocol.form_of(role)]
         before = violations(protocol, text, complete=False)
         allowed = role in allowed_after(protocol, state)
         text += f"<{role}>{body}</{role}>"

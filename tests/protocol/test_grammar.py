@@ -196,7 +196,7 @@ def trajectory(name, role, body):
         )
 
     def body_of(step):
-        return body if step == role else BODIES[protocol.form(step)][0]
+        return body if step == role else BODIES[protocol.form_of(step)][0]
 
     return [
         "\n".join(segment(step, body_of(step)) for step in turn.split())
@@ -209,7 +209,7 @@ CASES = [
     for name in protocol_names()
     for role in get_protocol(name).roles
     if role != "observation"
-    for body in BODIES[get_protocol(name).form(role)]
+    for body in BODIES[get_protocol(name).form_of(role)]
 ]
 
 

@@ -60,7 +60,7 @@ def test_version_2_goes_up_to_the_group_that_hands_memory_down(monkeypatch, tmp_
     ],
 )
 def test_a_group_has_its_limit_and_tells_of_kills(tmp_path, version, files, events):
-    group = cgroup.make(cgroup.Group(str(tmp_path), version), 123 << 20)
+    group = cgroup.make_group(cgroup.Group(str(tmp_path), version), 123 << 20)
     for name in files:
         assert cgroup._read(group.path, name) == str(123 << 20)
     if version == 2:

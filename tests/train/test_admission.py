@@ -37,7 +37,7 @@ def run(rules, chance, share, lag=0, told=None) -> tuple[list, Ledger]:
             chance.random() < 0.3 or ledger.step - ledger.version > lag
         ):
             ledger.version += 1
-        while (step := ledger.take()) is not None:
+        while (step := ledger.next_step()) is not None:
             steps.append(step)
             if rules.max_staleness == 0:
                 flying = {}
@@ -105,7 +105,7 @@ def test_a_group_that_ends_too_old_is_asked_again_until_it_is_given_up():
         assert (slow in ledger.admit()) == (attempt < ATTEMPTS)
     (other,) = set(ledger._open)
     ledger.end(other, True, 0)
-    step = ledger.take()
+    step = ledger.next_step()
     assert (step.used, step.dropped, step.given_up) == ((other,), (slow,) * ATTEMPTS, 1)
 
 
@@ -114,7 +114,7 @@ def test_as_many_groups_are_in_flight_as_the_share_with_a_signal_makes_necessary
     assert len(ledger.admit()) == 8  # nothing is known yet
     for index in range(8):
         ledger.end(index, index % 2 == 0, 0)
-    assert ledger.take() is None
+    assert ledger.next_step() is None
     assert len(ledger.admit()) == 8  # 4 are missing at a share of 5 / 9
     release = Ledger(AdmissionRules(64, 640, 0, False, 128, steps=3))
     assert len(release.admit()) == 128  # a generation batch of 128 for 64
@@ -125,7 +125,7 @@ def test_groups_in_flight_serve_no_more_steps_than_the_bound_allows():
     assert len(ledger.admit()) == 12  # steps 1 to 3, of which the last is 2 behind
     for index in range(4):
         ledger.end(index, True, 0)
-    assert ledger.take().used == (0, 1, 2, 3)
+    assert ledger.next_step().used == (0, 1, 2, 3)
     assert ledger.admit() == []  # version 1 is not published
     ledger.version = 1
     assert len(ledger.admit()) == 4
@@ -140,8 +140,8 @@ def test_a_slow_oldest_group_does_not_let_tasks_without_a_signal_be_sampled_with
         for index in new:
             if index > 0:  # the group of the first task does not end
                 ledger.end(index, False, 0)
-        assert ledger.take() is None
+        assert ledger.next_step() is None
     assert len(asked) == 12  # as many as two steps may examine
     ledger.end(0, True, 0)
-    step = ledger.take()
+    step = ledger.next_step()
     assert step is not None and (step.used, step.examined) == ((0,), tuple(range(6)))

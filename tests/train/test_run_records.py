@@ -44,7 +44,7 @@ def test_no_trajectory_is_removed_that_a_run_from_the_checkpoint_could_use(
                 spool.add(ended(index, versions=[(0, version)]))
                 ledger.end(index, signals[seen % len(signals)], version)
                 seen += 1
-            while (composition := ledger.take()) is not None:
+            while (composition := ledger.next_step()) is not None:
                 steps.append(composition)
         if version:
             spool.prune(steps[version - 1].state, max_staleness)

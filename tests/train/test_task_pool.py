@@ -48,7 +48,7 @@ def run(rules, pool, chance, solves):
             ledger.end(index, 0 < solved < 4, flying.pop(index), (solved, 4))
         elif ledger.version < ledger.step:
             ledger.version += 1
-        while (step := ledger.take()) is not None:
+        while (step := ledger.next_step()) is not None:
             steps.append(step)
             if rules.max_staleness == 0:
                 flying = {}

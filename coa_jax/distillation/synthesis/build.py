@@ -180,7 +180,7 @@ class Synthesis:
         atomic = level
         for hops, number in enumerate(config.depth, 2):
             level = await self._stage(f"depth_{hops}", number, self._deepenings(level))
-        pairs = (functools.partial(self._author.widen, *pair) for pair in self._pairs(atomic))
+        pairs = (functools.partial(self._author.join_drafts, *pair) for pair in self._pairs(atomic))
         await self._stage("width", config.width, pairs)
 
     def task_rows(self) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ class Synthesis:
         for round_ in range(self._config.candidates):
             for draft in drafts:
                 if round_ < len(related[draft.id]):
-                    yield functools.partial(self._author.deepen, draft, related[draft.id][round_])
+                    yield functools.partial(self._author.add_hop, draft, related[draft.id][round_])
 
     def _about_answer(self, draft: Draft) -> list[Document]:
         """Returns other documents of the split that mention the draft's answer, in seeded order."""

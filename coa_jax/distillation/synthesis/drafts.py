@@ -115,10 +115,10 @@ class Author(Protocol):
     async def atomic(self, document: Document) -> list[Draft]:
         """Returns drafts of questions that the document alone answers."""
 
-    async def deepen(self, draft: Draft, document: Document) -> Draft | None:
+    async def add_hop(self, draft: Draft, document: Document) -> Draft | None:
         """Returns a draft with one more hop, which asks about the answer of ``draft``."""
 
-    async def widen(self, one: Draft, other: Draft) -> Draft | None:
+    async def join_drafts(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a draft of a question that asks for the answers of both drafts."""
 
 

@@ -105,7 +105,7 @@ class LanguageAuthor:
         prompt = _ATOMIC.format(count=self.per_document, document=_quoted(document))
         return await self._ask(prompt, document.title, "atomic", read)
 
-    async def deepen(self, draft: Draft, document: Document) -> Draft | None:
+    async def add_hop(self, draft: Draft, document: Document) -> Draft | None:
         """Returns a draft with one more hop, which asks about the answer of ``draft``, or None.
 
         The new question does not contain the answer of ``draft``.
@@ -131,7 +131,7 @@ class LanguageAuthor:
         prompt = _DEEPEN.format(question=question, bridge=quoted_bridge, document=_quoted(document))
         return await self._ask(prompt, draft.id, f"deepen/{document.title}", read)
 
-    async def widen(self, one: Draft, other: Draft) -> Draft | None:
+    async def join_drafts(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a draft of a question that asks for the answers of both drafts."""
 
         def read(reply: str) -> Draft:

@@ -88,7 +88,7 @@ def test_a_further_hop_hides_the_bridge(tmp_path, founder):
         {**good, "question": "When was she born?"},
         {**good, "merged": "When was Ina Voss, who founded the Brell Laboratory, born?"},
     )
-    (draft, seen) = run(tmp_path, says(*replies, good), lambda a: a.deepen(founder, VOSS))
+    (draft, seen) = run(tmp_path, says(*replies, good), lambda a: a.add_hop(founder, VOSS))
     assert (draft.question, draft.gold, draft.hidden) == (good["merged"], ("1931",), ("Ina Voss",))
     assert draft.steps == ((Q_LAB["question"], "Ina Voss"), (good["question"], "1931"))
     assert "does not name the bridge 'Ina Voss'" in seen[1]["messages"][-1]["content"]
@@ -98,11 +98,11 @@ def test_a_further_hop_hides_the_bridge(tmp_path, founder):
 def test_a_merged_question_that_forgets_a_part_is_asked_for_again(tmp_path, founder):
     lost = {"question": "When was Ina Voss born?", "answer": "1931", "merged": "When was she born?"}
     with pytest.raises(ValueError, match="names none of brell laboratory"):
-        run(tmp_path, says(lost, lost, lost), lambda author: author.deepen(founder, VOSS))
+        run(tmp_path, says(lost, lost, lost), lambda author: author.add_hop(founder, VOSS))
 
 
 def test_a_document_that_says_nothing_of_the_bridge_gives_no_hop(tmp_path, founder):
-    assert run(tmp_path, says({"merged": None}), lambda a: a.deepen(founder, VOSS))[0] is None
+    assert run(tmp_path, says({"merged": None}), lambda a: a.add_hop(founder, VOSS))[0] is None
 
 
 def test_joined_questions_ask_for_both_answers(tmp_path, founder):
@@ -112,7 +112,7 @@ def test_joined_questions_ask_for_both_answers(tmp_path, founder):
     tells = {"merged": "Who founded Brell Laboratory, and are the Otto Works in Rell?"}
     half = {"merged": "Who founded the Brell Laboratory, and where are the works?"}
     good = {"merged": "Who founded the Brell Laboratory, and where are the Otto Works?"}
-    (draft, seen) = run(tmp_path, says(tells, half, good), lambda a: a.widen(founder, other))
+    (draft, seen) = run(tmp_path, says(tells, half, good), lambda a: a.join_drafts(founder, other))
     assert draft.gold == ("Ina Voss|Rell",)
     assert draft.question == f"{good['merged']} Give both answers, joined by |."
     assert "tells its own answer" in seen[1]["messages"][-1]["content"]
