@@ -146,7 +146,7 @@ def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
 
 
 def training_compute(
-    model: ModelConfig,
+    model_config: ModelConfig,
     *,
     dtype: str,
     remat: str = "none",
@@ -157,7 +157,7 @@ def training_compute(
     """Resolves the settings of a training run for the devices that the run uses.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         dtype, remat, mesh: fields of `Compute`.
         attention: ``auto`` or the name of an implementation of causal attention.
         collectives: ``auto``, ``compiler`` or ``manual``, see `collectives_for`.
@@ -167,8 +167,11 @@ def training_compute(
     """
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     platform, capability = platform_of(device)
-    name, heads = jnp.dtype(dtype).name, (model.num_kv_heads, model.num_groups, model.head_dim)
-    windowed = model.local is not None
+    name, heads = (
+        jnp.dtype(dtype).name,
+        (model_config.num_kv_heads, model_config.num_groups, model_config.head_dim),
+    )
+    windowed = model_config.local is not None
     case = Case(platform, name, *heads, capability=capability, windowed=windowed)
     implementation = resolve("causal", attention, case, "config.attention")
     placed = collectives_for(platform, collectives)

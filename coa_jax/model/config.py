@@ -304,20 +304,20 @@ class ModelConfig:
 
 
 @functools.cache
-def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
+def warn_of_positions(model_config: ModelConfig, length: int, setting: str) -> None:
     """Logs a warning, once, if sequences may be longer than the context length of the model.
 
     Args:
-        model: the architecture.
+        model_config: the architecture.
         length: length of the longest possible sequence, in tokens.
         setting: name of the setting that allows this length, for the text of the warning.
     """
-    if length > model.positions:
+    if length > model_config.positions:
         origin = "max_position_embeddings"
-        if isinstance(model.rope_scaling, YarnRope):
+        if isinstance(model_config.rope_scaling, YarnRope):
             origin = "original_max_position_embeddings times YaRN's factor"
         logging.warning(
             f"{setting} lets sequences have {length} tokens, but the model was trained for "
-            f"{model.positions} positions ({origin}): beyond them it may write nonsense; lower "
-            f"{setting}, or train it for more"
+            f"{model_config.positions} positions ({origin}): beyond them it may write nonsense; "
+            f"lower {setting}, or train it for more"
         )

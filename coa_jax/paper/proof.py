@@ -103,7 +103,7 @@ def stages(tasks: str, machine: str, given: bool) -> dict[str, tuple[Any, Work]]
     }
 
 
-def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
+def seconds(work: Work, config: Any, model_config: ModelConfig, machine: str) -> float:
     """Estimates how many seconds a stage takes at most, from rates measured on an H100.
 
     The estimate assumes that every trajectory has the maximum length, and that the policy samples
@@ -112,7 +112,7 @@ def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
     Args:
         work: work of the stage.
         config: settings of the stage.
-        model: architecture of the policy.
+        model_config: architecture of the policy.
         machine: one of `MACHINES`. Its chips are assumed to reach the same fractions of their peak
             FLOP rate and memory bandwidth as the H100 does.
     """
@@ -121,13 +121,13 @@ def seconds(work: Work, config: Any, model: ModelConfig, machine: str) -> float:
     total = _START_S
     if work.sampled:
         length, slots = config.rollout.max_tokens, config.engine.slots
-        read = decode_bytes(model, slots, length / 2, 2) / (_READING * chip.hbm_bandwidth)
-        step = _LAYER_S * model.num_layers + read
+        read = decode_bytes(model_config, slots, length / 2, 2) / (_READING * chip.hbm_bandwidth)
+        step = _LAYER_S * model_config.num_layers + read
         total += work.sampled / (slots * chips) * length * step
     if work.trained:
         length, rate = config.row_length, _COMPUTING * chip.flops * chips
-        trained = work.trained * train_flops(model, [length], length)
-        scored = work.scored * length * forward_flops(model, length / 2)
+        trained = work.trained * train_flops(model_config, [length], length)
+        scored = work.scored * length * forward_flops(model_config, length / 2)
         total += (trained + scored) / rate
     return total
 

@@ -133,9 +133,9 @@ def complete_experience(
         return [b._replace(**{name: values}) for b, values in zip(filled, columns, strict=True)]
 
     def scored(
-        name: str, params: Params | Adapted, model: ModelConfig, allowed: Any
+        name: str, params: Params | Adapted, shape: ModelConfig, allowed: Any
     ) -> list[Batch]:
-        static = {"model_config": model, "compute": compute, "temperature": temperature}
+        static = {"model_config": shape, "compute": compute, "temperature": temperature}
         return each(name, functools.partial(score, params, allowed=allowed, **static))
 
     if scores_old(algorithm, updates):

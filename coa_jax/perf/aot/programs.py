@@ -133,10 +133,10 @@ def _scoring(setup: Setup) -> list[Program]:
             _kernel_bytes(setup, backward=False),
         )
 
-    def score(name: str, times: int, params: Any, shared: Any, model: ModelConfig) -> Program:
+    def score(name: str, times: int, params: Any, shared: Any, shape: ModelConfig) -> Program:
         lower = functools.partial(
             experience.score.lower, params, batch, _allowed(setup),
-            model_config=model, compute=compute, temperature=config.temperature,
+            model_config=shape, compute=compute, temperature=config.temperature,
         )  # fmt: skip
         return program(name, lower, times, shared, _head_turns(setup))
 

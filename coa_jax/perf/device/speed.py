@@ -105,7 +105,7 @@ def _limits(flops: float, bandwidth: float, stated: str | None) -> Iterator[Chec
 
 def prediction(
     work: sft.Work,
-    model: ModelConfig,
+    model_config: ModelConfig,
     device: Any,
     stated: str | None,
     flops: float,
@@ -115,7 +115,7 @@ def prediction(
 
     Args:
         work: sizes of the step.
-        model: architecture of the model.
+        model_config: architecture of the model.
         device: device of the step. For a TPU, the prediction uses the TPU compiler; for all other
             devices, the CPU compiler.
         stated: name of the chip, a key of `CHIPS`; None for an unknown chip.
@@ -141,7 +141,7 @@ def prediction(
         optimizer=OptimizerConfig(1e-5, 4),
         checkpoint_every=1,
     )
-    return analyse(set_up(config, model, chips, devices), 0.1)
+    return analyse(set_up(config, model_config, chips, devices), 0.1)
 
 
 def _compare(
