@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import datasets
 import numpy as np
 import pytest
 
@@ -90,6 +91,14 @@ def test_rows_of_python_may_have_other_columns_and_a_separator():
     assert task.gold == ("3",)
     with pytest.raises(UserError, match=r"tasks\[0\]: there is no answer: .*ground_truth.*columns"):
         tasks_of_rows([{"prompt": "Who?", "shelf": "B4"}], plain, graded=True)
+
+
+def test_a_data_set_of_the_hub_library_is_rows():
+    columns = {"question": ["Who?", "Where?"], "answer": [None, "here"], "level": [1, None]}
+    rows = datasets.Dataset.from_dict(columns)
+    tasks = tasks_of_rows(rows, Columns({}, "", "", "generalist", "tasks"), graded=False)
+    assert [task.gold for task in tasks] == [(), ("here",)]
+    assert [task.metadata.get("level") for task in tasks] == [1, None]
 
 
 def test_rows_of_python_may_have_values_of_numpy_and_ids_that_occur_twice():
