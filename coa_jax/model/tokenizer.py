@@ -147,11 +147,21 @@ def find_tokenizer(path: str | Path) -> Any:
         )
     for file in filter(Path.exists, map(path.joinpath, _ALL_FILES)):
         read = untrusted.read_json if file.suffix == ".json" else untrusted.read_bytes
-        read(file, _LARGEST)
+        value = read(file, _LARGEST)
+        if file.name == "tokenizer.json" and isinstance(value, dict):
+            vocab = (value.get("model") or {}).get("vocab")
+            ids = vocab.values() if isinstance(vocab, dict) else ()
+            _check_largest(max((i for i in ids if isinstance(i, int)), default=0), path)
     # The classes that AutoTokenizer chooses may use only the vocabulary of tokenizer.json, and
     # replace its normaliser and pre-tokeniser. PreTrainedTokenizerFast uses the whole file.
     kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
     return _checked(lambda: kind.from_pretrained(str(path), local_files_only=True), path)
+
+
+def _check_largest(token: int, path: Path) -> None:
+    """Refuses a token id for which a library would build, or iterate over, too large a table."""
+    if token >= 1 << 22:
+        raise UserError(f"{path}: its tokenizer has the token id {token}: fetch it again")
 
 
 def _checked(make: Callable[[], Any], path: Path) -> Any:
@@ -167,9 +177,9 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
         if not isinstance(chat_template(tokenizer), str | None):
             raise UserError(f"{path}: its chat template is not text")
         largest = max(tokenizer.get_vocab().values(), default=-1)
-        what = "no vocabulary" if largest < 0 else f"the token id {largest}"
-        if not 0 <= largest < 1 << 22:  # the library would iterate over all smaller ids, too
-            raise UserError(f"{path}: its tokenizer has {what}: fetch it again")
+        if largest < 0:
+            raise UserError(f"{path}: its tokenizer has no vocabulary: fetch it again")
+        _check_largest(largest, path)
         # The libraries check these properties only at the first use.
         encode_plain(tokenizer, _SAMPLE), eos_ids(tokenizer)
     except (UserError, KeyboardInterrupt, SystemExit):

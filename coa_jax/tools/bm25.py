@@ -147,7 +147,7 @@ class WikiIndex(Index):
                 raise ValueError(f"{folder / name} is damaged")
         import bm25s
 
-        scorer = bm25s.BM25.load(str(folder), load_vocab=True, show_progress=False)
+        scorer = bm25s.BM25.load(str(folder), load_vocab=True)
         lines = (folder / "passages.jsonl").read_text(encoding="utf-8").splitlines()
         rows = json.loads("[" + ",".join(lines) + "]")
         return cls([Passage(title, text) for title, text in rows], scorer)
