@@ -37,6 +37,7 @@ from coa_jax.data.trajectory import Author, DistilledRecord, Trajectory
 from coa_jax.data.verdicts import failure_of
 from coa_jax.files import jsonl
 from coa_jax.protocol import Protocol, format_code, get_protocol, parse_code
+from coa_jax.protocol.spec import made_protocols
 
 _CONVERSATIONS = ("conversations", "messages", "conversation")
 _USER = ("instruction", "prompt", "query")
@@ -287,13 +288,16 @@ def _turns(listed: list[Any]) -> list[Turn]:
 def _has_functions(value: Mapping[str, Any], turns: Sequence[Turn]) -> bool:
     """Returns whether a conversation has functions that are no tools of a protocol.
 
-    In a conversation with the tags of a protocol, the column ``tools`` is ignored.
+    In a conversation with the tags of a protocol, the column ``tools`` is ignored. A function with
+    a JSON schema stays a function if a run makes a protocol of it, so that all commands read a
+    conversation in the same way.
     """
     protocol, called = any_protocol(), names_of(turns)
     tags = [f"</{role}>" for role in (*protocol.tools, protocol.answer)]
     if not any(tag in turn.text for turn in turns if turn.role in _POLICY for tag in tags):
         called |= {tool["function"]["name"] for tool in tools_of(value)}
-    return not called <= set(protocol.tools)
+    functions = {name for made in made_protocols() for name in made.schemas}
+    return not called <= set(protocol.tools) - functions
 
 
 def _of_function_calls(

@@ -21,7 +21,7 @@ from coa_jax.data.trajectory import write_records
 from coa_jax.distillation.export import FORMS, export
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids
-from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt
+from coa_jax.protocol import Prompt, get_protocol, quote_tool_text, render_prompt, spec
 from coa_jax.train.examples import record_example
 from tests.data.published import HOPS, RIVER, STORIES, SUMS, Story, alpaca, message, sharegpt
 from tests.rows import write
@@ -105,6 +105,23 @@ def test_function_calls_become_tags():
     chat[1]["tool_calls"][0]["function"] = {"name": "browse", "arguments": "{}"}
     with pytest.raises(Unusable, match=r"a call of 'browse' has no tag"):
         convert_row({"messages": chat}, "x", "mhqa")
+
+
+def test_a_conversation_reads_the_same_in_a_run_that_has_its_function(monkeypatch):
+    monkeypatch.setattr(spec, "_PROTOCOLS", dict(spec._PROTOCOLS))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    made = spec.protocol_with_tools("own", ("square",), {"square": "a * a"}, {"square": schema})
+    spec.add_protocol(made)
+    call = {"name": "square", "arguments": json.dumps({"a": "12"})}
+    chat = [
+        {"role": "user", "content": "What is 12 * 12?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "144"},
+        {"role": "assistant", "content": "144"},
+    ]
+    record = convert_row({"messages": chat}, "x").record
+    assert record.protocol == "turns:hermes"
+    assert record.parts[0][1].startswith("<tool_call>")
 
 
 # --- white space ---------------------------------------------------------------------------
