@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         format_valid,
         read_trajectories,
     )
+    from coa_jax.data.records import read_records
     from coa_jax.data.verdicts import failure_of, verdict_of
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from coa_jax.model.foreign import Foreign
     from coa_jax.model.policy import Model
     from coa_jax.model.tokenizer import load_tokenizer
-    from coa_jax.protocol import Format, get_protocol, render_prompt
+    from coa_jax.protocol import Format, Prompt, get_protocol, render_prompt
     from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Protocol, Segment
     from coa_jax.protocol.text_buffer import Pieces
     from coa_jax.report.notebook import show, show_tokens, table
@@ -81,6 +82,7 @@ _HOMES = {
         "format_valid",
         "read_trajectories",
     ),
+    "coa_jax.data.records": ("read_records",),
     "coa_jax.data.verdicts": ("failure_of", "verdict_of"),
     "coa_jax.demo.debug_files": ("make_debug_files",),
     "coa_jax.demo.untrained": ("create_policy",),
@@ -96,7 +98,7 @@ _HOMES = {
     "coa_jax.model.foreign": ("Foreign",),
     "coa_jax.model.policy": ("Model",),
     "coa_jax.model.tokenizer": ("load_tokenizer",),
-    "coa_jax.protocol": ("Format", "get_protocol", "render_prompt"),
+    "coa_jax.protocol": ("Format", "Prompt", "get_protocol", "render_prompt"),
     "coa_jax.protocol.formats": ("BAD_CALL", "EpisodeStep", "Protocol", "Segment"),
     "coa_jax.protocol.text_buffer": ("Pieces",),
     "coa_jax.report.notebook": ("show", "show_tokens", "table"),
