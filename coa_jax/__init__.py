@@ -15,6 +15,7 @@ from coa_jax.config.installed import VERSION as __version__
 if TYPE_CHECKING:
     from coa_jax.api import Distilled, Evaluation, Trained, distill, evaluate, train_rl, train_sft
     from coa_jax.config.preflight import Needs
+    from coa_jax.data.records import read_records
     from coa_jax.data.trajectory import (
         Author,
         DistilledRecord,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         format_valid,
         read_trajectories,
     )
-    from coa_jax.data.records import read_records
     from coa_jax.data.verdicts import failure_of, verdict_of
     from coa_jax.demo.debug_files import make_debug_files
     from coa_jax.demo.untrained import create_policy
