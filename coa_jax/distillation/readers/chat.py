@@ -9,8 +9,9 @@ The result of a call is the message of the same turn with the id of the call. Pa
 written one after another. If the last call is ``final_answer``, its argument is the answer.
 Otherwise the answer is searched in the last message, see `coa_jax.distillation.readers.answers`. If
 a sentence without a mark states an accepted answer, the metadata have ``answer_from: "sentence"``.
-A message of an agent whose name says that it plans or reviews is a plan or a reflection. All other
-text of agents becomes thoughts.
+A step of ReAct, whose call is text, is read if a message has no other step. A text that mixes the
+words of an agent with results in another way is refused. A message of an agent whose name says that
+it plans or reviews is a plan or a reflection. All other text of agents becomes thoughts.
 
 The format lacks:
 
@@ -292,6 +293,8 @@ def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
     spoken = list[Turn]()
     for turn in turns:
         asks = not spoken and question in ("", turn.words.strip())
+        if spoken and turn.role == "user" and turn.words.lstrip().startswith("Observation:"):
+            turn = Turn("result", turn.words.partition(":")[2].strip())  # of a step of ReAct
         if turn.role == "user" and turn.speaker and not asks:
             # An agent speaks in the place of the user.
             turn = dataclasses.replace(turn, role="assistant")

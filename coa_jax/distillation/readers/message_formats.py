@@ -10,7 +10,9 @@ message, so a log may mix shapes. docs/data.md lists the names of plain fields.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -74,6 +76,17 @@ _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
 _PIECE = "ModelClientStreamingChunkEvent"
 """Type of an event of AutoGen with a piece of a message, which follows as a whole."""
 
+_MARK = re.compile(
+    r"^[*\t ]*(Thought|Action Input|Action|Observation|Final Answer)[*\d\t ]*:", re.M | re.I
+)
+_STEP = re.compile(
+    r"(?:```\n)?(?:Thought:)?(?P<thought>.*?)^Action:(?P<tool>[^\n]+)\n\s*Action Input:"
+    r"(?P<arguments>.*?)(?:^Observation:(?P<result>.*))?\Z",
+    re.MULTILINE | re.DOTALL,
+)
+_CALL = ["action", "action input"]
+"""What begins the lines of a call that is text, as ReAct has it."""
+
 
 def first_present(fields: Field, names: Iterable[str]) -> Field:
     """Returns the first of the named fields of an object whose value is not null.
@@ -87,8 +100,13 @@ def turns_of(item: Field) -> list[Turn]:
     """Converts a message of another system to turns, such as a call and its result.
 
     Raises:
-        Malformed: the message has no known shape, or lacks something that its shape needs.
+        Malformed: the message has no known shape, lacks something that its shape needs, or has a
+            call in its text that cannot be separated from its result.
     """
+    return [part for turn in _turns(item) for part in _react(item, turn)]
+
+
+def _turns(item: Field) -> list[Turn]:
     if isinstance(item.value, list) and len(item.value) == 2:  # LangChain: (action, observation)
         action, result = item.items(f"{item}, part")
         return [*_step(action), Turn("result", _text(result))]
@@ -396,6 +414,37 @@ def _output(arguments: Any) -> Any:
     values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
     only = values[0] if len(values) == 1 else arguments
     return json.dumps(only, ensure_ascii=False) if isinstance(only, dict | list) else only
+
+
+# --- ReAct ---------------------------------------------------------------------------------
+
+
+def _react(item: Field, turn: Turn) -> list[Turn]:
+    """Splits a step of ReAct in the text of an agent into thought with call, and result.
+
+    The result may contain marks of steps. A text with further marks is therefore refused, because
+    it does not show which of its words are the agent's.
+    """
+    marks = [mark.lower() for mark in _MARK.findall(turn.words)]
+    if turn.role != "assistant" or not marks:
+        return [turn]
+    called = not turn.calls and {"action", "action input"} <= set(marks)
+    if not called and "observation" not in marks:
+        own = turn.words.removeprefix("Thought:").strip() if "final answer" in marks else turn.words
+        return [dataclasses.replace(turn, words=own)]
+    step = None if turn.calls else _STEP.fullmatch(turn.words.strip())
+    marks = list(itertools.dropwhile("thought".__eq__, marks))
+    single = marks in (_CALL, [*_CALL, "observation"])
+    if step is None or not single or "Observation:" in step["arguments"]:
+        raise Malformed(
+            f"{item} writes a call or its result as text, but is not a single step of ReAct with "
+            "'Action:', 'Action Input:' and then 'Observation:'"
+        )
+    arguments, result = step["arguments"].strip(), (step["result"] or "").strip()
+    given = Field(arguments, f"'Action Input' of {item}")
+    call = "", step["tool"].strip(), _arguments(given) if arguments[:1] in ("{", "[") else arguments
+    made = dataclasses.replace(turn, words=step["thought"].strip(), calls=(call,))
+    return [made, Turn("result", result)] if result else [made]
 
 
 # --- items of the Responses API ------------------------------------------------------------
