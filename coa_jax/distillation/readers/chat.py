@@ -129,8 +129,13 @@ def facts_of(fields: Field) -> Facts:
 def is_run(value: Any) -> bool:
     """Returns whether a JSON value holds the messages of a run: as a list, or in an object."""
     if isinstance(value, list):
-        return bool(value) and all(is_message(item) and not is_run_object(item) for item in value)
+        return bool(value) and are_messages(value)
     return is_run_object(value)
+
+
+def are_messages(values: Iterable[Any]) -> bool:
+    """Returns whether JSON values are messages of a run, and not runs."""
+    return all(is_message(value) and not is_run_object(value) for value in values)
 
 
 def is_run_object(value: Any) -> bool:
