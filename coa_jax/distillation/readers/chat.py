@@ -35,6 +35,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from coa_jax.data.names import GOLD
 from coa_jax.distillation.messages import Kind
 from coa_jax.distillation.readers.answers import marked_answer, stated_answer
 from coa_jax.distillation.readers.base import (
@@ -67,10 +68,7 @@ _PAIRS = ({"request", "response"}, {"input", "output"}, {"input", "response"})
 """Names of a request to a model and of its reply, in an object that is a run."""
 
 _QUESTION = ("question", "task", "query", "problem", "prompt", "input", "instruction", "goal")
-_GOLD = (
-    *("gold", "expected", "expected_answer", "expected_output", "ground_truth", "true_answer"),
-    *("correct_answer", "golden_answers", "reference", "reference_answer", "target", "label"),
-)
+_GOLD = (*GOLD, "reference", "target", "label")  # in training data, the last may be other things
 _TOOLS = ("tools", "functions", "tool_calls")
 """Names of lists of tools, whose items look like messages."""
 
@@ -299,7 +297,7 @@ def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
     for turn in turns:
         asks = not spoken and question in ("", turn.words.strip())
         if spoken and turn.role == "user" and turn.words.lstrip().startswith("Observation:"):
-            turn = Turn("result", turn.words.partition(":")[2].strip())  # of a step of ReAct
+            turn = Turn("tool", turn.words.partition(":")[2].strip())  # of a step of ReAct
         if turn.role == "user" and turn.speaker and not asks:
             # An agent speaks in the place of the user.
             turn = dataclasses.replace(turn, role="assistant")
@@ -325,7 +323,7 @@ def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
 
 def _results(following: Sequence[Turn]) -> list[Turn]:
     """Returns the results before the next turn of an agent."""
-    return list(itertools.takewhile(lambda turn: turn.role == "result", following))
+    return list(itertools.takewhile(lambda turn: turn.role == "tool", following))
 
 
 def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]:

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from coa_jax.data.row_formats import convert_row
 from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.message_order import trajectory_of
 from coa_jax.tasks.grading import grade_answer
@@ -240,3 +241,25 @@ def test_a_line_that_begins_like_a_mark_of_react_is_no_call(read):
     words = "Action: I multiply.\nMy thought: it is easy."
     (trace,), _ = read(said(words), said("Final answer: 42"))
     assert [m.content for m in trace.log.messages[1:]] == [words, "42"]
+
+
+@pytest.mark.parametrize("asks", ["User", "human", "HumanMessage"])
+@pytest.mark.parametrize("returns", ["tool_response", "ipython", "Environment"])
+def test_roles_of_training_data_are_those_of_logs(tmp_path, asks, returns):
+    written = {"role": "tool_call", "content": '{"name": "search", "arguments": {"query": "six"}}'}
+    messages = [
+        written,
+        {"role": returns, "content": "42"},
+        {"role": "chatgpt", "content": "So 42."},
+    ]
+    row = {"messages": [{**ASKED, "role": asks}, *messages], "expected_answer": "42"}
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(file_of(row))
+    (trace,), _ = read_traces(path, "chat")
+    assert calls_of(trace) == [("web_search", "six", "42", "ok")]
+    assert trace.gold == convert_row(row, "name").record.gold == ("42",)
+
+
+def test_an_agent_with_the_name_of_a_call_is_heard(read):
+    (trace,), _ = read({"agent": "tool_call", "text": "I think."}, said("42"))
+    assert trace.log.messages[1].content == "I think."
