@@ -118,7 +118,8 @@ def _turns(item: Field) -> list[Turn]:
         return _written_call(item, item["content"])
     if known := role_of(role):
         return _message(item, known, partial=kind == "message")
-    if role is None and (known := _role_of_type(kind)):
+    has_content = any(key in item.mapping() for key in ("content", "parts", "blocks", "tool_calls"))
+    if role is None and has_content and (known := _role_of_type(kind)):
         return _message(item, known)
     if "from" in item.mapping() and "value" in item.mapping():
         return _sharegpt(item)
@@ -545,7 +546,7 @@ def _step(item: Field) -> list[Turn]:
             turns.append(Turn("tool", _text(result), identity=identity, ok=ok))
         return turns
     known = _role_of_type(speaker)
-    if returns or known == "tool":
+    if returns or "tool" in (known, _role_of_type(kind)):
         return [Turn("tool", _text(first_present(item, (*_RESULT, *_TEXT))), identity=identity)]
     text = next((t.value for t in map(item.get, _TEXT) if isinstance(t.value, str)), "")
     if not (text or thought):

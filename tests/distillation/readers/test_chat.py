@@ -263,3 +263,11 @@ def test_roles_of_training_data_are_those_of_logs(tmp_path, asks, returns):
 def test_an_agent_with_the_name_of_a_call_is_heard(read):
     (trace,), _ = read({"agent": "tool_call", "text": "I think."}, said("42"))
     assert trace.log.messages[1].content == "I think."
+
+
+@pytest.mark.parametrize("kind", ["observation", "tool", "tool_response"])
+@pytest.mark.parametrize("field", ["text", "output", "observation"])
+def test_a_result_is_read_under_the_name_that_it_has(read, kind, field):
+    call = {"agent": "a", "tool": "search", "args": {"query": "six"}}
+    (trace,), _ = read(call, {"type": kind, field: "42"}, said("So 42."))
+    assert calls_of(trace) == [("web_search", "six", "42", "ok")]
