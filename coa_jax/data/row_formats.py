@@ -23,6 +23,7 @@ from coa_jax.data.function_calls import (
     tools_of,
     without_nulls,
 )
+from coa_jax.data.names import GOLD, role_of
 from coa_jax.data.text_parts import (
     ENVIRONMENT,
     POLICY,
@@ -42,15 +43,6 @@ from coa_jax.protocol.spec import made_protocols
 _CONVERSATIONS = ("conversations", "messages", "conversation")
 _USER = ("instruction", "prompt", "query")
 _REPLY = ("output", "response", "completion")
-_GOLD = ("gold", "golden_answers", "ground_truth", "true_answer")
-_ROLES: Mapping[str, str] = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function", "ipython", "environment"), "tool"),
-    **dict.fromkeys(("tool_response", "function_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "call"),
-}
 _POLICY = ("assistant", "call")
 _CLOSING = re.compile(r"</([a-z_]+)>\s*\Z")
 _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
@@ -270,7 +262,7 @@ def _turns(listed: list[Any]) -> list[Turn]:
         if not isinstance(turn, dict):
             raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
         source_role = turn.get("role", turn.get("from"))
-        role = _ROLES.get(source_role.lower()) if isinstance(source_role, str) else None
+        role = role_of(source_role)
         if role is None:
             raise Unusable(f"turn {number} has the unknown role {str(source_role)[:40]!r}")
         text = _content(turn["content"] if "content" in turn else turn.get("value"), number)
@@ -461,7 +453,7 @@ def _answer(rules: Protocol, parts: Parts) -> str:
 
 
 def _gold(value: Mapping[str, Any]) -> tuple[str, ...]:
-    gold: Any = next((value[key] for key in _GOLD if value.get(key) is not None), [])
+    gold: Any = next((value[key] for key in GOLD if value.get(key) is not None), [])
     answers = gold if isinstance(gold, list) else [gold]
     if not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         raise TypeError("an accepted answer is neither a string nor a number")

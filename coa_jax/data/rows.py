@@ -345,7 +345,7 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 _parse = json.JSONDecoder(parse_int=str).raw_decode  # numbers may have too many digits for `int`
 
 
-class _Values:
+class JsonValues:
     """The JSON values of a file, one after the other; only one of them is in memory at a time.
 
     The file is decoded as Latin-1, so that each byte is a character. A value that is needed is
@@ -402,14 +402,14 @@ def _list_items(path: Path, file: IO[bytes], longest: int) -> array.array[int] |
     of several lines has no such list, then the object itself is the only item. In all other files
     each line is a row, and the result is None.
     """
-    values, places = _Values(file, longest), array.array("q")
+    values, places = JsonValues(file, longest), array.array("q")
     if values.sign() != "[":
         try:
             return _object_items(values, places)
         except ValueError:  # each line is a row, which may be damaged
             return None
     try:
-        _add_items(values, places)
+        add_items(values, places)
     except ValueError as error:
         raise UserError(f"{path}: row {len(places) // 2 + 1}: {error}") from error
     if values.sign():
@@ -417,7 +417,7 @@ def _list_items(path: Path, file: IO[bytes], longest: int) -> array.array[int] |
     return places
 
 
-def _add_items(values: _Values, places: array.array[int]) -> None:
+def add_items(values: JsonValues, places: array.array[int]) -> None:
     """Moves over a list, and appends the start and end of each item to ``places``."""
     values.at += 1
     sign = values.sign()
@@ -431,7 +431,7 @@ def _add_items(values: _Values, places: array.array[int]) -> None:
     values.at += 1
 
 
-def _object_items(values: _Values, places: array.array[int]) -> array.array[int] | None:
+def _object_items(values: JsonValues, places: array.array[int]) -> array.array[int] | None:
     """Finds the items of the object that is the only value of a file, see `_list_items`."""
     if values.sign() != "{":
         return None
@@ -444,7 +444,7 @@ def _object_items(values: _Values, places: array.array[int]) -> array.array[int]
             return None
         values.at += 1
         if values.sign() == "[" and key in _LISTS and not listed:
-            _add_items(values, places)
+            add_items(values, places)
             listed = True
         else:
             values.value()

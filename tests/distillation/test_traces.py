@@ -226,14 +226,18 @@ def test_files_without_a_run_are_an_error(tmp_path):
         read(config, tmp_path / "out")
 
 
-def test_memory_does_not_grow_with_the_text_of_the_logs(tmp_path):
-    page, path = "A long page of one word. " * 8000, tmp_path / "log.jsonl"
+@pytest.mark.parametrize("name", ["log.jsonl", "list.json"])
+def test_memory_does_not_grow_with_the_text_of_the_logs(tmp_path, name):
+    page, path = "A long page of one word. " * 8000, tmp_path / name
+    between = ",\n" if name == "list.json" else "\n"
     with path.open("w") as file:
+        file.write("[" if name == "list.json" else "")
         for number in range(60):
             call = {"agent": "a", "tool": "web_search", "args": {"query": "x"}, "result": page}
             told = {"agent": "a", "text": "Final answer: Lima"}
             run = {"question": f"Q {number}?", "steps": [call, told], "gold": "Lima"}
-            file.write(json.dumps(run) + "\n")
+            file.write((between if number else "") + json.dumps(run))
+        file.write("]" if name == "list.json" else "")
     config = DistillConfig(max_chars=10**6, min_interactions=0)
     tracemalloc.start()
     try:

@@ -7,9 +7,9 @@ format lacks.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from coa_jax.config.extensions import BoundFunction, ExtensionKind, bind, refuse_result
 from coa_jax.data.atif import is_atif
+from coa_jax.data.rows import JsonValues, add_items
 from coa_jax.distillation.readers import atif, chat, mcp, message_logs, oagents, smolagents
 from coa_jax.distillation.readers.base import (
     Conversation,
@@ -71,7 +72,7 @@ The first format that matches is used.
 """
 
 _GUESSED_FROM = 50
-"""Maximum number of records that are read to guess the format of a file."""
+"""Maximum number of records or lines that are read to guess the format of a file."""
 
 
 def guess_format(values: Iterable[Any]) -> str | None:
@@ -196,46 +197,69 @@ def _contents(value: Any) -> str:
 
 def _lines(path: str, form: str) -> Iterator[Line]:
     """Yields the records of a file; the file is opened at once."""
-    if path.endswith(".json"):
-        data = untrusted.read_bytes(path)
-        whole = _document(data, form)
-        if whole is not None:
-            return iter(whole)
-    else:
-        untrusted.open_file(path).close()
+    if path.endswith(".json") and (records := _documents(path, form)) is not None:
+        return records
+    untrusted.open_file(path).close()
     lines = ((number, line) for number, line in untrusted.lines(path) if line.strip())
     marked = ((n, line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line) for n, line in lines)
     return (decode_line(line.rstrip(b"\n"), number) for number, line in marked if line.strip())
 
 
-def _document(data: bytes, form: str) -> list[Line] | None:
-    """Returns the records of a file that is a single JSON document; None if it has JSON lines."""
-    if not data.strip():
-        return []
-    whole = decode_line(data.removeprefix(b"\xef\xbb\xbf"))
-    if isinstance(whole.value, Malformed):
-        rows = [line for line in data.splitlines() if line.strip()]
-        starts = sum(line.lstrip()[:1] in (b"{", b"[") and _is_json(line) for line in rows)
-        return None if 2 * starts >= len(rows) > 1 else [whole]
-    value = whole.value
-    if not isinstance(value, list) or _is_one_run(value, form):
-        return [whole]
-    return [Line(number, item) for number, item in enumerate(value, start=1)]
+def _documents(path: str, form: str) -> Iterator[Line] | None:
+    """Yields the records of a file that is a JSON document; returns None if it has JSON lines.
+
+    The document is a run, or a list of runs of which only one is in memory at a time.
+    """
+    places = array.array("q")
+    with untrusted.open_file(path) as file:
+        values = JsonValues(file, untrusted.MAX_LINE)
+        sign = values.sign()
+        if sign not in ("[", "{"):
+            return None
+        try:
+            if sign == "[":
+                add_items(values, places)
+            else:
+                values.value()
+            fault = "text follows the list" if values.sign() else ""
+        except ValueError as error:
+            fault = f"item {len(places) // 2 + 1} of the list: {error}"
+    if fault and _has_lines(path):
+        return None
+    if sign == "[" and fault:
+        return iter([Line(1, Malformed(fault))])
+    if sign == "[" and not (places and _is_one_run(lambda: _items(path, places), form)):
+        return _items(path, places)
+    return iter([decode_line(untrusted.read_bytes(path))])
 
 
-def _is_one_run(value: list[Any], form: str) -> bool:
-    """Returns whether a list is a single run, and not a list of runs."""
+def _items(path: str, places: Iterable[int]) -> Iterator[Line]:
+    """Yields the items of a list in a file, given the start and end of each in bytes, [2 n]."""
+    ends = iter(places)
+    with untrusted.open_file(path) as file:
+        for number, (start, end) in enumerate(zip(ends, ends, strict=True), start=1):
+            file.seek(start)
+            yield decode_line(file.read(end - start), number)
+
+
+def _is_one_run(items: Callable[[], Iterator[Line]], form: str) -> bool:
+    """Returns whether a list is a single run, and not a list of runs; its first items decide."""
+
+    def head() -> Iterator[Any]:  # a list of them would hold many runs in memory
+        return (line.value for line in itertools.islice(items(), _GUESSED_FROM))
+
     if form == "smolagents":
-        return smolagents.is_run(value)
-    return form in ("", "chat") and (smolagents.is_record(value) or chat.is_run(value))
+        return smolagents.is_run(head())
+    return form in ("", "chat") and (
+        any(map(smolagents.is_step, head())) or chat.are_messages(head())
+    )
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+def _has_lines(path: str) -> bool:
+    """Returns whether most of the first lines of a file are each a JSON object or list."""
+    lines = (decode_line(line) for _, line in untrusted.lines(path) if line.strip())
+    head = [isinstance(line.value, dict | list) for line in itertools.islice(lines, _GUESSED_FROM)]
+    return 2 * sum(head) >= len(head) > 1
 
 
 def _read_record(form: str, read: BoundFunction, value: Any) -> Trace | None:

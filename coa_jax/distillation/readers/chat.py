@@ -9,8 +9,9 @@ The result of a call is the message of the same turn with the id of the call. Pa
 written one after another. If the last call is ``final_answer``, its argument is the answer.
 Otherwise the answer is searched in the last message, see `coa_jax.distillation.readers.answers`. If
 a sentence without a mark states an accepted answer, the metadata have ``answer_from: "sentence"``.
-A message of an agent whose name says that it plans or reviews is a plan or a reflection. All other
-text of agents becomes thoughts.
+A step of ReAct, whose call is text, is read if a message has no other step. A text that mixes the
+words of an agent with results in another way is refused. A message of an agent whose name says that
+it plans or reviews is a plan or a reflection. All other text of agents becomes thoughts.
 
 The format lacks:
 
@@ -34,6 +35,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from coa_jax.data.names import GOLD
 from coa_jax.distillation.messages import Kind
 from coa_jax.distillation.readers.answers import marked_answer, stated_answer
 from coa_jax.distillation.readers.base import (
@@ -66,10 +68,7 @@ _PAIRS = ({"request", "response"}, {"input", "output"}, {"input", "response"})
 """Names of a request to a model and of its reply, in an object that is a run."""
 
 _QUESTION = ("question", "task", "query", "problem", "prompt", "input", "instruction", "goal")
-_GOLD = (
-    *("gold", "expected", "expected_answer", "expected_output", "ground_truth", "true_answer"),
-    *("correct_answer", "golden_answers", "reference", "reference_answer", "target", "label"),
-)
+_GOLD = (*GOLD, "reference", "target", "label")  # in training data, the last may be other things
 _TOOLS = ("tools", "functions", "tool_calls")
 """Names of lists of tools, whose items look like messages."""
 
@@ -128,8 +127,13 @@ def facts_of(fields: Field) -> Facts:
 def is_run(value: Any) -> bool:
     """Returns whether a JSON value holds the messages of a run: as a list, or in an object."""
     if isinstance(value, list):
-        return bool(value) and all(is_message(item) and not is_run_object(item) for item in value)
+        return bool(value) and are_messages(value)
     return is_run_object(value)
+
+
+def are_messages(values: Iterable[Any]) -> bool:
+    """Returns whether JSON values are messages of a run, and not runs."""
+    return all(is_message(value) and not is_run_object(value) for value in values)
 
 
 def is_run_object(value: Any) -> bool:
@@ -292,6 +296,8 @@ def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
     spoken = list[Turn]()
     for turn in turns:
         asks = not spoken and question in ("", turn.words.strip())
+        if spoken and turn.role == "user" and turn.words.lstrip().startswith("Observation:"):
+            turn = Turn("tool", turn.words.partition(":")[2].strip())  # of a step of ReAct
         if turn.role == "user" and turn.speaker and not asks:
             # An agent speaks in the place of the user.
             turn = dataclasses.replace(turn, role="assistant")
@@ -317,7 +323,7 @@ def _joined(turns: Iterable[Turn], question: str) -> list[Turn]:
 
 def _results(following: Sequence[Turn]) -> list[Turn]:
     """Returns the results before the next turn of an agent."""
-    return list(itertools.takewhile(lambda turn: turn.role == "result", following))
+    return list(itertools.takewhile(lambda turn: turn.role == "tool", following))
 
 
 def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]:

@@ -10,10 +10,13 @@ message, so a log may mix shapes. docs/data.md lists the names of plain fields.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from coa_jax.data.names import role_of
 from coa_jax.distillation.readers.base import Field, Malformed, parse_json
 from coa_jax.files import untrusted
 
@@ -26,7 +29,7 @@ class Turn:
     """What one participant of a conversation wrote, or one result of a call.
 
     Attributes:
-        role: ``system``, ``user``, ``assistant`` or ``result``.
+        role: ``system``, ``user``, ``assistant``, or ``tool`` for a result.
         words: the text.
         reasoning: hidden thoughts before the text, if the log has them.
         calls: calls of tools that follow the text.
@@ -50,16 +53,6 @@ class Turn:
     usage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_ROLES = {
-    **dict.fromkeys(("system", "developer", "SystemMessage"), "system"),
-    **dict.fromkeys(("user", "human", "HumanMessage", "HumanMessageChunk"), "user"),
-    **dict.fromkeys(("tool", "function", "observation", "ToolMessage"), "result"),
-    **dict.fromkeys(("assistant", "ai", "gpt", "model", "bot", "AIMessage"), "assistant"),
-    **dict.fromkeys(("AIMessageChunk", "function_call"), "assistant"),
-    "FunctionMessage": "result",
-}
-"""Maps the roles, types and classes of messages in other systems to the roles of turns."""
-
 SPEAKER = ("agent", "name", "sender", "source", "author", "speaker", "from", "node")
 _TOOL = ("tool", "tool_name", "action", "function")
 _ARGUMENTS = (
@@ -74,6 +67,17 @@ _IDENTITY = ("tool_call_id", "call_id", "tool_use_id")
 _PIECE = "ModelClientStreamingChunkEvent"
 """Type of an event of AutoGen with a piece of a message, which follows as a whole."""
 
+_MARK = re.compile(
+    r"^[*\t ]*(Thought|Action Input|Action|Observation|Final Answer)[*\d\t ]*:", re.M | re.I
+)
+_STEP = re.compile(
+    r"(?:```\n)?(?:Thought:)?(?P<thought>.*?)^Action:(?P<tool>[^\n]+)\n\s*Action Input:"
+    r"(?P<arguments>.*?)(?:^Observation:(?P<result>.*))?\Z",
+    re.MULTILINE | re.DOTALL,
+)
+_CALL = ["action", "action input"]
+"""What begins the lines of a call that is text, as ReAct has it."""
+
 
 def first_present(fields: Field, names: Iterable[str]) -> Field:
     """Returns the first of the named fields of an object whose value is not null.
@@ -87,11 +91,16 @@ def turns_of(item: Field) -> list[Turn]:
     """Converts a message of another system to turns, such as a call and its result.
 
     Raises:
-        Malformed: the message has no known shape, or lacks something that its shape needs.
+        Malformed: the message has no known shape, lacks something that its shape needs, or has a
+            call in its text that cannot be separated from its result.
     """
+    return [part for turn in _turns(item) for part in _react(item, turn)]
+
+
+def _turns(item: Field) -> list[Turn]:
     if isinstance(item.value, list) and len(item.value) == 2:  # LangChain: (action, observation)
         action, result = item.items(f"{item}, part")
-        return [*_step(action), Turn("result", _text(result))]
+        return [*_step(action), Turn("tool", _text(result))]
     if _is_pydantic(item.value):
         return _pydantic(item)
     if "author" in item.mapping() and item.get("actions") and not item.get("content"):
@@ -105,10 +114,13 @@ def turns_of(item: Field) -> list[Turn]:
     called = _tool(item) and first_present(item, _ARGUMENTS) and not first_present(item, _IDENTITY)
     if called and first_present(item, _RESULT) and "tool" in (kind, role):  # a call and its result
         return _step(item)
-    if isinstance(role, str) and role in _ROLES:
-        return _message(item, _ROLES[role], partial=kind == "message")
-    if role is None and isinstance(kind, str) and kind in _ROLES:
-        return _message(item, _ROLES[kind])
+    if role_of(role) == "call":
+        return _written_call(item, item["content"])
+    if known := role_of(role):
+        return _message(item, known, partial=kind == "message")
+    has_content = any(key in item.mapping() for key in ("content", "parts", "blocks", "tool_calls"))
+    if role is None and has_content and (known := _role_of_type(kind)):
+        return _message(item, known)
     if "from" in item.mapping() and "value" in item.mapping():
         return _sharegpt(item)
     if isinstance(kind, str) and (kind.startswith("ToolCall") or kind == _PIECE):
@@ -123,11 +135,17 @@ def is_message(value: Any) -> bool:
     if not isinstance(value, dict) or isinstance(value.get("message"), dict):
         return False
     kind, role = value.get("type"), value.get("role")
-    typed = isinstance(kind, str) and (kind in _ITEMS or kind in _ROLES)
+    typed = isinstance(kind, str) and (kind in _ITEMS or bool(_role_of_type(kind)))
     spoken = any(name in value for name in SPEAKER) and any(name in value for name in _TEXT)
     called = any(isinstance(value.get(name), str) for name in _TOOL)
     named = typed or isinstance(role, str) or "lc" in value
     return named or spoken or called or _is_pydantic(value)
+
+
+def _role_of_type(kind: Any) -> str | None:
+    """Returns the role of a message of a type; None for an unknown type, or that of a step."""
+    role = role_of(kind)
+    return None if role == "call" else role
 
 
 def _unwrapped(item: Field) -> Field:
@@ -142,7 +160,7 @@ def _unwrapped(item: Field) -> Field:
         name = value.get("id")
         inner.setdefault("type", name[-1] if isinstance(name, list) and name else None)
         return Field(inner, item.name)
-    if isinstance(value.get("data"), dict) and str(value.get("type")) in _ROLES:
+    if isinstance(value.get("data"), dict) and _role_of_type(value.get("type")):
         return Field({"type": value["type"], **value["data"]}, item.name)
     return item
 
@@ -155,15 +173,15 @@ def _message(item: Field, role: str, partial: bool = False) -> list[Turn]:
     words, thoughts, calls, results = _parts(item)
     calls = _calls(item) or calls
     speaker = item.get("name").value
-    speaker = speaker if isinstance(speaker, str) and role != "result" else ""
-    if role == "result" and not results:
+    speaker = speaker if isinstance(speaker, str) and role != "tool" else ""
+    if role == "tool" and not results:
         failed = item.get("status").value == "error" or item.get("is_error").value
         more = item.get("additional_kwargs")  # LlamaIndex
         identity = first_present(item, _IDENTITY) or first_present(
             more if more else Field({}), _IDENTITY
         )
-        return [Turn("result", words, identity=identity.optional_scalar(), ok=not failed)]
-    turns = [Turn("result", text, identity=i, ok=ok) for i, text, ok in results]
+        return [Turn("tool", words, identity=identity.optional_scalar(), ok=not failed)]
+    turns = [Turn("tool", text, identity=i, ok=ok) for i, text, ok in results]
     usage = item.get("usage_metadata").value
     if words or calls or thoughts or not turns:
         reasoning = "\n".join(filter(None, (_reasoning(item), *thoughts)))
@@ -315,13 +333,19 @@ def _arguments(arguments: Field) -> Any:
 
 def _sharegpt(item: Field) -> list[Turn]:
     speaker, value = item["from"].text(), item["value"]
-    if speaker == "function_call":
-        made = Field(_arguments(value), str(item))
-        return [Turn("assistant", calls=(_call(made, ""),), partial=True)]
-    role, words = _ROLES.get(speaker, ""), value.text()
-    if role == "result":
-        return [Turn("result", words)]
+    role = role_of(speaker)
+    if role == "call":
+        return _written_call(item, value)
+    words = value.text()
+    if role == "tool":
+        return [Turn("tool", words)]
     return [Turn(role or "assistant", words, speaker="" if role else speaker)]
+
+
+def _written_call(item: Field, text: Field) -> list[Turn]:
+    """Reads a message that is nothing but a call, as the JSON text of its name and arguments."""
+    made = Field(_arguments(text), str(item))
+    return [Turn("assistant", calls=(_call(made, ""),), partial=True)]
 
 
 def _autogen(item: Field, kind: str) -> list[Turn]:
@@ -332,7 +356,7 @@ def _autogen(item: Field, kind: str) -> list[Turn]:
     if kind == "ToolCallRequestEvent":
         return [Turn("assistant", calls=tuple(_call(part, part["id"].scalar()) for part in parts))]
     return [
-        Turn("result", _text(part["content"]), identity=part["call_id"].scalar(),
+        Turn("tool", _text(part["content"]), identity=part["call_id"].scalar(),
              ok=not part.get("is_error").value)
         for part in parts
     ]  # fmt: skip
@@ -398,6 +422,37 @@ def _output(arguments: Any) -> Any:
     return json.dumps(only, ensure_ascii=False) if isinstance(only, dict | list) else only
 
 
+# --- ReAct ---------------------------------------------------------------------------------
+
+
+def _react(item: Field, turn: Turn) -> list[Turn]:
+    """Splits a step of ReAct in the text of an agent into thought with call, and result.
+
+    The result may contain marks of steps. A text with further marks is therefore refused, because
+    it does not show which of its words are the agent's.
+    """
+    marks = [mark.lower() for mark in _MARK.findall(turn.words)]
+    if turn.role != "assistant" or not marks:
+        return [turn]
+    called = not turn.calls and {"action", "action input"} <= set(marks)
+    if not called and "observation" not in marks:
+        own = turn.words.removeprefix("Thought:").strip() if "final answer" in marks else turn.words
+        return [dataclasses.replace(turn, words=own)]
+    step = None if turn.calls else _STEP.fullmatch(turn.words.strip())
+    marks = list(itertools.dropwhile("thought".__eq__, marks))
+    single = marks in (_CALL, [*_CALL, "observation"])
+    if step is None or not single or "Observation:" in step["arguments"]:
+        raise Malformed(
+            f"{item} writes a call or its result as text, but is not a single step of ReAct with "
+            "'Action:', 'Action Input:' and then 'Observation:'"
+        )
+    arguments, result = step["arguments"].strip(), (step["result"] or "").strip()
+    given = Field(arguments, f"'Action Input' of {item}")
+    call = "", step["tool"].strip(), _arguments(given) if arguments[:1] in ("{", "[") else arguments
+    made = dataclasses.replace(turn, words=step["thought"].strip(), calls=(call,))
+    return [made, Turn("tool", result)] if result else [made]
+
+
 # --- items of the Responses API ------------------------------------------------------------
 
 
@@ -427,7 +482,7 @@ def _shell_call(item: Field) -> list[Turn]:
 
 
 def _call_output(item: Field) -> list[Turn]:
-    return [Turn("result", _text(item["output"]), identity=first_present(item, _IDENTITY).scalar())]
+    return [Turn("tool", _text(item["output"]), identity=first_present(item, _IDENTITY).scalar())]
 
 
 def _hosted(item: Field) -> list[Turn]:
@@ -445,7 +500,7 @@ def _hosted(item: Field) -> list[Turn]:
     call, identity = (item.get("id").optional_scalar(), name, arguments), item.get("id")
     return [
         Turn("assistant", calls=(call,), partial=True),
-        Turn("result", _text(result), identity=identity.optional_scalar()),
+        Turn("tool", _text(result), identity=identity.optional_scalar()),
     ]
 
 
@@ -488,17 +543,17 @@ def _step(item: Field) -> list[Turn]:
         turns = [Turn("assistant", words, thought, (call,), "", True, speaker)]
         if result:
             ok = not (item.get("error").value or item.get("is_error").value)
-            turns.append(Turn("result", _text(result), identity=identity, ok=ok))
+            turns.append(Turn("tool", _text(result), identity=identity, ok=ok))
         return turns
-    if returns or speaker == "tool":
-        return [Turn("result", _text(first_present(item, (*_RESULT, *_TEXT))), identity=identity)]
+    known = _role_of_type(speaker)
+    if returns or "tool" in (known, _role_of_type(kind)):
+        return [Turn("tool", _text(first_present(item, (*_RESULT, *_TEXT))), identity=identity)]
     text = next((t.value for t in map(item.get, _TEXT) if isinstance(t.value, str)), "")
     if not (text or thought):
         raise Malformed(f"{item} lacks 'role'" if not speaker else f"{item} lacks 'content'")
     if not speaker and not kind and not thought:
         raise Malformed(f"{item} lacks 'role'")
-    role = _ROLES.get(speaker, "assistant")
-    return [Turn(role, text, thought, speaker="" if speaker in _ROLES else speaker)]
+    return [Turn(known or "assistant", text, thought, speaker="" if known else speaker)]
 
 
 def _tool(item: Field) -> str:

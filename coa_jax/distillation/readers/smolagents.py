@@ -22,7 +22,7 @@ A record is also rejected if its parts cannot be separated:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from coa_jax.distillation.readers import programs
@@ -73,14 +73,17 @@ def read_run(record: Any) -> Trace:
 def is_record(value: Any) -> bool:
     """Returns whether a JSON value has the steps of a run of smolagents."""
     steps = value.get("steps") if isinstance(value, dict) else value
-    return isinstance(steps, list) and any(
-        isinstance(step, dict) and "step_number" in step for step in steps
-    )
+    return isinstance(steps, list) and any(map(is_step, steps))
 
 
-def is_run(value: Sequence[Any]) -> bool:
-    """Returns whether a JSON list contains the steps of a single run, and not several runs."""
-    return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in value)
+def is_step(value: Any) -> bool:
+    """Returns whether a JSON value is a numbered step of a run."""
+    return isinstance(value, dict) and "step_number" in value
+
+
+def is_run(values: Iterable[Any]) -> bool:
+    """Returns whether the items of a JSON list are steps of a single run, and not several runs."""
+    return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in values)
 
 
 def _steps(field: Field) -> list[Field]:

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from coa_jax.data.row_formats import convert_row
 from coa_jax.data.trajectory import part_violations
 from coa_jax.distillation.message_order import trajectory_of
 from coa_jax.tasks.grading import grade_answer
@@ -189,3 +190,84 @@ def test_several_sentences_that_leave_the_answer_open_stay_whole(read, words):
 def test_without_accepted_answers_a_sentence_stays_whole(read):
     (trace,), _ = read(said("The river is the Douro."))
     assert trace.log.answer == "The river is the Douro."
+
+
+STEP = 'Thought: I look.\nAction: web_search\nAction Input: {"query": "six"}'
+RETURNED = "Observation: It is 42."
+LAST = said("Thought: I know.\nFinal Answer: 42")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [said(f"{STEP}\nObservation: It is 42.")],
+        [said(f"```\n{STEP}\n\nObservation: It is 42.")],
+        [said(STEP), {"role": "user", "content": RETURNED}],
+        [said(f"{STEP}\nObservation:"), {"role": "user", "name": "t", "content": RETURNED}],
+        [said(STEP.replace('{"query": "six"}', "six")), result("", "It is 42.")],
+    ],
+)  # fmt: skip
+def test_a_step_of_react_is_a_thought_a_call_and_a_result_that_no_agent_wrote(read, messages):
+    (trace,), _ = read(*messages, LAST)
+    assert calls_of(trace) == [("web_search", "six", "It is 42.", "ok")]
+    _, call, observation, thought, answer = trace.log.messages
+    assert (call.thought, thought.content, answer.content) == ("I look.", "I know.", "42")
+    own = [
+        text for m in trace.log.messages if m is not observation for text in (m.content, m.thought)
+    ]
+    assert not any("42." in text for text in own)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        said(f"{STEP}\nObservation: 6\nThought: I know.\nFinal Answer: 42"),
+        said(f"{STEP}\nObservation: 6\n{STEP}\nObservation: 7"),
+        said("Thought: I look.\nAction: Search[six]\nObservation: It is 42."),
+        said("**Action:** web_search\n**Action Input:** six\n**Observation:** It is 42."),
+        said("Thought: I look.\nAction: search\nAction Input: six Observation: It is 42."),
+        said("Observation: It is 42."),
+        {"role": "tool-response", "content": "Observation:\nIt is 42."},
+        turn(("1", "search", query("six")), content="I look.\nObservation: It is 42."),
+    ],
+)
+def test_a_text_that_mixes_an_agents_words_with_results_is_refused(read, message):
+    traces, report = read(message, result("1", "x"), LAST)
+    assert traces == []
+    assert "message 1 writes a call or its result as text" in reasons(report)
+
+
+def test_a_line_that_begins_like_a_mark_of_react_is_no_call(read):
+    words = "Action: I multiply.\nMy thought: it is easy."
+    (trace,), _ = read(said(words), said("Final answer: 42"))
+    assert [m.content for m in trace.log.messages[1:]] == [words, "42"]
+
+
+@pytest.mark.parametrize("asks", ["User", "human", "HumanMessage"])
+@pytest.mark.parametrize("returns", ["tool_response", "ipython", "Environment"])
+def test_roles_of_training_data_are_those_of_logs(tmp_path, asks, returns):
+    written = {"role": "tool_call", "content": '{"name": "search", "arguments": {"query": "six"}}'}
+    messages = [
+        written,
+        {"role": returns, "content": "42"},
+        {"role": "chatgpt", "content": "So 42."},
+    ]
+    row = {"messages": [{**ASKED, "role": asks}, *messages], "expected_answer": "42"}
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(file_of(row))
+    (trace,), _ = read_traces(path, "chat")
+    assert calls_of(trace) == [("web_search", "six", "42", "ok")]
+    assert trace.gold == convert_row(row, "name").record.gold == ("42",)
+
+
+def test_an_agent_with_the_name_of_a_call_is_heard(read):
+    (trace,), _ = read({"agent": "tool_call", "text": "I think."}, said("42"))
+    assert trace.log.messages[1].content == "I think."
+
+
+@pytest.mark.parametrize("kind", ["observation", "tool", "tool_response"])
+@pytest.mark.parametrize("field", ["text", "output", "observation"])
+def test_a_result_is_read_under_the_name_that_it_has(read, kind, field):
+    call = {"agent": "a", "tool": "search", "args": {"query": "six"}}
+    (trace,), _ = read(call, {"type": kind, field: "42"}, said("So 42."))
+    assert calls_of(trace) == [("web_search", "six", "42", "ok")]

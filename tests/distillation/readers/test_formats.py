@@ -374,6 +374,24 @@ def test_a_list_of_records_is_read_as_records(tmp_path):
     assert [calls_of(trace) for trace in read_traces(path, "mcp")[0]] == [CALLS]
 
 
+def test_a_damaged_list_is_one_damaged_record_and_a_damaged_run_in_a_list_is_another(tmp_path):
+    path, run = tmp_path / "log.json", json.dumps({"messages": CHAT})
+    for damaged in (f"[\n{run},\n{run}", f"[{run},\n{run[:-9]},\n{run}]", f"[{run},\n{run}]]"):
+        path.write_text(damaged)
+        traces, report = read_traces(path, "chat")
+        assert (traces, report["records"], len(report["problems"])) == ([], 1, 1)
+    path.write_text(f'\ufeff[{run}, {run[:-1]}, "id": 1, "id": 2}}, {run}]')
+    traces, report = read_traces(path, "")
+    assert [trace.line for trace in traces] == [1, 3]
+    assert "'id' occurs twice" in reasons(report)
+
+
+def test_each_line_of_a_file_that_is_called_json_may_be_a_list(tmp_path):
+    path = tmp_path / "log.json"
+    path.write_bytes(file_of(CHAT, CHAT))
+    assert read_traces(path, "chat")[1]["used"] == 2
+
+
 def test_a_name_that_looks_like_ours_is_not_given_twice(read):
     traces, _ = read("chat", *({"id": i, "messages": CHAT} for i in ("a@4", "b", "a", "a")))
     assert [trace.log.episode for trace in traces] == ["a@4", "b", "a", "a@4#2"]
