@@ -46,7 +46,7 @@ SCRIPTS = {
 """Scripts that pass their arguments to a command."""
 
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-_SPAN = re.compile(r"`(coa-jax [a-z][^`]*)`")
+_SPAN = re.compile(r"`(coa-jax\s+[a-z][^`]*)`")
 _INDENTED = re.compile(r"^ {4}(coa-jax (?:.*\\\n)*.*)", re.MULTILINE)
 _SHELL = ("|", "||", "&&", ">", "<", ";")
 
@@ -87,7 +87,7 @@ def commands(path: Path) -> list[tuple[list[str], bool]]:
     """The commands of a page or of the docstring of a config; whether each one is complete.
 
     A line that begins with a flag belongs to the last command with a config file. A command in the
-    middle of a sentence is not complete: it may lack flags and settings.
+    middle of a sentence, or with ``--help``, is not complete: it may lack flags and settings.
     """
     text = path.read_text()
     if path.suffix == ".py":
@@ -103,7 +103,7 @@ def commands(path: Path) -> list[tuple[list[str], bool]]:
             found.append(words)
     spans = [] if path.suffix == ".py" else _SPAN.findall(_BLOCK.sub("", text))
     short = [command_of(shlex.split(span)) for span in spans]
-    return [(words, True) for words in found] + [(words, False) for words in short]
+    return [(words, "--help" not in words) for words in found] + [(words, False) for words in short]
 
 
 def filled(name: str, arguments: list[str]) -> list[str]:
