@@ -17,6 +17,7 @@ import yaml
 
 from coa_jax.__main__ import COMMANDS
 from coa_jax.config.fields import field_annotations
+from coa_jax.config.installed import VERSION
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -191,6 +192,31 @@ def test_the_figures_are_those_that_the_script_draws():
 )
 def test_links_of_the_repository_become_links_of_the_site(source, text, mended):
     assert load("site/build.py").linked(text, source) == mended
+
+
+@pytest.mark.parametrize("address", ["", "https://github.com/owner/name"])
+def test_a_page_shows_the_version_and_with_a_repository_a_button_that_edits_it(tmp_path, address):
+    pytest.importorskip("material")
+    build = load("site/build.py")
+    (tmp_path / "docs/commands").mkdir(parents=True)
+    for page in ("index.md", "runs.md", "commands/rl.md"):
+        (tmp_path / "docs" / page).write_text("# Title\n")
+    settings = build.settings(address)
+    del settings["nav"], settings["plugins"], settings["extra_css"], settings["extra_javascript"]
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    texts = {name: (tmp_path / f"site/{name}.html").read_text()
+             for name in ("index", "runs", "commands/rl")}  # fmt: skip
+    buttons = {name: re.findall(r'href="([^"]+)"[^>]* rel="edit"', x) for name, x in texts.items()}
+    assert all(f"coa_jax {VERSION}" in text for text in texts.values())
+    documents = {"index": ["README.md"], "runs": ["docs/runs.md"], "commands/rl": []}
+    assert buttons == {
+        name: [f"{address}/edit/main/{path}" for path in paths if address]
+        for name, paths in documents.items()
+    }
+    assert all((f'href="{address}"' in text) == bool(address) for text in texts.values())
+    assert 'data-md-component="source"' not in "".join(texts.values())  # it loads from GitHub
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):

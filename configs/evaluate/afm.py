@@ -1,6 +1,7 @@
 r"""Evaluates the released Agent Foundation Models as the release does, to compare with the paper.
 
-    coa-jax evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia
+    coa-jax evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia \
+        --config.graders.judge.chat.url=http://HOST:8000/v1
 
 Variants: the argument names a benchmark, a size and a checkpoint. The benchmark is a variant of
 web.py, mhqa.py or code.py in the same folder (default ``gaia``). The size is ``3b`` (for

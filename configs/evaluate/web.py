@@ -1,6 +1,7 @@
 r"""Evaluates the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, with live search.
 
-    coa-jax evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
+    coa-jax evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia \
+        --config.graders.judge.chat.url=http://HOST:8000/v1
 
 Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``. ``web.py:gaia,debug`` scales
 the config down, see tiny.py.

@@ -1,6 +1,7 @@
 r"""Trains the paper's web agent by RL with live search (DAPO).
 
-    coa-jax rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
+    coa-jax rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b \
+        --config.graders.judge.chat.url=http://HOST:8000/v1
 
 Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
 ``:7b,debug`` scales the config down, see configs/rl/tiny.py.

@@ -7,6 +7,9 @@ root of the repository, the notebooks, and the reference that `reference.py` wri
 Then MkDocs builds the site; a warning of MkDocs is an error.  The site loads nothing from other
 hosts.  ``python -m http.server -d site`` serves the site.  If the files are opened without a
 server, only the search does not work.
+
+The version is in the title of each page.  If `REPOSITORY` in ``notebooks/execute.py`` has an
+address, each page that is a document of the repository has a button that edits it on GitHub.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
 import notebook  # noqa: E402  (its folder has just been added)
 import reference  # noqa: E402
+
+from coa_jax.config.installed import VERSION  # noqa: E402
 
 OF_ROOT = {
     "README.md": "index.md",
@@ -86,17 +91,48 @@ def _page(path: str) -> str | None:
     return path.removeprefix("docs/") if path.startswith("docs/") else OF_ROOT.get(path)
 
 
+def documents() -> dict[str, str]:
+    """Maps each page that is a document to the document's path in the repository."""
+    names = [*OF_ROOT, *(f"{p.relative_to(ROOT)}" for p in sorted((ROOT / "docs").rglob("*.md")))]
+    return {_page(name) or name: name for name in names}
+
+
+def repository() -> str:
+    """Returns the address of the repository in ``notebooks/execute.py``; "" until it has one."""
+    # The text is searched because the module needs packages that the site does not need.
+    text = (ROOT / "notebooks" / "execute.py").read_text(encoding="utf-8")
+    match = re.search(r'^REPOSITORY = "(.*)"$', text, re.MULTILINE)
+    if match is None:
+        raise ValueError("notebooks/execute.py has no line REPOSITORY")
+    return match[1]
+
+
+def settings(address: str) -> dict[str, Any]:
+    """Returns the settings of MkDocs: those of mkdocs.yml, with version, pages and edit buttons.
+
+    Args:
+        address: address of the repository; "" for a site without edit buttons.
+    """
+    found = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    found |= {"nav": navigation(found["nav"]), "site_name": f"{found['site_name']} {VERSION}"}
+    if address:
+        found |= {"repo_url": address, "edit_uri": "edit/main/"}
+        found["theme"]["features"].append("content.action.edit")
+        found["extra"]["documents"] = documents()
+        found["hooks"] = [str(ROOT / "docs" / "site" / "edit_button.py")]
+    return found
+
+
 def write_pages(folder: Path) -> None:
     """Writes all pages and pictures of the site to a folder, whose old content is deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(
         ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "*.cast", "__pycache__")
     )
-    sources = [ROOT / name for name in OF_ROOT] + sorted((ROOT / "docs").rglob("*.md"))
-    texts = {}
-    for path in sources:
-        name = path.relative_to(ROOT).as_posix()
-        texts[_page(name) or name] = linked(path.read_text(encoding="utf-8"), name)
+    texts = {
+        page: linked((ROOT / name).read_text(encoding="utf-8"), name)
+        for page, name in documents().items()
+    }
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         name = path.relative_to(ROOT).as_posix()
         text, figures = notebook.page_of(path)
@@ -113,14 +149,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "site", help="directory of the site")
     out = parser.parse_args().out.resolve()
     write_pages(ROOT / "build" / "docs")
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    settings |= {"nav": navigation(settings["nav"]), "docs_dir": "docs", "site_dir": str(out)}
+    places = {"docs_dir": "docs", "site_dir": str(out)}
     config = ROOT / "build" / "mkdocs.yml"
-    config.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    text = yaml.safe_dump(settings(repository()) | places, sort_keys=False)
+    config.write_text(text, encoding="utf-8")
     # The variable keeps Material from printing news about MkDocs into every build.
-    places = {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    variables = {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config)]
-    return subprocess.run(command, env={**os.environ, **places}).returncode
+    return subprocess.run(command, env={**os.environ, **variables}).returncode
 
 
 if __name__ == "__main__":
