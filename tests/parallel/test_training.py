@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
@@ -147,8 +148,22 @@ def test_two_processes_stream_the_same_steps_and_go_on_in_one(folder):
     history = rows(two, "rl")
     assert [row["step"] for row in history] == [1, 2, 3]
     assert max(row["stale/max"] for row in history) <= 2
-    for t in read_trajectories(two / "traces.jsonl"):
+    kept = read_trajectories(two / "traces.jsonl")
+    for t in kept:
         assert versions_of(t)[-1][1] < t.metadata["step"]
+    # Samples of both processes give way to others, and a replay in one process repeats this.
+    restarts = {
+        (t.metadata["prompt_id"], t.sample_id): t.metadata.get("restarts", []) for t in kept
+    }
+    assert {prompt % 2 for (prompt, _), pairs in restarts.items() if pairs} == {0, 1}
+    again = train(folder, "ahead2", "again", 1, "1,4,2,1")
+    assert again.returncode == 0, again.stderr[-4000:]
+    repeated = json.loads(again.stdout.splitlines()[-1].removeprefix("[0] "))
+    assert repeated["same"], repeated["outcome"]
+    assert len(repeated["restarts"]) == 3 * 8
+    assert any(pairs for *_, pairs in repeated["restarts"])
+    for prompt, sample, pairs in repeated["restarts"]:
+        assert pairs == restarts[prompt, sample]
     stopped(folder, "ahead-parts", "ahead", 2, "1,4,2,1", 2)
     parts = trained(folder, "ahead-parts", "ahead", 1, "2,2,1", devices=4)
     assert [row["step"] for row in rows(parts, "rl")] == [1, 2, 3]

@@ -5,13 +5,15 @@ python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECOD
 FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  In
 CASE ``hang1``, process 1 has a tool that hangs; in ``kill0``, process 0 has a tool that kills the
 process, and so on.  In ``stop01``, the tools of process 1 hang in step 2, while processes 0 and 1
-receive SIGTERM.  In ``records``, each process names records of its own.  The last process requests
-an end in step STOP.
+receive SIGTERM.  In ``records``, each process names records of its own.  In ``ahead``, rollouts go
+on during updates, and samples give way to others; ``again`` replays such a run.  The last process
+requests an end in step STOP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -26,12 +28,13 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run.command import run_main
 from coa_jax.run.run_dir import RunDir
 from coa_jax.tools.base import Observation, ToolContext
-from coa_jax.train import rl, sft
+from coa_jax.train import replay, rl, sft
 from coa_jax.train.config import DistilledConfig
 from coa_jax.train.optimizer import OptimizerConfig
 from coa_jax.train.renaming import renaming
+from coa_jax.train.rl_config import RLConfig
 from tests import tiny_policy
-from tests.train.tiny_runs import pooled, rl_config, sft_config
+from tests.train.tiny_runs import STREAM, pooled, rl_config, sft_config
 
 
 class BadTool:
@@ -96,6 +99,20 @@ def stop_in(step: int) -> None:
     RunDir.metrics = metrics  # type: ignore[method-assign]
 
 
+def repeat(config: RLConfig, run: Path) -> None:
+    """Replays a run; prints a JSON object with the outcome and the restarts of each sample."""
+    update, restarts = replay.update, []
+
+    def learn(*args: Any, groups: Any, **arguments: Any) -> Any:
+        for t in (t for group in groups for t in group):
+            restarts.append((t.metadata["prompt_id"], t.sample_id, t.metadata.get("restarts", [])))
+        return update(*args, groups=groups, **arguments)
+
+    replay.update = learn  # type: ignore[attr-defined]
+    found = rl.replay_steps(config, run)
+    print(json.dumps({"outcome": str(found), "same": found.identical, "restarts": restarts}))
+
+
 def main(argv: list[str]) -> None:
     folder, name, case = Path(argv[1]), argv[2], argv[3]
     sizes = argv[4] if len(argv) > 4 else "2,2,2"
@@ -122,8 +139,9 @@ def main(argv: list[str]) -> None:
             note_steps(run.path)
             if processes.index() == 1:
                 tools = [StopTool(tool, run.path, case[4:]) for tool in tools]
-        steps = 3 if case in ("ahead", "measured") else 2
-        more: dict[str, Any] = {}
+        ahead = case in ("ahead", "again")
+        steps = 3 if ahead or case == "measured" else 2
+        more: dict[str, Any] = {"engine": STREAM["engine"]} if ahead else {}
         if case == "measured":
             held_out = HeldOutConfig(split="train", samples=2, temperature=0.7)
             more = {**pooled(folder / "tasks.jsonl"), "evaluate_every": 1, "held_out": held_out}
@@ -146,10 +164,13 @@ def main(argv: list[str]) -> None:
                 weight_decay=0.0,
                 options={"eps": 1e-3},
             ),
-            max_staleness=2 * int(case == "ahead"),
+            max_staleness=2 * int(ahead),
             **({"rollout": constrained, "temperature": 1.6} if case == "constrained" else {}),
             **more,
         )
+        if case == "again":
+            repeat(config, run.path)
+            return
         rl.train(config, run, folder / name / "model", tools)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from coa_jax.data.trajectory import read_trajectories
 from coa_jax.train.rl import replay_steps
 from coa_jax.train.rl_config import RLConfig
 from coa_jax.train.stop import end_run
@@ -58,6 +59,8 @@ def go_on_to_the_same_bits(kind: str, folder: Path, name: str) -> None:
         assert isinstance(config, RLConfig)
         repeated = replay_steps(config, folder / name)
         assert repeated.steps == STEPS[kind] and repeated.identical, str(repeated)
+        kept = read_trajectories(folder / name / "traces.jsonl")
+        assert any("restarts" in t.metadata for t in kept)  # a sample gave way to others
     else:
         assert_same_run(folder / f"{kind}-whole", folder / name, PHASE[kind], STEPS[kind])
 

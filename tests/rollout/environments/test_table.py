@@ -30,6 +30,7 @@ from coa_jax.tasks import load_tasks
 from coa_jax.tasks.grading import grade_answer
 from tests.buckets import free_port
 from tests.own_files import install
+from tests.serve.agents.test_verifiers import SETS
 from tests.tools import fault_server
 
 REPOSITORY = Path(__file__).parents[3]
@@ -112,34 +113,30 @@ def test_openenv(tmp_path):
     )
 
 
-WORDS = """
-import verifiers.v1 as vf
-
-class Task(vf.Task[vf.TaskData]):
-    @vf.reward(weight=1.0)
-    async def vowels(self, trace: vf.Trace) -> float:
-        return sum(letter in "aeiou" for letter in trace.last_reply) / len(trace.last_reply)
-
-class Words(vf.Taskset[Task, vf.TasksetConfig]):
-    def load(self):
-        return [Task(vf.TaskData(prompt="Say a word."), self.config.task)]
-
-__all__ = ["Words"]
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("verifiers"), reason="needs verifiers")
 def test_verifiers(tmp_path):
-    """The program of the example runs an episode; a server answers in place of the policy."""
-    (tmp_path / "vowel_words.py").write_text(WORDS)
+    """The program of the example runs an episode; a server answers in place of the policy.
+
+    The server calls the tool of the task set, and repeats what the tool returned.
+    """
+    (tmp_path / "river_lengths.py").write_text(f"import verifiers.v1 as vf\n{SETS['rivers']}")
+    function = {"name": "rivers_length", "arguments": '{"name": "Ume"}'}
+    call = {"id": "call_1", "index": 0, "type": "function", "function": function}
 
     def page(handler):
         head = {"id": "1", "created": 1, "model": "any"}
-        message = {"role": "assistant", "content": "idea"}
+        asked = json.loads(handler.body)
+        last = asked["messages"][-1]
+        if last["role"] == "tool":
+            reason, message = "stop", {"content": last["content"]}
+        else:
+            assert asked["tools"][0]["function"]["name"] == function["name"]
+            reason, message = "tool_calls", {"content": None, "tool_calls": [call]}
+        message["role"] = "assistant"
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        end = {"index": 0, "finish_reason": "stop"}
-        if not json.loads(handler.body).get("stream"):
+        end = {"index": 0, "finish_reason": reason}
+        if not asked.get("stream"):
             choices = [{**end, "message": message}]
             return handler.json(
                 {**head, "object": "chat.completion", "usage": usage, "choices": choices}
@@ -160,7 +157,7 @@ def test_verifiers(tmp_path):
         there = {"OPENAI_BASE_URL": served.url("/v1"), "OPENAI_API_KEY": "any"}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
-            [sys.executable, REPOSITORY / "examples/verifiers/agent.py", "vowel_words",
+            [sys.executable, REPOSITORY / "examples/verifiers/agent.py", "river_lengths",
              *["--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess"]],
             input=json.dumps({"metadata": {"index": 0}}), text=True, capture_output=True,
             env={**os.environ, **there, "OPENAI_MODEL": "any", "PYTHONPATH": str(tmp_path),
@@ -168,8 +165,9 @@ def test_verifiers(tmp_path):
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     outcome = json.loads(done.stdout.splitlines()[-1])
-    assert outcome == {"reward": 0.75}  # three vowels of four letters
-    row("verifiers", "a task set with the harness `null`", "reward 0.75 for a turn")
+    assert outcome == {"reward": 1.0}
+    row("verifiers", "a task set with a tool and the harness `null`",
+        "reward 1 after a call of the tool")  # fmt: skip
 
 
 MAZE = """
