@@ -203,11 +203,18 @@ def test_flags_and_settings_of_a_documented_command_exist(
     tmp_path, monkeypatch, parse, page, words, complete
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    folders = [tmp_path, *([page.parent] if page.parent.parent.name == "examples" else [])]
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
     for _, block in _BLOCK.findall(page.read_text()):
         if file := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / file[1]).write_text(block)
+    own = [path.stem for folder in folders for path in folder.glob("*.py")]
+    for name in own:  # another page may have a module of this name
+        monkeypatch.delitem(sys.modules, name, raising=False)
     parse(words[0], filled(words[0], words[1:]), complete)
+    for name in own:
+        sys.modules.pop(name, None)
 
 
 # --- programs, and what the commands need --------------------------------------------------
