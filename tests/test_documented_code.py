@@ -62,7 +62,9 @@ def lines(block: str) -> Iterator[list[str]]:
     for line in block.replace("\\\n", " ").splitlines():
         text += line
         try:
-            yield shlex.split(text, comments=True)
+            words = shlex.split(text, comments=True)
+            if not any(re.fullmatch(r"\$[a-z]+", word) for word in words):  # flags in a variable
+                yield words
         except ValueError:  # a quotation goes on in the next line
             text += " "
             continue
