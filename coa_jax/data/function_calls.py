@@ -144,7 +144,7 @@ def _identities(turn: Turn) -> list[str]:
 
 
 def _in_order(results: Sequence[Turn], made: Sequence[str]) -> Sequence[Turn]:
-    """Returns results in the order of their calls, or as they are if they do not name the calls.
+    """Returns results in the order of their calls; results without ids keep their order.
 
     Args:
         results: the results of a turn.

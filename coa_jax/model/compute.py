@@ -167,10 +167,8 @@ def training_compute(
     """
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     platform, capability = platform_of(device)
-    name, heads = (
-        jnp.dtype(dtype).name,
-        (model_config.num_kv_heads, model_config.num_groups, model_config.head_dim),
-    )
+    name = jnp.dtype(dtype).name
+    heads = model_config.num_kv_heads, model_config.num_groups, model_config.head_dim
     windowed = model_config.local is not None
     case = Case(platform, name, *heads, capability=capability, windowed=windowed)
     implementation = resolve("causal", attention, case, "config.attention")

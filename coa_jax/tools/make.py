@@ -453,7 +453,7 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def listed(tools: Tools) -> ToolsConfig | Mapping[str, Any] | Sequence[_OneTool]:
-    """Returns tools, or a single tool or function, as a list; settings stay as they are."""
+    """Returns a list of given tools, or of a single tool; settings of tools stay as they are."""
     if isinstance(tools, ToolsConfig | Mapping):
         return tools
     return list(tools) if isinstance(tools, Iterable) and not isinstance(tools, str) else [tools]

@@ -141,6 +141,7 @@ def completed(
     examples: int = 0,
     machine: Machine | None = None,
     run: Path | None = None,
+    note: bool = True,
 ) -> C:
     """Replaces the settings that a config leaves open, and prints what was chosen.
 
@@ -168,6 +169,7 @@ def completed(
         machine: devices of the run; None for those of this process.
         run: directory of the run. A run that goes on has the sizes and the dtype with which it
             began, because the last bits of an update depend on them.
+        note: whether to note in ``run`` what a new run chooses; False in a replay.
     """
     machine = machine or Machine.here()
     rl, optimizer = isinstance(config, RLConfig), config.optimizer
@@ -192,7 +194,7 @@ def completed(
     )
     chosen = _with_sizes(chosen, model_config, longest, machine)
     if run is not None:
-        chosen = _as_begun(chosen, config, machine, run)
+        chosen = _as_begun(chosen, config, machine, run, note)
     used = used_settings(config)
     changes = changes_of(plain(config), plain(chosen))
     changes = [change for change in changes if change[0].split(".")[0] in used]
@@ -266,14 +268,16 @@ def _with_sizes(config: C, model_config: ModelConfig, longest: int, machine: Mac
     return dataclasses.replace(config, **changes)
 
 
-def _as_begun(chosen: C, config: C, machine: Machine, run: Path) -> C:
+def _as_begun(chosen: C, config: C, machine: Machine, run: Path, note: bool) -> C:
     """Keeps what a run chose when it began on as many devices; else notes what it chooses now."""
+    rl = isinstance(config, RLConfig)
+    stage = "rl" if rl else type(config).__name__.removesuffix("Config").lower()
     where = {"platform": machine.platform, "devices": machine.devices}
-    path = run / f"chosen-{type(config).__name__.removesuffix('Config').lower()}.json"
+    path = run / f"chosen-{stage}.json"
     noted = durable.read_json_object(path) if path.exists() else {}
     if noted.get("machine") != where:
         noted = {"machine": where, "settings": {name: getattr(chosen, name) for name in _KEPT}}
-        if processes.index() == 0:
+        if note and processes.index() == 0:
             durable.write_json(path, noted)
     began = {name: noted["settings"][name] for name in _KEPT}
     left_open = {name for name in _KEPT if getattr(config, name) != getattr(chosen, name)}
@@ -321,8 +325,8 @@ def _engine(
     engine = dataclasses.replace(config.engine, dtype=config.engine.on_platform(platform).dtype)
     if engine.max_length == _OPEN_LENGTH:
         engine = dataclasses.replace(engine, max_length=longest)
-    given = config.rows and engine.slots
-    if given and (engine.pages or platform == "cpu"):
+    sizes_given = config.rows and engine.slots
+    if sizes_given and (engine.pages or platform == "cpu"):
         return {"engine": engine}, 0
     copy = num_params(without_adapters(model_config)) * (2 if engine.dtype == "bfloat16" else 4)
     shared = 0  # bytes of the engine's parameters that are among those of training
@@ -351,9 +355,9 @@ def _engine(
     if rl:
         engines = max(1, (mesh.rollout_devices or machine.devices) // chips)
         samples = -(-config.groups * config.group_size // engines)
-    longest = engine.max_length if given else longest
+    longest = engine.max_length if sizes_given else longest
     fit = fit_engine_config(engine, model_config, platform, samples, longest, chips * memory)
-    fit = dataclasses.replace(engine, pages=fit.pages) if given else fit
+    fit = dataclasses.replace(engine, pages=fit.pages) if sizes_given else fit
     return {"engine": fit, "mesh": mesh}, reserved
 
 

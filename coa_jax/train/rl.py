@@ -135,7 +135,7 @@ def replay_steps(config: RLConfig, run: Path) -> ReplayResult:
         UserError: the run has no record of its steps.
     """
     model_config = describe_model(config.model, config.lora).config
-    config = completed(config, model_config, config.longest, run=run)
+    config = completed(config, model_config, config.longest, run=run, note=False)
     parts, prompt, *_ = load_training_tasks(config, run)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)

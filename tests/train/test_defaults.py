@@ -252,6 +252,11 @@ def test_a_run_goes_on_with_the_sizes_with_which_it_began(tmp_path):
     assert chosen(32, run=None) != began
     assert chosen(32) == chosen(79) == began
     assert chosen(32, rows=1, remat="full") == (1, "full")  # settings that are given stay
+    assert [file.name for file in tmp_path.iterdir()] == ["chosen-rl.json"]
+    noted = (tmp_path / "chosen-rl.json").read_text()
+    of_run, shapes, machine = rl(), model("qwen2.5-1.5b"), Machine("gpu", 2, 32 * 10**9)
+    completed(of_run, shapes, 4096, machine=machine, run=tmp_path, note=False)  # a replay
+    assert (tmp_path / "chosen-rl.json").read_text() == noted
     on_two = chosen(32, devices=2)
     assert on_two != began
     assert chosen(79, devices=2) == on_two
