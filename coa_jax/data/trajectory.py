@@ -98,7 +98,7 @@ class ToolCall:
     done: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the call as a JSON object, without ``reward`` and ``done`` at their defaults."""
+        """Returns the call as a JSON object; ``reward`` and ``done`` are left out if not set."""
         return _without(dataclasses.asdict(self), reward=None, done=False)
 
 

@@ -58,7 +58,7 @@ class Mistakes:
 
         Args:
             episode: id of the run.
-            decision: name of the decision.
+            decision: name of the choice for which random numbers are drawn, e.g. ``"query/2"``.
             steps: all steps of the question.
             step: the current step, in which references are replaced by earlier answers.
         """
@@ -83,7 +83,7 @@ class Mistakes:
 
         Args:
             episode: id of the run.
-            decision: name of the decision.
+            decision: name of the choice for which random numbers are drawn, e.g. ``"query/2"``.
             step: the current step.
             answers: answers of the earlier steps.
         """

@@ -145,7 +145,7 @@ class Factbook:
         return digest.hexdigest()
 
     def passages(self) -> Iterator[Passage]:
-        """Yields all passages, see `passages`."""
+        """Yields all passages of the Factbook, see the function `passages`."""
         return passages()
 
 

@@ -76,7 +76,7 @@ class DistillConfig(Bounded):
         return load_agents(self.team, self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
-        """Returns the filters of single runs with these settings.
+        """Returns the filters that judge one run at a time, with the thresholds of these settings.
 
         Args:
             count_tokens: function that counts the tokens of a text; needed if

@@ -120,9 +120,10 @@ def compare_policy_tokens(
           includes the tokens of failed attempts;
         - ``both_solved``: mean numbers of tokens over pairs of a run and a trajectory that both
           solve the task;
-        - ``saved``: shares of the team's tokens that the policy saves: ``both_solved`` for these
-          pairs, ``per_solved`` for tokens per solved task. Names ending in ``_resent`` count the
-          policy's tokens as in `resent_tokens`. Missing if there are no such pairs.
+        - ``saved``: shares of the team's tokens that the policy saves: its value ``both_solved``
+          is for the pairs above, ``per_solved`` for tokens per solved task. For names that end in
+          ``_resent``, `resent_tokens` counts the policy's tokens. The key ``saved`` is missing if
+          there are no such pairs.
     """
     spent = {name: sum(team_tokens(run.log, tools, count)) for name, run in runs.items()}
     rows, left_out = [], 0

@@ -63,7 +63,7 @@ def sample(
             `filter_logits`.
         allowed: bool ``[rows, vocabulary]``, the tokens that may be sampled, at least one per row;
             None allows all tokens.
-        compute: computation whose backend computes the sums over the vocabulary; static.
+        compute: selects the implementation of the sums over the vocabulary by its backend; static.
 
     Returns:
         Tokens, int32 ``[rows]``, and their log-probabilities, float32 ``[rows]``. A log-probability

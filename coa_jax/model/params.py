@@ -170,7 +170,7 @@ class DecodeParams:
         return DecodeParams({}, layers, self.kernels)
 
     def with_adapters(self, adapters: DecodeParams) -> DecodeParams:
-        """Returns these parameters with the given adapters in place of their own, if they have any.
+        """Returns these parameters with the given adapters, which replace adapters that they have.
 
         No array is copied.
 

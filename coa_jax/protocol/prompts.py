@@ -143,11 +143,11 @@ def messages_of(asked: Asked, prompt: Prompt) -> Messages:
     The first rule that applies decides:
 
     1. A conversation with function calls (see `Asked.metadata`) is returned unchanged.
-    2. In the style ``data`` and the format ``tags``, a user message of the data set and the
-       messages before it are returned unchanged.
-    3. `render_prompt` writes the user message, and the data set's earlier messages are kept. But
-       its system message is replaced if ``prompt.system`` is not None, and left out in formats
-       other than ``tags``, because it describes tags.
+    2. In the style ``data`` and the format ``tags``, the user message that the data set has for
+       the question, and the messages before it, are returned unchanged.
+    3. `render_prompt` writes the user message, and the data set's earlier messages are kept. If
+       ``prompt.system`` is not None, it replaces the data set's system message. Otherwise, formats
+       other than ``tags`` leave this message out, because it describes tags.
 
     Args:
         asked: the task or record.

@@ -146,9 +146,9 @@ class RunDir:
             self._mirror.close()
 
     def keep_config(self, config: Any, changeable: Sequence[str] = ()) -> None:
-        """Checks that the directory belongs to a run with this config, which `begin` will write.
+        """Checks that a run with this config may use the directory: it is new, or had this config.
 
-        Until `begin` or `write_config` is called, the files of an earlier run stay as they are. If
+        `begin` or `write_config` writes the config. Until then, the files of an earlier run stay. If
         neither is called, `close` removes a directory that this object created.
 
         Args:

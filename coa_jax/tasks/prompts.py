@@ -232,8 +232,8 @@ class Wording:
         own: number of tasks or records for which the data set has a user message with instructions.
         replaced: whether the prompt of the run replaces the instructions of the data set. Only the
             first task or record with instructions is examined.
-        kinds: up to two different sets of instructions in the prompts, because two show that the
-            prompts differ; () if the style is not ``data``.
+        kinds: different sets of instructions in the prompts; at most two are kept, which is enough
+            to know that prompts differ. () if the setting ``prompt_style`` is not ``data``.
     """
 
     number: int = 0

@@ -60,11 +60,10 @@ class StepProgram:
         requests: pairs (agent, task), one for each call of a managed agent (an agent that the
             program calls as a function), in the order of the source. The task is None if it is not
             a literal.
-        computes: whether the program must be run to know its output. In a program that calls
-            `final_answer`, this is the same as ``adds``. In other programs, loops and f-strings
-            count, too.
         adds: whether the program computes something or calls a tool. Calls of agents do not count,
             nor do operations that only word a task or an answer, such as loops and f-strings.
+        computes: whether the program must be run to know its output: ``adds`` is true, or the
+            program uses loops or f-strings and does not call `final_answer`.
         unknown: names that the program uses without a definition in the program, in an earlier
             program of the run or in the interpreter. They are names of tools, of agents whose runs
             are not in the file, or of values given to the run.

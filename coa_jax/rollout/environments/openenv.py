@@ -39,8 +39,8 @@ _reached: set[str] = set()
 def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]:
     """Creates tasks for an environment on an OpenEnv server.
 
-    The tasks differ only in their ids. In a run, the episodes of each task get another seed, which
-    the environment sends to the server.
+    The tasks differ only in their ids. In a run, each task has a seed of its own for its episodes,
+    which the environment sends to the server.
 
     Args:
         split: name of the split, which becomes part of the task ids.
