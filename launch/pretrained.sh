@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ -z "$fetch" ] || (
-  source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks web
+  source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks
   python -m coa_jax fetch smollm2 "$COA_ROOT/weights/SmolLM2-135M-Instruct" >&2
 )
 exec bash "$COA_ROOT/launch/quickstart.sh" --workdir="$COA_ROOT/runs/pretrained" \

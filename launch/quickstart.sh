@@ -27,7 +27,9 @@ done
 # The command runs in the repository, but relative paths are relative to the caller's directory.
 workdir="${workdir+$(absolute "$workdir")}"
 
-source "$COA_ROOT/launch/setup_env.sh" demo gguf tasks web
+extras=(demo)
+case "${rest[*]-}" in *quickstart/code.py*) extras+=(tasks) ;; esac
+source "$COA_ROOT/launch/setup_env.sh" "${extras[@]}"
 cd "$COA_ROOT"
 keep_buffers
 exec python -m coa_jax quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}

@@ -155,6 +155,25 @@ parts = [str(root), sys.version, *(file.read_text() for file in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())' "$COA_ROOT"
 }
 
+# coa_can_compile: succeeds if there are a C compiler, its headers and the headers of this Python.
+coa_can_compile() {
+  local compiler include
+  compiler="${CC:-$("$COA_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("CC") or "cc")')}"
+  include="$("$COA_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+  # shellcheck disable=SC2086  # the compiler may have flags
+  ${compiler} -E "-I$include" -o /dev/null -x c - <<<'#include <Python.h>' >/dev/null 2>&1
+}
+
+# coa_compiler: installs what pip needs to compile pycosat, which reasoning-gym (extra `tasks`) requires.
+coa_compiler() {
+  local headers
+  "$COA_VENV/bin/python" -c 'import pycosat' 2>/dev/null || coa_can_compile && return 0
+  headers="$("$COA_VENV/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
+  coa_apt gcc && coa_apt "$headers" && coa_can_compile && return 0
+  coa_say "error: reasoning-gym (extra tasks) needs a C compiler and Python's headers; as root: apt-get install gcc $headers"
+  return 1
+}
+
 # coa_install FILE EXTRA...: installs the package with these extras and all extras installed before, under
 # the constraints of FILE.  If FILE is empty, the constraints of the earlier installation apply, or those
 # that are tested with this Python.
@@ -181,6 +200,8 @@ coa_install() {
       coa_quietly "installing torch for the tests" "${pip[@]}" "torch==2.13.0" || return 1
       ;;
   esac
+  # These extras contain `tasks`.
+  case " $extras " in *" tasks "* | *" testjax "* | *" paper "*) coa_compiler || return 1 ;; esac
   [ -z "$extras" ] || what="coa_jax[${extras// /,}]"
   coa_quietly "installing $what into ${COA_VENV##*/}" \
     "${pip[@]}" -e "$COA_ROOT${what#coa_jax}" || return 1

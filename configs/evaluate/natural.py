@@ -2,7 +2,7 @@ r"""Evaluates the policy of launch/pretrained.sh on questions in people's own wo
 
     coa-jax evaluate --config=configs/evaluate/natural.py --workdir=runs/natural
 
-Needs: ``coa-jax fetch smollm2`` (Q4_1), and ``source launch/setup_env.sh demo gguf tasks web``.
+Needs: ``coa-jax fetch smollm2`` (Q4_1), and ``source launch/setup_env.sh demo gguf tasks``.
 Takes: 1 minute on 2 CPU cores.
 Gives: pass@1 of greedy answers to configs/pretrained/natural_questions.jsonl, by kind of question,
 in evaluate/natural. The policy is released/smollm2/adapter, or ``--config.model=DIR``.
