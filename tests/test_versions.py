@@ -96,6 +96,18 @@ def test_tested_versions_are_the_default_and_none_is_a_choice_that_is_kept(tree)
     assert " -c " not in none + kept
 
 
+def test_a_compiler_that_an_extra_needs_is_named_before_anything_is_installed(tree, tmp_path):
+    fake_venv(tree.root)
+    (tmp_path / "pycosat.py").write_text("raise ImportError")
+    done = tree("setup_env.sh", "tasks", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and not pip_calls(tree.root)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    assert done.stderr.endswith(f"as root: apt-get install gcc {version}-dev\n")
+    if gcc := shutil.which("gcc"):
+        done = tree("setup_env.sh", "tasks", PYTHONPATH=str(tmp_path), CC=gcc)
+        assert done.returncode == 0 and len(pip_calls(tree.root)) == 1
+
+
 def test_the_help_of_the_installation_installs_nothing(tree):
     done = tree("setup_env.sh", "--help")
     assert (done.returncode, done.stderr) == (0, "")
