@@ -28,7 +28,11 @@ done
 workdir="${workdir+$(absolute "$workdir")}"
 
 extras=(demo)
-case "${rest[*]-}" in *quickstart/code.py*) extras+=(tasks) ;; esac
+case "${rest[*]-}" in
+  *configs/pretrained/*) extras+=(gguf tasks) ;;
+  *configs/quickstart/code.py*) extras+=(tasks) ;;
+  *configs/quickstart/web.py*) extras+=(web) ;;
+esac
 source "$COA_ROOT/launch/setup_env.sh" "${extras[@]}"
 cd "$COA_ROOT"
 keep_buffers
