@@ -148,7 +148,7 @@ class RunDir:
     def keep_config(self, config: Any, changeable: Sequence[str] = ()) -> None:
         """Checks that a run with this config may use the directory: it is new, or had this config.
 
-        `begin` or `write_config` writes the config. Until then, the files of an earlier run stay. If
+        `begin` or `write_config` writes the config. Until then, files of an earlier run stay. If
         neither is called, `close` removes a directory that this object created.
 
         Args:

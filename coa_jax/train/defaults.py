@@ -29,8 +29,17 @@ C = TypeVar("C", bound=TrainingConfig)
 
 _STEPS, _PASSES = 100, 3
 """Number of steps of RL, and of passes over the examples of other runs, without total_steps."""
-_RATES = {("rl", False): 1e-6, ("rl", True): 5e-5, ("fit", False): 1e-5, ("fit", True): 2e-4}
-"""Learning rate by (stage, whether adapters are trained), without learning_rate."""
+_RATES = {
+    ("rl", False): (1e-6, 1.6e-4),
+    ("rl", True): (5e-5, 1e-3),
+    ("fit", False): (1e-5, 1e-3),
+    ("fit", True): (2e-4, 2e-3),
+}
+"""Learning rates by (stage, whether adapters are trained), for large models and for the smallest.
+
+The second are those of this project's published runs with 2 million parameters, and with adapters
+for 135 million (docs/experiments.md).
+"""
 _SHARE = {"cpu": 0.7}
 """Share of the free memory that the arrays counted here may take, if it is not 0.85."""
 _TOKENS = {"cpu": 4096}
@@ -158,7 +167,8 @@ def completed(
     - Sizes that the config gives in ``engine`` are upper bounds. They stay unchanged if the config
       gives both ``rows`` and ``engine.slots``; on accelerators, the slots then share pages if
       memory is too small.
-    - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4.
+    - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4. For models
+      with less than a billion parameters, it is higher, see `_learning_rate`.
     - A run of RL has 100 steps; other runs make three passes over their examples.
 
     Args:
@@ -174,8 +184,7 @@ def completed(
     machine = machine or Machine.here()
     rl, optimizer = isinstance(config, RLConfig), config.optimizer
     if optimizer.learning_rate < 0:
-        rate = _RATES["rl" if rl else "fit", model_config.lora.rank > 0]
-        optimizer = dataclasses.replace(optimizer, learning_rate=rate)
+        optimizer = dataclasses.replace(optimizer, learning_rate=_learning_rate(rl, model_config))
     if not optimizer.total_steps:
         steps = (
             _STEPS * config.updates_per_step
@@ -214,7 +223,7 @@ def open_sizes(config: SFTConfig, longest: int, examples: int) -> SFTConfig:
     """
     optimizer, length = config.optimizer, config.row_length or -(-longest // 128) * 128
     steps = optimizer.total_steps or max(1, -(-_PASSES * examples // config.batch_size))
-    rate = optimizer.learning_rate if optimizer.learning_rate >= 0 else _RATES["fit", False]
+    rate = optimizer.learning_rate if optimizer.learning_rate >= 0 else _RATES["fit", False][0]
     return dataclasses.replace(
         config,
         row_length=length,
@@ -243,6 +252,19 @@ def completed_for(config: C, model_config: ModelConfig, where: Slice, devices: i
     config = with_adapters(config, model_config, machine)
     model_config = dataclasses.replace(model_config, lora=config.lora)
     return completed(config, model_config, longest, 1, machine)
+
+
+def _learning_rate(rl: bool, model_config: ModelConfig) -> float:
+    """Returns the learning rate of a run that gives none.
+
+    Below a billion parameters, the rate is inversely proportional to their number, up to a maximum:
+    a rate for large models would change a small one hardly at all.
+    """
+    from coa_jax.model.params import num_params, without_adapters
+
+    large, most = _RATES["rl" if rl else "fit", model_config.lora.rank > 0]
+    rate = min(most, large * max(1.0, 1e9 / num_params(without_adapters(model_config))))
+    return float(f"{rate:.1e}")
 
 
 def _with_sizes(config: C, model_config: ModelConfig, longest: int, machine: Machine) -> C:
