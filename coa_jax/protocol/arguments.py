@@ -63,6 +63,27 @@ def schemas(protocol: Protocol) -> list[dict[str, Any]]:
     return tools
 
 
+def arguments_hint(schema: Mapping[str, Any]) -> str:
+    """Returns a sentence that tells the policy the form of the arguments of a call."""
+    properties = schema.get("properties") or {}
+    if not properties:
+        return "The body is {}."
+    required = set(schema.get("required") or ())
+    fields = []
+    for name, kind in properties.items():
+        field = f'"{name}" ({_form(kind)}{"" if name in required else ", optional"})'
+        fields.append(f"{field}: {kind['description']}" if kind.get("description") else field)
+    return f"The body is a JSON object with {'; '.join(fields)}."
+
+
+def _form(kind: Mapping[str, Any]) -> str:
+    """Returns the values that the JSON schema of an argument names, or else its types."""
+    if "enum" in kind:
+        return " or ".join(json.dumps(value, ensure_ascii=False) for value in kind["enum"])
+    types = kind.get("type", "any")
+    return types if isinstance(types, str) else " or ".join(types)
+
+
 def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
     """Converts the JSON arguments of a call to the text that the tool takes.
 

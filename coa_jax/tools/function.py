@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from coa_jax.errors import UserError
+from coa_jax.protocol.arguments import arguments_hint
 from coa_jax.tools.base import Observation, Tool, ToolContext, observe
 from coa_jax.tools.concurrency import call_in_thread
-from coa_jax.tools.mcp_tool import arguments_hint, parse_arguments
+from coa_jax.tools.mcp_tool import parse_arguments
 
 _DEADLINE_S = 30.0
 _PLAIN = (str, int, float, bool, list, dict, tuple, type(None))

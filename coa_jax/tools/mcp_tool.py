@@ -28,6 +28,7 @@ from coa_jax.config.installed import missing
 from coa_jax.config.preflight import Needs
 from coa_jax.errors import UserError
 from coa_jax.files import untrusted
+from coa_jax.protocol.arguments import arguments_hint
 from coa_jax.protocol.bodies import without_fence
 from coa_jax.tools.base import Observation, ToolContext, observe, time_for
 from coa_jax.tools.net.chat import trusting
@@ -408,27 +409,6 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
     only = next(iter(properties)) if len(properties) == 1 else None
     plain = only is not None and properties[only].get("type") == "string" and body.strip()
     return {str(only): body.strip()} if plain and not isinstance(value, dict) else None
-
-
-def arguments_hint(schema: Mapping[str, Any]) -> str:
-    """Returns a sentence that tells the policy the form of the arguments of a call."""
-    properties = schema.get("properties") or {}
-    if not properties:
-        return "The body is {}."
-    required = set(schema.get("required") or ())
-    fields = []
-    for name, kind in properties.items():
-        field = f'"{name}" ({_form(kind)}{"" if name in required else ", optional"})'
-        fields.append(f"{field}: {kind['description']}" if kind.get("description") else field)
-    return f"The body is a JSON object with {'; '.join(fields)}."
-
-
-def _form(kind: Mapping[str, Any]) -> str:
-    """Returns the values that the JSON schema of an argument names, or else its types."""
-    if "enum" in kind:
-        return " or ".join(json.dumps(value, ensure_ascii=False) for value in kind["enum"])
-    types = kind.get("type", "any")
-    return types if isinstance(types, str) else " or ".join(types)
 
 
 def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str:
