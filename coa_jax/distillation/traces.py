@@ -35,6 +35,7 @@ from coa_jax.protocol import (
     protocol_with_tools,
     split_level,
 )
+from coa_jax.protocol.arguments import arguments_hint
 from coa_jax.tasks.base import Task
 
 RECORDS = "records"
@@ -165,16 +166,20 @@ def convert_files(
     else:
         tags = {*TOOL_FORMS, *tools.values()}
     runs, called = held(list[tuple[str, str, Trace, list[str]]](), folder), set[str]()
+    offered = dict[str, Mapping[str, Any]]()
     for path in _paths(config.files):
         file = TraceFile(path, config.format, config.options, tools)
         for trace in file:
             missing = [tool for tool, _ in trace.log.calls if tool not in tags]
             called.update(() if missing else (tool for tool, _ in trace.log.calls))
+            for tool, function in trace.offered.items():
+                offered.setdefault(tools.get(tool, tool), function)
+            trace = dataclasses.replace(trace, offered={})
             runs.append((path, file.report["format"], trace, missing))
         for problem in file.report["problems"]:
             made.refuse(**problem)
         made.reading.append({**file.report, "problems": len(file.report["problems"])})
-    protocol = config.protocol or _free_protocol(called)
+    protocol = config.protocol or _free_protocol(called, offered)
     for path, form, trace, missing in runs:
         made.unknown.update(missing)
         name, task = trace.log.episode, None
@@ -220,16 +225,22 @@ def _task_of(
     return Task(name, trace.log.question, protocol, trace.gold, form, about)
 
 
-def _free_protocol(called: Set[str]) -> str:
-    """Registers the protocol with the tools that traces call; returns its name."""
+def _free_protocol(called: Set[str], offered: Mapping[str, Mapping[str, Any]]) -> str:
+    """Registers the protocol with the tools that traces call, as they describe them.
+
+    Returns:
+        The name of the protocol.
+    """
     tools = (*(t for t in TOOL_FORMS if t in called), *sorted(called - {*TOOL_FORMS}))
-    described = {
-        tool: "A tool of the system. The body is a JSON object with its arguments."
-        for tool in tools
-        if tool not in TOOL_FORMS
-    }
+    described, schemas = dict[str, str](), dict[str, Mapping[str, object]]()
+    for tool in tools:
+        if tool in offered and tool not in TOOL_FORMS:
+            schemas[tool] = offered[tool]["parameters"]
+            described[tool] = f"{offered[tool]['description']} {arguments_hint(schemas[tool])}"
+        elif tool not in TOOL_FORMS:
+            described[tool] = "A tool of the system. The body is a JSON object with its arguments."
     name = "_".join(("free", *tools))[:100]
-    add_protocol(protocol_with_tools(name, tools, described, free=True))
+    add_protocol(protocol_with_tools(name, tools, described, schemas, free=True))
     return name
 
 

@@ -13,6 +13,7 @@ from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.selection import SelectionConfig
 from coa_jax.distillation.traces import TraceFilesConfig, convert_files, distill_traces
 from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.run.command import load_config
 from coa_jax.run.settings import build_config
 from coa_jax.tasks.base import Task
@@ -189,6 +190,55 @@ def test_logs_that_know_nothing_of_ours_become_records_with_one_setting(tmp_path
     assert "'Lima', accepted 'Cusco'" in line
     saved = json.loads((tmp_path / "out" / "protocols.json").read_text())["free_lookup"]
     assert (saved["tools"], saved["free"]) == (["lookup"], True)
+
+
+SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+OFFERS = {
+    "a chat": {"tools": [{"type": "function", "function": {
+        "name": "search_docs", "description": "Searches\nthe handbook.", "parameters": SCHEMA}}]},
+    "a request of Anthropic": {"tools": [{
+        "name": "search_docs", "description": "Searches the handbook.", "input_schema": SCHEMA}]},
+    "functions": {"functions": [{
+        "name": "search_docs", "description": "Searches the handbook.", "parameters": SCHEMA}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", OFFERS)
+def test_the_policy_reads_the_descriptions_of_tools_that_logs_contain(shape, tmp_path):
+    path, out = tmp_path / "log.jsonl", tmp_path / "out"
+    path.write_bytes(file_of({**OWN, "question": "Why?"}, {**OWN, **OFFERS[shape]}))
+    files = {"traces.files": str(path), "traces.tools": "search_docs=lookup"}
+    read(load_config("configs/distill/traces.py", files), out)
+    saved = json.loads((out / "protocols.json").read_text())["free_lookup"]
+    assert saved["schemas"] == {"lookup": SCHEMA}
+    text = render_prompt(get_protocol("free_lookup"), "Q?", "full")
+    assert 'Searches the handbook. The body is a JSON object with "query" (string).' in text
+
+
+@pytest.mark.parametrize(
+    "tools",
+    ["search_docs", [None], [{"name": 1}], [{"name": "search_docs", "description": "S."}],
+     [{"name": "search_docs", "description": "S.", "parameters": {"properties": {"q": 1}}}],
+     [{"name": "search_docs", "description": "S.", "parameters": {"required": "q"}}]],
+)  # fmt: skip
+def test_a_description_that_cannot_be_used_does_not_refuse_the_run(tools, tmp_path):
+    path, out = tmp_path / "log.jsonl", tmp_path / "out"
+    path.write_bytes(file_of({**OWN, "tools": tools}))
+    files = {"traces.files": str(path), "traces.tools": "search_docs=lookup"}
+    read(load_config("configs/distill/traces.py", files), out)
+    assert len(read_records(out / "train.jsonl")) == 1
+    assert "schemas" not in json.loads((out / "protocols.json").read_text())["free_lookup"]
+
+
+def test_accepted_answers_may_stand_in_the_metadata(tmp_path):
+    path, config = tmp_path / "log.jsonl", load_config("configs/distill/traces.py")
+    path.write_bytes(file_of(*(
+        {**OWN, "metadata": {"expected_answer": gold, "user": "u"}} for gold in ("Lima", "Cusco")
+    )))  # fmt: skip
+    config.traces.files, config.traces.tools = (str(path),), "search_docs=lookup"
+    told = read(config, tmp_path / "out")["data"]["train"]
+    assert {k: v for k, v in told["filters"]["dropped"].items() if v} == {"wrong_answer": 1}
+    assert [record.gold for record in read_records(tmp_path / "out" / "train.jsonl")] == [("Lima",)]
 
 
 def test_a_data_set_is_made_again_from_the_same_settings_and_refuses_others(tmp_path, capfd):

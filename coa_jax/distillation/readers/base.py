@@ -52,6 +52,7 @@ class Trace:
             (text or JSON).
         usage: numbers of tokens of the run that the file states, with the keys ``prompt`` and
             ``completion``; {} if unknown.
+        offered: functions that the file describes to the model, see `tool_calls.offered_functions`.
     """
 
     log: MessageLog
@@ -61,6 +62,7 @@ class Trace:
     task: str = ""
     tagged: bool = False
     usage: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    offered: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 Found = Trace | Malformed | None

@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coa_jax.data.names import GOLD
@@ -56,6 +56,7 @@ from coa_jax.distillation.readers.message_formats import (
     is_message,
     turns_of,
 )
+from coa_jax.distillation.readers.tool_calls import offered_functions
 from coa_jax.tasks.grading import grade_answer
 
 _LISTS = (
@@ -96,19 +97,27 @@ class Facts:
         answer: the final answer of the run.
         gold: accepted answers.
         identity: id of the run.
+        offered: functions that the log describes, see `offered_functions`.
     """
 
     question: str = ""
     answer: str = ""
     gold: tuple[str, ...] = ()
     identity: str = ""
+    offered: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 def facts_of(fields: Field) -> Facts:
-    """Reads the question, the answers and the id of a run, under any of their usual names."""
+    """Reads the question, the answers and the id of a run, under any of their usual names.
+
+    Accepted answers may also stand in the object ``metadata``.
+    """
     value = fields.mapping()
     predicted, answered = first_present(fields, _PREDICTION), first_present(fields, _ANSWER)
-    gold = first_present(fields, _GOLD)
+    about = fields.get("metadata")
+    gold = first_present(fields, _GOLD) or (
+        first_present(about, _GOLD) if isinstance(about.value, dict) else Field(None)
+    )
     if predicted and not gold and answered and "answer" in value:
         gold, answered = fields["answer"], Field(None)  # the answer is that of a data set
     answer = predicted or answered
@@ -118,7 +127,16 @@ def facts_of(fields: Field) -> Facts:
         answer.scalar().strip() if answer and not isinstance(answer.value, list | dict) else "",
         gold.answers(),
         next((str(i.value) for i in map(fields.get, _ID) if isinstance(i.value, int | str)), ""),
+        _offered(value),
     )
+
+
+def _offered(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    request = run.get("request")
+    for part in (run, request if isinstance(request, dict) else {}):
+        if found := offered_functions(part.get("tools") or part.get("functions")):
+            return found
+    return {}
 
 
 # --- one run ---------------------------------------------------------------------------------
@@ -278,7 +296,8 @@ def trace_of(turns: Iterable[Turn], facts: Facts, usage: dict[str, int] | None =
     if facts.answer or final:
         talk.answer(facts.answer or final or "")
     counts = usage or total_usage((t.usage for t in spoken), "input_tokens", "output_tokens")
-    return Trace(talk.finish(facts.identity), facts.gold, metadata, usage=counts)
+    log = talk.finish(facts.identity)
+    return Trace(log, facts.gold, metadata, usage=counts, offered=facts.offered)
 
 
 def _say(talk: Conversation, turn: Turn, thought: str) -> None:

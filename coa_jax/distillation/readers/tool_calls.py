@@ -68,6 +68,41 @@ def tag_of(name: str) -> str:
     return _SQUASHED.get(_normal_name(name), name)
 
 
+def offered_functions(tools: Any) -> dict[str, dict[str, Any]]:
+    """Returns the functions that a request to a model describes, as name -> function.
+
+    A function has the keys ``description`` (text) and ``parameters`` (JSON schema of an object).
+    What has another shape is left out, because a run can be used without it.
+
+    Args:
+        tools: JSON value of a request's list of tools, as in the APIs of OpenAI (chat or responses)
+            or Anthropic.
+    """
+    found = {}
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+            continue
+        schema = function.get("parameters", function.get("input_schema"))
+        description = function.get("description")
+        if isinstance(description, str) and description.strip() and _describes_object(schema):
+            found[name] = {"description": " ".join(description.split()), "parameters": schema}
+    return found
+
+
+def _describes_object(schema: Any) -> bool:
+    """Returns whether a value is a JSON schema of an object whose properties have schemas."""
+    if not isinstance(schema, dict):
+        return False
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return (
+        isinstance(properties, dict)
+        and all(isinstance(value, dict) for value in properties.values())
+        and isinstance(required, list)
+        and all(isinstance(name, str) for name in required)
+    )
+
+
 def is_tool(name: str) -> bool:
     """Returns whether `tag_of` knows a tool's name in another framework."""
     return _normal_name(name) in _SQUASHED
