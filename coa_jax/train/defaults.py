@@ -175,7 +175,7 @@ def completed(
         config: settings of the run.
         model_config: architecture of the model, with the adapters to train (see `with_adapters`).
         longest: number of tokens of the longest sequence.
-        examples: number of training examples; 0 in RL.
+        examples: number of training examples; 0 in RL, or if it is unknown.
         machine: devices of the run; None for those of this process.
         run: directory of the run. A run that goes on has the sizes and the dtype with which it
             began, because the last bits of an update depend on them.
@@ -207,9 +207,13 @@ def completed(
     used = used_settings(config)
     changes = changes_of(plain(config), plain(chosen))
     changes = [change for change in changes if change[0].split(".")[0] in used]
+    known = rl or examples > 0  # else nothing is known of the data
     if changes and processes.index() == 0:
-        values = ", ".join(f"{name} {new}" for name, _, new in changes)
-        print(f"chosen: {values} (--config.NAME=VALUE changes a setting)", flush=True)
+        values = ", ".join(
+            f"{name} {new}" for name, _, new in changes if known or name != "optimizer.total_steps"
+        )
+        data = "" if known else f" for examples of up to {longest:,} tokens (a run counts them)"
+        print(f"chosen{data}: {values} (--config.NAME=VALUE changes a setting)", flush=True)
     return chosen
 
 
@@ -251,7 +255,7 @@ def completed_for(config: C, model_config: ModelConfig, where: Slice, devices: i
     machine = Machine(platform, devices, free, min(devices, where.chip.host))
     config = with_adapters(config, model_config, machine)
     model_config = dataclasses.replace(model_config, lora=config.lora)
-    return completed(config, model_config, longest, 1, machine)
+    return completed(config, model_config, longest, machine=machine)
 
 
 def _learning_rate(rl: bool, model_config: ModelConfig) -> float:
