@@ -155,7 +155,8 @@ def completed(
     """Replaces the settings that a config leaves open, and prints what was chosen.
 
     - ``row_length`` becomes ``longest``, rounded up to a multiple of 128.
-    - ``dtype`` is bfloat16 where the processor multiplies bfloat16.
+    - ``dtype`` is bfloat16 where the processor multiplies bfloat16. In RL on a CPU, it is float32,
+      as ``engine.dtype``.
     - ``remat`` is the fastest of none, dots and full with which a row fits into memory. ``rows`` is
       the number of rows that fit, with at most 4,096 tokens on a CPU and 16,384 on an accelerator.
     - ``mesh.decode_tensor`` is the number of chips that hold a copy of the model for decoding.
@@ -195,6 +196,8 @@ def completed(
     dtype = config.dtype
     if dtype == "auto":
         dtype = cpu_dtype() if machine.platform == "cpu" else "bfloat16"
+        if rl and machine.platform == "cpu":
+            dtype = "float32"  # as the engine, so that sampler and trainer hardly differ
     chosen = dataclasses.replace(
         config,
         optimizer=optimizer,

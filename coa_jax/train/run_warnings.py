@@ -263,8 +263,8 @@ def mismatch(watch: MetricHistory, row: Row) -> str | None:
         return None
     return (
         f"sampler and trainer differ by {now:.2g} nats per token, and by {start:.2g} at the start: "
-        "engine.dtype or cache_dtype is too coarse for this policy, or rollouts are too old; use "
-        "float32 in the engine, or truncated importance sampling (algorithm.tis_cap)"
+        "dtype, engine.dtype or engine.cache_dtype is too coarse for this policy, or rollouts are "
+        "too old; set these to float32, or use truncated importance sampling (algorithm.tis_cap)"
     )
 
 
