@@ -149,7 +149,7 @@ def test_an_agent_answers_with_the_parameters_that_were_published(agent, saved):
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="does not exist: give a model directory"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/nothing "):
         coa_jax.load(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"tools\.top_q is not a setting"):
         coa_jax.Agent(tiny_policy.policy(), {"top_q": 3})
@@ -222,7 +222,7 @@ def test_a_run_takes_a_model_and_an_optax_object(tmp_path):
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] and "optim/lr" not in run.metrics[0]
     assert train(policy, 1e-3).metrics == run.metrics  # goes on, although the object is another
     other = policy.replace(params=jax.tree.map(lambda x: x + 1, policy.params))
-    with pytest.raises(UserError, match="has the initial model of another run"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/run/.* initial model "):
         train(other, 1e-3)
     with pytest.raises(UserError, match="optimizer is 3, which is no optax Gradient"):
         coa_jax.train_sft(config, tmp_path / "none", optimizer=3)
@@ -293,7 +293,7 @@ def test_a_finished_run_takes_the_same_tasks_again_and_refuses_others(tmp_path, 
 
     first = train("What is 2 times 3?", "6")
     assert train("What is 2 times 3?", "6").metrics == first.metrics
-    with pytest.raises(UserError, match="tasks"):
+    with pytest.raises(UserError, match=r"\(tasks: "):
         train("What is 2 times 4?", "8")
 
 
@@ -301,7 +301,9 @@ def test_settings_of_a_run_are_refused_by_their_name(tmp_path, saved):
     config = coa_jax.load_config("configs/rl/tiny.py", {"model": str(saved)})
     with pytest.raises(UserError, match=r"config\.group_siz is not a setting"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, group_siz=3)
-    with pytest.raises(UserError, match=r"takes .*; a reward has a parameter"):
+    with pytest.raises(
+        UserError, match=r"^graders\.rewards\.lambda: .* \(nothing=1\); .* trajectory "
+    ):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, rewards=lambda nothing=1: 0.0)
     with pytest.raises(UserError, match=r"tags must be a dict"):
         coa_jax.train_rl(config, tmp_path, tasks=TASKS, tags=[print])
@@ -630,7 +632,7 @@ def test_a_function_of_tasks_is_called_once_and_a_single_tool_is_taken():
 
     source = task_source(tasks, {}).target
     assert source() == source() == list(TASKS) and calls == [1]
-    with pytest.raises(UserError, match="tasks is empty"):
+    with pytest.raises(UserError, match=r"^tasks is empty"):
         task_source(lambda: None, {})
     assert coa_jax.named_tools(double).keys() == {"names", "own"}
     assert coa_jax.named_tools("code") == {"names": ("code",)}

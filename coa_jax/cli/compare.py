@@ -180,7 +180,9 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
         value: dict[str, Any] = compare_traces(Path(a), Path(b), page)
     elif any(of_files):
         if not all(of_files):
-            raise UserError("give two runs or two result files, not one of each")
+            raise UserError(
+                f"{a} and {b} are a run and a result file: give two runs or two result files"
+            )
         if page:
             raise UserError("--page needs two run directories")
         first, second = load(a), load(b)

@@ -484,7 +484,9 @@ def chat_of(document: Mapping[str, Any]) -> dict[str, Any]:
         for result in _results(step):
             content, identity = result.get("content") or "", result.get("source_call_id")
             if not content and result.get("subagent_trajectory_ref"):
-                raise Unusable("a result is only in the trajectory of a subagent")
+                raise Unusable(
+                    "a result is only in the trajectory of a subagent (subagent_trajectory_ref)"
+                )
             answer: dict[str, Any] = {"role": "tool", "content": content}
             if (result.get("extra") or {}).get("is_error"):
                 answer["is_error"] = True

@@ -6,6 +6,7 @@ A run depends on its task, the tools and the seed, but not on the order of tasks
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,9 +122,12 @@ async def run_teacher(
         raise UserError(
             f"teacher: no agent function for {', '.join(missing)}; give one for each agent"
         )
-    repeated = len(tasks) - len({task.id for task in tasks})
+    repeated = [name for name, times in Counter(task.id for task in tasks).items() if times > 1]
     if repeated:
-        raise UserError(f"teacher: {repeated} task ids occur twice; make ids unique")
+        raise UserError(
+            f"teacher: {len(repeated)} task ids occur more than once, e.g. {repeated[0]!r}; "
+            "make ids unique"
+        )
     done = {} if journal is None else journal.done
     logs = {
         task.id: done[task.id]

@@ -75,10 +75,11 @@ class TraceFilesConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, tag in self.tags().items():
+        for pair in self.tools:
+            name, _, tag = (part.strip() for part in pair.rpartition("="))
             if not name or not _TAG.fullmatch(tag) or tag in _ROLES:
                 raise UserError(
-                    f"tools has {name + '=' + tag!r}; give NAME=TAG, where TAG is one of "
+                    f"tools has {pair!r}; give NAME=TAG, where TAG is one of "
                     f"{', '.join(TOOL_FORMS)}, {REQUEST}, or a name of your own in small letters"
                 )
 

@@ -80,7 +80,10 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     first, second = rates(a), rates(b)
     common = [name for name in first if name in second]
     if not common:
-        raise UserError("the two result files have no graded task in common")
+        raise UserError(
+            "the two result files have no graded task in common: they have "
+            f"{len(first)} and {len(second)} graded tasks; compare evaluations of the same tasks"
+        )
     differences = [second[name] - first[name] for name in common]
     plain = np.array([float(d) for d in differences])
     p, test = permutation_test(differences)

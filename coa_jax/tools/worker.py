@@ -129,7 +129,8 @@ class Workers:
         try:
             process = self._free.get(timeout=max(end - time.monotonic(), 0.0))
         except queue.Empty:
-            raise WorkerBusyError("no process was free in time") from None
+            seconds = timeout if wait is None else wait
+            raise WorkerBusyError(f"no process was free within {seconds:.3g} seconds") from None
         try:
             if process is None or not process.alive:
                 process = None  # ends the old process
@@ -211,8 +212,9 @@ class _Process:
             self._kill()
             if not isinstance(error, EOFError | OSError):
                 raise
-            if self._process.returncode == -signal.SIGPROF:
-                raise WorkerTimeoutError("it took too much processor time") from None
+            if self._process.returncode == -signal.SIGPROF and request is not None:
+                message = f"it took more than {request[0]:.3g} seconds of processor time"
+                raise WorkerTimeoutError(message) from None
             if time.monotonic() >= end:
                 raise WorkerBusyError(f"no result came within {wait:.3g} seconds") from None
             raise WorkerError("the process died") from error

@@ -104,10 +104,10 @@ def test_runs_without_an_evaluation_have_settings_and_curves(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("a",), "give two runs or two result files"),
+        (("a",), "coa-jax compare runs/a runs/b"),
         (("a", "none"), "none: no such run directory"),
         (("a", "empty"), "empty: not a run directory: it has none of config.json"),
-        (("a", "a/evaluate/sft/results.json"), "not one of each"),
+        (("a", "a/evaluate/sft/results.json"), "a and a/evaluate/sft/results.json"),
         (("a", "a", "", "."), "--page=.: give a file in a directory that exists"),
     ],
 )

@@ -319,7 +319,7 @@ def test_what_is_no_reward_is_refused(folder):
     [
         ("return 3", r"gave 3 \(int\); a task source gives a list"),
         ("return ['a']", r"gave 'a' \(str\); a task source gives a list"),
-        ("return []", "returned no tasks"),
+        ("return []", "my_odd:f returned no tasks"),
         (
             "return [Task('1', 'q', 'web', ('a',), '')] * 2",
             "returned 1 ids more than once, e.g. '1'",

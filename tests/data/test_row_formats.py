@@ -239,7 +239,7 @@ def test_instructions_tell_the_protocol_where_the_trajectory_is_silent(protocol,
     found = convert_row(row, "x")
     assert (found.record.protocol, found.record.question) == (protocol, "Is <code> a tag?")
     row["instruction"] = "Is <code> a tag?"
-    with pytest.raises(Unusable, match="are those of several protocols"):
+    with pytest.raises(Unusable, match=r"\(answer, think\) .* \(mhqa, code\); set protocol"):
         convert_row(row, "x")
     assert convert_row({**row, "protocol": protocol}, "x").record.protocol == protocol
 
@@ -392,7 +392,7 @@ def test_several_files_may_be_named(tmp_path):
     (tmp_path / "more.json").write_text("[]")
     with pytest.raises(UserError, match=r"holds \.json and \.jsonl files; give a pattern"):
         read(tmp_path)
-    with pytest.raises(UserError, match="no file matches; correct the pattern"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/\*\.csv: "):
         read(f"{tmp_path}/*.csv")
 
 
@@ -466,5 +466,5 @@ def test_a_conversation_without_tags_and_tools_is_learned_as_it_is(thought):
 
 def test_a_reply_without_the_tags_that_its_instructions_ask_for_is_left_out():
     row = {"instruction": "Write <answer>.\n\nQuestion: 2 + 2?", "output": "4"}
-    with pytest.raises(Unusable, match="several protocols"):
+    with pytest.raises(Unusable, match=r"\(none\) .* \(mhqa, code\); set protocol"):
         convert_row(row, "x")

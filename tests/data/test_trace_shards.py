@@ -152,7 +152,7 @@ def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, name):
     (tmp_path / name).write_text(json.dumps(graded(1)) + "\n")
     with pytest.raises(UserError, match=r"end in \.jsonl, \.jsonl\.gz, \.array_record, \.json$"):
         read_trajectories(tmp_path / name)
-    with pytest.raises(UserError, match="no file of trajectories"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: .*\.array_record, \.json$"):
         read_trajectories(tmp_path)  # a folder without any
 
 

@@ -311,7 +311,7 @@ def test_appended_lines_survive_the_death_of_the_process(tmp_path):
 
 
 def test_a_dict_that_looks_like_a_stored_nan_is_refused():
-    with pytest.raises(ValueError, match="cannot be stored"):
+    with pytest.raises(ValueError, match=r"'\$float'"):
         jsonl.dumps({"$float": "nan"})
 
 
@@ -320,7 +320,7 @@ def test_the_arrays_of_a_trajectory_have_one_shape_and_fixed_types():
     types = (whole.tokens.dtype, whole.author.dtype, whole.logp.dtype)
     assert types == (np.int32, np.uint8, np.float32)
     assert whole.num_policy_tokens == 15
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match=r"tokens, author and logp .*\(20,\), \(20,\), \(3,\)"):
         dataclasses.replace(whole, logp=np.zeros(3))
 
 

@@ -139,7 +139,7 @@ def test_an_unanswered_log_converts_without_an_answer():
 
 
 def test_an_unknown_protocol_is_the_users_mistake():
-    with pytest.raises(UserError, match="generalist"):
+    with pytest.raises(UserError, match=r"'esperanto' .*generalist"):
         convert(log_of(*CAPITAL), "esperanto")
 
 

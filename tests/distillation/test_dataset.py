@@ -44,7 +44,7 @@ def test_more_tasks_continue_the_journal(whole, tools, tmp_path):
 
 
 def test_another_seed_needs_another_place(whole, tools):
-    with pytest.raises(UserError, match="another configuration"):
+    with pytest.raises(UserError, match=r"train\.jsonl: .*seed: 0 -> 9"):
         distill_split("train", TASKS[:2], tools, DistillConfig(team=TEAM, seed=9), whole[0])
 
 

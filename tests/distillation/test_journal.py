@@ -62,5 +62,5 @@ def test_a_file_without_a_head_is_refused(tmp_path):
     path = tmp_path / "runs.jsonl"
     write(path, "a")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(UserError, match="not the head of a journal"):
+    with pytest.raises(UserError, match=r"runs\.jsonl:1: .* head "):
         open_journal(path, SETTINGS)

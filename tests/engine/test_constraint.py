@@ -72,7 +72,7 @@ def test_the_tables_equal_a_walk_over_the_bytes_of_every_token(pieces, missing):
     built = automaton("mhqa")
     expected = expected_allowed(built, tokens)
     if not expected[0]:
-        with pytest.raises(UserError, match="cannot spell the mhqa protocol"):
+        with pytest.raises(UserError, match=r" mhqa .* constrain "):
             make_constraint({"mhqa": built}, tokens, 300)
         return
     made = make_constraint({"mhqa": built}, tokens, 300)
@@ -139,5 +139,5 @@ def test_states_of_a_trajectory_are_recomputed_from_its_tokens():
 
 def test_a_vocabulary_that_lacks_letters_of_a_tag_is_refused():
     tokens = [c for c in CHARACTERS if c != b"k"]
-    with pytest.raises(UserError, match="set constrain to False, or use another tokenizer"):
+    with pytest.raises(UserError, match=r" mhqa .* constrain "):
         make_constraint({"mhqa": automaton("mhqa")}, tokens, 256)

@@ -184,13 +184,13 @@ def test_no_room_is_said_before_anything_is_written():
     assert engine.reserve(0, 96)
     assert not engine.reserve(1, 64)
     assert engine.reserve(1, 30)
-    with pytest.raises(RuntimeError, match="too few pages are free"):
+    with pytest.raises(RuntimeError, match=r"pages .*Engine\.grow"):
         engine.extend([(2, 0, PROMPT)])
     engine.extend([(1, 0, PROMPT * 2)])
     begin(engine, 1, PROMPT * 2, 40)
     engine.decode()
     assert engine.reach(1) == 38 and not engine.grow(1, 38)
-    with pytest.raises(RuntimeError, match="too few pages are free"):
+    with pytest.raises(RuntimeError, match=r"pages .*Engine\.grow"):
         engine.decode()
     engine.release(0)
     assert engine.grow(1, 38)

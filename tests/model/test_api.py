@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import re
@@ -242,7 +243,7 @@ def test_nothing_is_left_when_the_disk_is_full(references, tmp_path):
     try:
         # The kernel refuses to let files grow past this: a write fails half way, for real.
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-        with pytest.raises(UserError, match=r"out cannot be written .* the model is not saved"):
+        with pytest.raises(UserError, match=f"^{tmp_path}/out .*Errno {errno.EFBIG}"):
             save_model(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -256,7 +257,7 @@ def test_a_failed_save_keeps_the_old_model(references, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, hard))
-        with pytest.raises(UserError, match="cannot be written"):
+        with pytest.raises(UserError, match=f"^{tmp_path}/out .*os error {errno.EFBIG}"):
             save_model(model, tmp_path / "out", overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -278,7 +279,7 @@ def test_overwrite_replaces_a_model_but_never_other_files(references, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(UserError, match="contains no model"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/notes .* no model"):
         save_model(model, tmp_path / "notes", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "out"]
 
@@ -288,10 +289,10 @@ def test_overwrite_replaces_a_model_but_never_other_files(references, tmp_path):
     [
         ([[0, 384]], r"tokens\[0\]\[1\] is 384"),
         ([[3], [-1]], r"tokens\[1\]\[0\] is -1"),
-        ([1, 2], "batch, length"),
-        (np.zeros((1, 0), np.int32), "not empty"),
+        ([1, 2], r"\[2\]: give \[batch, length\]"),
+        (np.zeros((1, 0), np.int32), r"shape \[1, 0\]"),
         ([[1, 2], [3]], "different length"),
-        ([[0.5]], "integer ids"),
+        ([[0.5]], "dtype float64"),
     ],
 )
 def test_bad_tokens_are_refused(references, tokens, message):
@@ -365,7 +366,7 @@ def test_garbage_file_is_named(broken):
 
 
 def test_missing_pieces_are_named(broken, tmp_path):
-    with pytest.raises(UserError, match="nowhere does not exist"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/nowhere "):
         load_model(tmp_path / "nowhere")
     (broken / "model.safetensors").rename(broken / "hidden")
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
@@ -436,7 +437,7 @@ def test_foreign_tokenizer_is_refused(references, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tokenizer.add_tokens([f"<extra_{i}>" for i in range(64)])
     tokenizer.save_pretrained(path)
-    with pytest.raises(UserError, match="the tokenizer has ids up to"):
+    with pytest.raises(UserError, match=f"^{path}: .* 400, .* 384 "):
         load_model(path)
 
 
@@ -495,5 +496,5 @@ def test_a_negative_shape_is_refused(broken):
     header = {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(UserError, match="invalid offset for tensor a"):
+    with pytest.raises(UserError, match=r"model\.safetensors .* tensor a\)"):
         local_checkpoint(broken)

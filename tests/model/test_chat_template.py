@@ -116,5 +116,5 @@ def test_a_template_that_left_jinjas_sandbox_reaches_nothing(escape, monkeypatch
 def test_the_tokenizer_says_whose_template_it_is():
     tokenizer = train_tokenizer(["one"], 300)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(UserError, match="the chat template of the model cannot be used: Template"):
+    with pytest.raises(UserError, match=r"TemplateError: no$"):
         chat_ids(tokenizer, "Who?")

@@ -288,7 +288,7 @@ def test_unreadable_config_is_named(tmp_path):
     with pytest.raises(UserError, match=r"config\.json: not JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="not a JSON object"):
+    with pytest.raises(UserError, match=r"config\.json: .*JSON object"):
         read_config(tmp_path)
 
 

@@ -231,9 +231,12 @@ def test_chat_ids_begin_as_the_template_does(template, begins, system):
     assert (STOCK in decode_ids(tokenizer, ids)) == (system is None)
 
 
-@pytest.mark.parametrize("template", ["Chat:\n" + TEMPLATE, "{{ messages[0].content }}"])
-def test_a_template_that_begins_otherwise_is_refused(template):
-    with pytest.raises(UserError, match="chat template begins with"):
+@pytest.mark.parametrize(
+    ("template", "begin"),
+    [("Chat:\n" + TEMPLATE, "Chat:"), ("{{ messages[0].content }}", "stock-system-probe")],
+)
+def test_a_template_that_begins_otherwise_is_refused(template, begin):
+    with pytest.raises(UserError, match=f"template begins with '{begin}"):
         chat_ids(with_template(template), "hi", "")
 
 
@@ -323,10 +326,10 @@ def test_missing_tokenizer_files_are_named(tmp_path):
     said = rf"{tmp_path} has no tokenizer \(tokenizer\.json, vocab\.json or tokenizer\.model\)"
     with pytest.raises(UserError, match=said):
         load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="is not a directory"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/nowhere "):
         load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+    with pytest.raises(UserError, match=f"^{tmp_path}: .*'added_tokens'"):
         load_tokenizer(tmp_path)
 
 
@@ -341,7 +344,7 @@ def test_a_text_for_which_a_regular_expression_needs_too_many_steps_is_refused_i
         tokenizer_object=Tokenizer.from_str(json.dumps(spec))
     )
     for text in ("x" * 3000, "x" * 6000):
-        with pytest.raises(UserError, match=r"cannot encode a text: .*retry-limit") as caught:
+        with pytest.raises(UserError, match=r"tokenizer .*retry-limit-in-match") as caught:
             encode_plain(hostile, text)
         assert "\n" not in str(caught.value)
     assert encode_plain(hostile, "river") == encode_plain(own(), "river")

@@ -235,11 +235,11 @@ def test_the_control_has_the_updates_that_rl_had_time_for(tmp_path):
         (tmp_path / stage / "metrics.jsonl").write_text(text)
     assert proof.updates(tmp_path) == 15
     (tmp_path / "rl" / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="rl has no steps"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: rl .*launch/proof\.sh"):
         proof.updates(tmp_path)
 
 
 def test_other_columns_than_hotpotqas_are_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "Why?", "context": "Because."}\n')
-    with pytest.raises(UserError, match="no passages as in HotpotQA"):
+    with pytest.raises(UserError, match=r"rows\.jsonl: .*HotpotQA"):
         list(proof.passages([str(tmp_path / "rows.jsonl")]))

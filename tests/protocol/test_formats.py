@@ -145,9 +145,9 @@ def test_arguments_become_the_text_that_a_tool_takes(arguments, text):
         ("{", "The call is not valid JSON"),
         ("[1]", "The call has no name"),
         (call("dance"), "There is no tool 'dance'"),
-        ('{"name": "code", "arguments": "x"}', "are not a JSON object"),
+        ('{"name": "code", "arguments": "x"}', "arguments of code"),
         (call("code"), "needs the argument 'code'"),
-        (call("code", code=7), "must be a string"),
+        (call("code", code=7), "'code' of code"),
         (call("code", code="x = '''\n```\n```sh\n'''\nprint(x)"), "code may be only ```"),
         (call("code", code="x", stdin="```\n7"), "code may be only ```"),
         ('{"name": "code", "arguments": {"code": "\\ud800"}}', "half of a surrogate pair"),
@@ -237,7 +237,7 @@ TAGS = [
 def test_a_chain_of_agents_keeps_thoughts_plans_calls_and_answer(form, expected):
     tags, other = get_protocol("web_wiki"), get_protocol(f"web_wiki:{form}")
     assert in_format(tags, other, TAGS) == tuple(expected)
-    with pytest.raises(UserError, match="only those in tags"):
+    with pytest.raises(UserError, match=f" web_wiki:{form} .* web_wiki: .* tags "):
         in_format(other, tags, expected)
 
 
@@ -248,7 +248,7 @@ def test_names_hold_a_level_or_a_format():
     assert at_level("code:hermes", "paper", "tags") == "code:paper"
     assert at_level("code:hermes", "", "tags") == "code"
     assert get_protocol("code").format is None
-    with pytest.raises(UserError, match="only tags has the level paper"):
+    with pytest.raises(UserError, match=r" tags .* level paper; .* format react "):
         at_level("code", "paper", "react")
     with pytest.raises(UserError, match="there is no format 'herms'"):
         at_level("code", "", "herms")
@@ -272,12 +272,14 @@ class Half(Format):
 
 
 def test_a_format_of_ones_own_has_a_path():
-    with pytest.raises(UserError, match="code that no setting names"):  # a record may say anything
+    with pytest.raises(
+        UserError, match=f"format {__name__}:Shout .* setting 'format'"
+    ):  # a record may say anything
         get_protocol(f"web:{__name__}:Shout")
     protocol = get_protocol(at_level("web", "", f"{__name__}:Shout"))
     assert in_format(get_protocol("web"), protocol, TAGS[2:]) == (("policy", "UME"),)
     assert parse(protocol, "UME").segments[0].role == "answer"
-    with pytest.raises(UserError, match=r"cannot be created: .*abstract class Half"):
+    with pytest.raises(UserError, match=f"^format: {__name__}:Half .*abstract class Half"):
         at_level("web", "", f"{__name__}:Half")
 
 

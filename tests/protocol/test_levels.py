@@ -115,7 +115,7 @@ def test_names_of_levels_are_one_line_when_they_are_wrong():
         at_level("web", "strict")
     with pytest.raises(UserError, match="protocol 'wab' is unknown"):
         get_protocol("wab:paper")
-    with pytest.raises(UserError, match="choose a name without a colon"):
+    with pytest.raises(UserError, match="protocol 'mine:paper'"):
         add_protocol(protocol_with_tools("mine:paper", ("code",)))
 
 

@@ -138,7 +138,7 @@ def test_a_row_that_ended_without_its_episode_is_an_error_and_no_wait_for_ever(m
             async for _ in stream:
                 pass
 
-    with pytest.raises(RuntimeError, match="has ended, but its sample has not"):
+    with pytest.raises(RuntimeError, match=r"^slot \d+ has ended"):
         asyncio.run(go())
 
 
@@ -207,7 +207,7 @@ def test_the_loss_sees_the_distribution_that_was_sampled():
     assert (np.abs(entropies)[one] < 1e-6).all() and one.any()
     free, _ = score(model.params, config=model.config, batch=batch._replace(rule=None))
     assert np.abs((np.asarray(free) - batch.logp) * batch.mask).max() > 1
-    with pytest.raises(ValueError, match="if, and only if, the batch has constraint states"):
+    with pytest.raises(ValueError, match=r"`allowed` .*`rule`"):
         score(model.params, config=model.config, batch=batch)
 
 
@@ -257,7 +257,7 @@ def test_traces_from_before_the_option_are_read_as_unconstrained():
 def test_a_constrained_rollout_needs_an_engine_with_the_constraint():
     model = untrained()
     bare = Engine(model.params, model.config, SHAPES, eos_ids(model.tokenizer))
-    with pytest.raises(ValueError, match="the engine has no constraint"):
+    with pytest.raises(ValueError, match=r"^config\.constrain is set"):
         sample(requests(1), on=bare)
 
 

@@ -45,7 +45,7 @@ def test_the_stream_of_encoded_text_is_the_text(of, text):
 
 
 def test_a_tokenizer_that_is_not_byte_level_is_refused():
-    with pytest.raises(UserError, match="is not byte-level"):
+    with pytest.raises(UserError, match="add_prefix_space"):
         TokenTable(sentencepiece_like())
 
 

@@ -263,7 +263,7 @@ def test_a_workdir_below_a_file_is_refused(tmp_path):
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="File exists"):
+    with pytest.raises(UserError, match=f"^workdir {tmp_path}/file: "):
         RunDir(tmp_path / "file")
 
 
@@ -376,7 +376,10 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_workdir(tmp_path):
 
 
 def test_a_run_that_is_closed_lets_the_next_one_in(tmp_path):
-    with RunDir(tmp_path), pytest.raises(UserError, match="in use"):
+    with (
+        RunDir(tmp_path),
+        pytest.raises(UserError, match=f"^workdir {tmp_path}: .* process {os.getpid()} "),
+    ):
         RunDir(tmp_path)
     RunDir(tmp_path).close()
 

@@ -237,7 +237,7 @@ def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
 
 
 def test_a_push_without_a_token_or_a_name_is_refused_at_the_start(hub, tmp_path):
-    with pytest.raises(UserError, match="give a Hub id, Org/Name"):
+    with pytest.raises(UserError, match=r"^--push=model: "):
         check_push("model")
     done = run(
         hub, tmp_path, "-m", "coa_jax.cli.export", f"--workdir={tmp_path}", "--push=Org/Name"

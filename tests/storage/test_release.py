@@ -21,5 +21,5 @@ def test_a_run_in_a_bucket_is_released_to_a_bucket(bucket, tmp_path):
     assert storage.exists(f"{bucket}/released/adapter/adapter_model.safetensors")
     text = Path(storage.local(f"{bucket}/released/README.md")).read_text()
     assert "coa-jax report --workdir=FOLDER" in text
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match=f"^--output={bucket}/released "):
         release_to(f"{bucket}/run", f"{bucket}/released")

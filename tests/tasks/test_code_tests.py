@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import json
 import pickle
+import re
 import types
 import zlib
 
@@ -294,7 +295,7 @@ def test_private_tests_as_json_and_their_mistakes(tmp_path):
     with pytest.raises(UserError, match=r"q2\.json"):
         load_private_tests(str(tmp_path), "q2")
     for name in ("../q1", "", ".hidden", "a/b", "/etc/passwd"):
-        with pytest.raises(UserError, match="is not a valid name for a file"):
+        with pytest.raises(UserError, match=re.escape(f": {name!r} ")):
             load_private_tests(str(tmp_path), name)
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/absent: "):
         load_private_tests(str(tmp_path / "absent"), "q1")

@@ -96,7 +96,10 @@ def test_one_source_is_left_as_it_is(files):
     ("settings", "message"),
     [
         (Settings(), 'tasks is ""; give a source'),
-        (Settings("a.jsonl", mixture={"b": {"tasks": "b.jsonl"}}), "give tasks= to mix"),
+        (
+            Settings("a.jsonl", mixture={"b": {"tasks": "b.jsonl"}}),
+            r"^tasks is 'a\.jsonl' and mixture has b; ",
+        ),
         (Settings(mixture={"b": {"weight": 1.0}}), r"mixture\.b\.tasks is missing"),
         (Settings(mixture={"b": {"tasks": "x", "wieght": 1.0}}), r"mixture\.b\.wieght is not a"),
         (Settings(mixture={"b": {"tasks": "x", "weight": 0.0}}), r"mixture\.b\.weight is 0\.0"),

@@ -344,7 +344,7 @@ def test_calls_without_an_address_and_repeats(reader, server):
 def test_missing_packages_and_wrong_settings_are_explained(monkeypatch):
     with pytest.raises(UserError, match="page_chars"):
         tool(page_chars=0)
-    with pytest.raises(UserError, match="model is missing"):
+    with pytest.raises(UserError, match=r"^model is missing; .*http://a.example/v1"):
         ChatConfig("http://a.example/v1")
     monkeypatch.setattr(page_text, "missing_packages", lambda: ["trafilatura"])
     with pytest.raises(UserError, match="crawl_page needs trafilatura; run: "):

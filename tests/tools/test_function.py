@@ -188,7 +188,7 @@ def many(*numbers: int) -> int:
         (positional, "positional: a .*name"),
         (enumeration, "enumeration.*Colour"),
         (of_class, "of_class.*Point"),
-        (3, "give a name, a tool, or a typed function"),
+        (3, "^tool 3: "),
     ],
 )
 def test_a_function_that_cannot_be_described_is_refused(function, words):

@@ -63,12 +63,12 @@ def test_it_finds_neither_files_nor_network_nor_environment(workers, tmp_path, m
 
 def test_a_call_that_is_too_long_or_too_large_is_its_own_fault(workers):
     workers.ask("echo", timeout=30)
-    with pytest.raises(WorkerTimeoutError, match="processor time"):
+    with pytest.raises(WorkerTimeoutError, match=r" 0\.3 seconds of processor time"):
         workers.ask("loop", timeout=0.3, wait=60.0)
     with pytest.raises(WorkerError):
         workers.ask("hoard", timeout=30)
     seconds = stopwatch()
-    with pytest.raises(WorkerBusyError, match="no result came within"):
+    with pytest.raises(WorkerBusyError, match=r" 3 seconds$"):
         workers.ask("sleep", 30, timeout=30.0, wait=3.0)
     assert seconds() < 20
     assert workers.ask("echo", 1, timeout=30)[1] == 1
@@ -131,7 +131,7 @@ def test_pages_are_parsed_in_the_sandbox(backend):
 
 def test_without_a_sandbox_crawl_page_refuses_to_start_unless_its_user_consents(monkeypatch):
     monkeypatch.setattr(isolation, "_why_not", lambda backend: "not here")
-    with pytest.raises(UserError, match="no isolation available"):
+    with pytest.raises(UserError, match="bubblewrap: not here; landlock: not here"):
         CrawlPage(CrawlConfig(), lambda: None)
     with pytest.raises(UserError, match=isolation.UNSAFE_VARIABLE):
         CrawlPage(CrawlConfig(), lambda: None, unsafe=True)

@@ -171,5 +171,5 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(cache):
 
 
 def test_wrong_settings_are_explained():
-    with pytest.raises(UserError, match="no text"):
+    with pytest.raises(UserError, match=r"^wiki_search has no text"):
         load_index(passages=[])

@@ -402,9 +402,9 @@ def test_a_name_that_looks_like_ours_is_not_given_twice(read):
 
 
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"none\.jsonl: "):
         read_traces(tmp_path / "none.jsonl", "oagents")
-    with pytest.raises(UserError, match="there are atif, chat, mcp, messages, oagents, smolagents"):
+    with pytest.raises(UserError, match=r"^traces\.format: .*'langchain'; there are atif, chat"):
         read_traces(tmp_path, "langchain")
 
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_converted_says_why(read):
         trajectory_of(traces[1], "web", INVENTING)
     with pytest.raises(Unconvertible, match="calls crawl_page, for which the protocol mhqa"):
         trajectory_of(traces[0], "mhqa", INVENTING)
-    with pytest.raises(Unconvertible, match="the answer is not verified"):
+    with pytest.raises(Unconvertible, match=r"traces\.completion\.verification"):
         trajectory_of(traces[0], "web", Completion(verification=False))
     (gone,), _ = read(file_of(tower(prediction=None, agent_error="out of money")))
     with pytest.raises(Unconvertible, match="the run has no answer: out of money"):

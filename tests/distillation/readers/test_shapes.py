@@ -239,7 +239,7 @@ def test_a_run_that_lacks_something_is_refused_in_one_line(read, record, reason)
 
 
 def test_a_file_of_no_known_format_is_the_users_mistake(read):
-    with pytest.raises(UserError, match="its first record has the keys: a, b; name the format"):
+    with pytest.raises(UserError, match=r"log\.jsonl: .* a, b; .*traces\.format"):
         read({"a": 1, "b": {"c": []}})
 
 

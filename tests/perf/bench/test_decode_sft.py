@@ -80,7 +80,7 @@ def test_constrained_decoding_is_measured_beside_the_free_one():
     (entry,) = result["batches"]
     slower = entry["constrained"]["ms_per_step"]["max"] / entry["ms_per_step"]["min"] - 1
     assert entry["constrained"]["slower"]["max"] <= slower + 1e-3
-    with pytest.raises(UserError, match="not random weights"):
+    with pytest.raises(UserError, match=r"^--constrain .*--model"):
         decode.measure(subject(), (2,), decode.Work(**options), "generalist")
 
 
@@ -124,7 +124,7 @@ def test_all_tokens_of_a_training_batch_but_the_first_have_a_loss():
 @pytest.mark.parametrize("values", [[], ["0"], ["-1"], ["8", "x"], ["1.5"]])
 def test_batch_sizes_are_whole_numbers_from_one(values):
     assert decode.batch_sizes(["1", "32"]) == (1, 32)
-    with pytest.raises(UserError, match="whole numbers from 1"):
+    with pytest.raises(UserError, match=f"^--batch={','.join(values)}: "):
         decode.batch_sizes(values)
 
 

@@ -120,7 +120,7 @@ def test_settings_of_the_command_line_are_numbers_or_text():
         "admission": "task_order",
         "x": 0.5,
     }
-    with pytest.raises(UserError, match="give NAME=VALUE"):
+    with pytest.raises(UserError, match=r"^--set=max_staleness: "):
         pipeline.given_changes(["max_staleness"])
 
 

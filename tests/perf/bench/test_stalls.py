@@ -65,7 +65,7 @@ def test_a_loop_that_waits_is_found(work, monkeypatch):
 
 def test_a_workload_without_a_slow_tool_or_with_too_few_slots_is_refused(tmp_path, work):
     even = workload(tmp_path, rollout(), rollout())
-    with pytest.raises(UserError, match="one call of several rollouts must be longer"):
+    with pytest.raises(UserError, match=r"^workload small: .*--slow_tool=20"):
         stalls.shorten_slowest_call(even)
     with pytest.raises(UserError, match="--slots=3: give one slot for each of the 4 rollouts"):
         stalls.measure(subject(), work, shapes(work, slots=3), repeats=1)

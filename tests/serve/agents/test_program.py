@@ -67,7 +67,7 @@ def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
         ("kill -9 $$", "exit code 137: its standard error is empty"),
         ('echo \'{"reward": "much"}\'', "its reward is 'much', not a finite number"),
         ('echo \'{"error": "no judge"}\'', "no judge"),
-        ("echo '{\"score\": 1}'", "not an answer or a reward"),
+        ("echo '{\"score\": 1}'", "it returned .*'score': 1"),
     ],
 )
 def test_a_program_that_fails_says_why(script, reason):
@@ -93,7 +93,7 @@ def test_a_question_that_no_variable_can_hold_reaches_a_program_on_its_input(que
 
 
 def test_a_reward_beyond_all_floats_is_a_fault():
-    with pytest.raises(ProgramError, match="not a finite number"):
+    with pytest.raises(ProgramError, match=r"^its reward is '-1000"):
         ProgramOutcome.read({"reward": -(10**400)})
 
 
