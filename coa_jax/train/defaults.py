@@ -51,6 +51,8 @@ _KEPT = ("row_length", "rows", "dtype", "remat")
 _TRAINING = {"mesh": {"fsdp": -1}, "lora": {"rank": -1}}
 _OPEN_LENGTH = 2**20
 """Value of ``engine.max_length`` that leaves the length to the longest sample."""
+_ROLLOUT = {"prompt_style": "model", "max_tokens": 2048}
+"""For a model without ``agent.json``, the prompt has all rules, up to about 1,000 tokens."""
 _ENGINE = {"engine": {"slots": 0, "max_length": _OPEN_LENGTH, "dtype": "auto"}}
 """Settings of a config that leaves the sizes to the machine."""
 _KINDS = {"sft": SFTConfig, "rl": RLConfig, "evaluate": EvaluateRun}
@@ -98,9 +100,10 @@ def with_defaults(stage: str, config: ConfigDict | Mapping[str, Any]) -> ConfigD
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
     base = {"model": "", "tools": default_values(ToolsConfig), **default_values(_KINDS[stage])}
+    if stage != "sft":
+        base |= {"rollout": {**default_values(RolloutConfig), **_ROLLOUT}}
     if stage == "evaluate":
         base |= {"stage": "policy", "engine": default_values(EngineConfig)}
-        base |= {"rollout": {**default_values(RolloutConfig), "prompt_style": "model"}}
     else:
         base = merged({"data" if stage == "sft" else "tasks": "", **base}, _TRAINING)
     return ConfigDict(merged(merged(base, _ENGINE), values))

@@ -55,8 +55,8 @@ class Overlap:
     def __str__(self) -> str:
         if not self.records:
             return (
-                f"note: unknown how many of the {self.tasks} RL tasks are distilled: the records of "
-                "the model's training were not found; name them by config.distilled.records"
+                f"note: unknown how many of the {self.tasks} RL tasks are distilled: the records "
+                "of the model's training were not found; name them by config.distilled.records"
             )
         return (
             f"of {self.tasks} RL tasks, {self.same_question} are distilled questions and "

@@ -361,7 +361,7 @@ def _paired(calls: Sequence[Call], results: Sequence[Turn]) -> list[Turn | None]
     returned: list[Turn | None] = []
     for identity, tool, _ in calls:
         if not waiting[identity] and not _is_final(tool):
-            raise Malformed(f"no result of the call {identity!r}")
+            raise Malformed(f"no result of the call {identity!r} in the messages right after it")
         returned.append(waiting[identity].pop(0) if waiting[identity] else None)
     return returned
 
