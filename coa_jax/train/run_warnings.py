@@ -174,8 +174,9 @@ _LIMITS = (
     Limit(
         "tool/fail_frac",
         0.5,
-        "{share:.0%} of the tool calls failed: read their outcomes in traces.jsonl, and run "
-        "`coa-jax doctor`",
+        "{share:.0%} of the tool calls failed: read their outcomes in traces.jsonl. bad_call means "
+        "that the policy's arguments cannot be read (more SFT may help); for others, run "
+        "`coa-jax doctor --tools`",
     ),
     Limit(
         "group/frac_all_pass",
