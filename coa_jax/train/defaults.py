@@ -213,11 +213,11 @@ def completed(
     used = used_settings(config)
     changes = changes_of(plain(config), plain(chosen))
     changes = [change for change in changes if change[0].split(".")[0] in used]
-    known = rl or examples > 0  # else nothing is known of the data
+    if not (rl or examples):
+        changes = [change for change in changes if change[0] != "optimizer.total_steps"]
     if changes and processes.index() == 0:
-        values = ", ".join(
-            f"{name} {new}" for name, _, new in changes if known or name != "optimizer.total_steps"
-        )
+        values = ", ".join(f"{name} {new}" for name, _, new in changes)
+        known = rl or examples or config.row_length
         data = "" if known else f" for examples of up to {longest:,} tokens (a run counts them)"
         print(f"chosen{data}: {values} (--config.NAME=VALUE changes a setting)", flush=True)
     return chosen
