@@ -172,7 +172,7 @@ def completed(
       gives both ``rows`` and ``engine.slots``; on accelerators, the slots then share pages if
       memory is too small.
     - The learning rate is 1e-6 in RL and 1e-5 otherwise; with adapters 5e-5 and 2e-4. For models
-      with less than a billion parameters, it is higher, see `_learning_rate`.
+      with less than a billion parameters, it is higher in SFT and RL, see `_learning_rate`.
     - A run of RL has 100 steps; other runs make three passes over their examples.
 
     Args:
@@ -188,7 +188,8 @@ def completed(
     machine = machine or Machine.here()
     rl, optimizer = isinstance(config, RLConfig), config.optimizer
     if optimizer.learning_rate < 0:
-        optimizer = dataclasses.replace(optimizer, learning_rate=_learning_rate(rl, model_config))
+        rate = _learning_rate(config, model_config)
+        optimizer = dataclasses.replace(optimizer, learning_rate=rate)
     if not optimizer.total_steps:
         steps = (
             _STEPS * config.updates_per_step
@@ -264,15 +265,18 @@ def completed_for(config: C, model_config: ModelConfig, where: Slice, devices: i
     return completed(config, model_config, longest, machine=machine)
 
 
-def _learning_rate(rl: bool, model_config: ModelConfig) -> float:
+def _learning_rate(config: TrainingConfig, model_config: ModelConfig) -> float:
     """Returns the learning rate of a run that gives none.
 
-    Below a billion parameters, the rate is inversely proportional to their number, up to a maximum:
-    a rate for large models would change a small one hardly at all.
+    In SFT and RL, the rate of a model with less than a billion parameters is inversely proportional
+    to their number, up to a maximum: a rate for large models would hardly change a small one.
     """
     from coa_jax.model.params import num_params, without_adapters
 
+    rl = isinstance(config, RLConfig)
     large, most = _RATES["rl" if rl else "fit", model_config.lora.rank > 0]
+    if not (rl or isinstance(config, SFTConfig)):
+        return large
     rate = min(most, large * max(1.0, 1e9 / num_params(without_adapters(model_config))))
     return float(f"{rate:.1e}")
 

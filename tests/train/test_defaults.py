@@ -241,6 +241,12 @@ def test_smaller_models_learn_at_higher_rates(name, rank, rates):
     assert tuple(each.optimizer.learning_rate for each in chosen) == rates
 
 
+def test_preferences_keep_a_low_rate_in_small_models():
+    traces = {"traces": "t", "phase": "rl", "beta": 0.1, "min_gap": 0.5, "per_task": 1}
+    of_run = DPOConfig(**traces, model="m")
+    assert completed(of_run, model("tiny"), 512, 10, H100).optimizer.learning_rate == 1e-5
+
+
 def test_all_processes_choose_by_the_least_free_memory(monkeypatch):
     """With rows of their own, they would run programs of different shapes, and never meet."""
     monkeypatch.setattr("coa_jax.engine.memory.free_memory", lambda device: 64 * 10**9)
