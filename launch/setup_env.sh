@@ -191,6 +191,8 @@ coa_install() {
   # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
     sort -u | grep . | paste -sd ' ' -)"
+  # These extras contain `tasks`.
+  case " $extras " in *" tasks "* | *" testjax "* | *" paper "*) coa_compiler || return 1 ;; esac
   rm -f "$COA_VENV/.coa_jax"
   # What an earlier installation says of the package would hide what this one says.
   rm -rf "$COA_ROOT/coa_jax.egg-info"
@@ -200,8 +202,6 @@ coa_install() {
       coa_quietly "installing torch for the tests" "${pip[@]}" "torch==2.13.0" || return 1
       ;;
   esac
-  # These extras contain `tasks`.
-  case " $extras " in *" tasks "* | *" testjax "* | *" paper "*) coa_compiler || return 1 ;; esac
   [ -z "$extras" ] || what="coa_jax[${extras// /,}]"
   coa_quietly "installing $what into ${COA_VENV##*/}" \
     "${pip[@]}" -e "$COA_ROOT${what#coa_jax}" || return 1

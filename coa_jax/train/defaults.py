@@ -37,8 +37,8 @@ _RATES = {
 }
 """Learning rates by (stage, whether adapters are trained), for large models and for the smallest.
 
-The second are those of this project's published runs with 2 million parameters, and with adapters
-for 135 million (docs/experiments.md).
+The rates for the smallest models are those of published runs of this project: 2 million
+parameters, and adapters of a model with 135 million (docs/experiments.md).
 """
 _SHARE = {"cpu": 0.7}
 """Share of the free memory that the arrays counted here may take, if it is not 0.85."""
@@ -218,8 +218,8 @@ def completed(
         changes = [change for change in changes if change[0] != "optimizer.total_steps"]
     if changes and processes.index() == 0:
         values = ", ".join(f"{name} {new}" for name, _, new in changes)
-        known = rl or examples or config.row_length
-        data = "" if known else f" for examples of up to {longest:,} tokens (a run counts them)"
+        assumed = not (rl or examples or config.row_length)
+        data = f" for examples of up to {longest:,} tokens (a run counts them)" if assumed else ""
         print(f"chosen{data}: {values} (--config.NAME=VALUE changes a setting)", flush=True)
     return chosen
 

@@ -101,9 +101,11 @@ class Learner(Trained):
         groups = processes.count() * len(parameter_copies(self.engines))
         shapes = [engine.config for engine in self.engines]
         places = processes.count() * sum(shape.slots for shape in shapes)
-        whole = processes.count() * sum(shape.num_pages // shape.pages_per_slot for shape in shapes)
+        full_length = processes.count() * sum(
+            shape.num_pages // shape.pages_per_slot for shape in shapes
+        )
         waves = describe_waves(config.groups * config.group_size, places, groups)
-        print(f"rollouts: {waves}; the cache holds {whole:,} of full length", flush=True)
+        print(f"rollouts: {waves}; the cache holds {full_length:,} of full length", flush=True)
         for engine in self.engines if config.budgets.max_seconds else ():
             engine.warm_up()  # so that compilation does not count against `max_seconds`
 

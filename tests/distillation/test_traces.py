@@ -215,12 +215,17 @@ def test_the_policy_reads_the_descriptions_of_tools_that_logs_contain(shape, tmp
     assert 'Searches the handbook. The body is a JSON object with "query" (string).' in text
 
 
+SCHEMAS = (
+    None, {"properties": {"q": 1}}, {"required": "q"}, {"properties": {"q": {"type": 5}}},
+    {"properties": {"q": {"enum": 1}}},
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "tools",
-    ["search_docs", [None], [{"name": 1}], [{"name": "search_docs", "description": "S."}],
-     [{"name": "search_docs", "description": "S.", "parameters": {"properties": {"q": 1}}}],
-     [{"name": "search_docs", "description": "S.", "parameters": {"required": "q"}}]],
-)  # fmt: skip
+    ["search_docs", [None], [{"name": 1}], [{"name": "search_docs", "parameters": SCHEMA}]]
+    + [[{"name": "search_docs", "description": "S.", "parameters": each}] for each in SCHEMAS],
+)
 def test_a_description_that_cannot_be_used_does_not_refuse_the_run(tools, tmp_path):
     path, out = tmp_path / "log.jsonl", tmp_path / "out"
     path.write_bytes(file_of({**OWN, "tools": tools}))

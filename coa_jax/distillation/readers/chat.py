@@ -134,8 +134,8 @@ def facts_of(fields: Field) -> Facts:
 def _offered(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     request = run.get("request")
     for part in (run, request if isinstance(request, dict) else {}):
-        if found := offered_functions(part.get("tools") or part.get("functions")):
-            return found
+        if functions := offered_functions(part.get("tools") or part.get("functions")):
+            return functions
     return {}
 
 

@@ -143,7 +143,7 @@ def is_message(value: Any) -> bool:
 
 
 def _role_of_type(kind: Any) -> str | None:
-    """Returns the role of a message of a type; None for an unknown type, or that of a step."""
+    """Returns the role of a message, given its type; None for an unknown type, and for a call."""
     role = role_of(kind)
     return None if role == "call" else role
 

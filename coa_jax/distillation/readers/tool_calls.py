@@ -78,7 +78,7 @@ def offered_functions(tools: Any) -> dict[str, dict[str, Any]]:
         tools: JSON value of a request's list of tools, as in the APIs of OpenAI (chat or responses)
             or Anthropic.
     """
-    found = {}
+    functions = {}
     for tool in tools if isinstance(tools, list) else ():
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
@@ -86,20 +86,30 @@ def offered_functions(tools: Any) -> dict[str, dict[str, Any]]:
         schema = function.get("parameters", function.get("input_schema"))
         description = function.get("description")
         if isinstance(description, str) and description.strip() and _describes_object(schema):
-            found[name] = {"description": " ".join(description.split()), "parameters": schema}
-    return found
+            functions[name] = {"description": " ".join(description.split()), "parameters": schema}
+    return functions
 
 
 def _describes_object(schema: Any) -> bool:
-    """Returns whether a value is a JSON schema of an object whose properties have schemas."""
+    """Returns whether a value is a JSON schema of an object that `arguments_hint` can describe."""
     if not isinstance(schema, dict):
         return False
     properties, required = schema.get("properties", {}), schema.get("required", [])
     return (
         isinstance(properties, dict)
-        and all(isinstance(value, dict) for value in properties.values())
+        and all(map(_describes_value, properties.values()))
         and isinstance(required, list)
         and all(isinstance(name, str) for name in required)
+    )
+
+
+def _describes_value(schema: Any) -> bool:
+    """Returns whether a value is a JSON schema with a usual ``type`` and ``enum``, if any."""
+    if not isinstance(schema, dict) or not isinstance(schema.get("enum", []), list):
+        return False
+    types = schema.get("type", "any")
+    return isinstance(types, str) or (
+        isinstance(types, list) and all(isinstance(name, str) for name in types)
     )
 
 
