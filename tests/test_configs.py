@@ -51,10 +51,6 @@ VARIANTS = (
 )
 SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl", "evaluate")]
 # Every file as it is by default, and the variants of those that have some.
-FEW = {"": "rl", "distill": "distill", "sft": "sft", "more": "sft", "rl": "rl", "rft": "rft"}
-FEW |= dict.fromkeys(("sample", "validate", "evaluate", "greedy"), "evaluate")
-"""Variant of configs/few/factbook.py -> its command."""
-
 PROOF = {"": "rl", "rl": "rl", "rft": "rft", "more": "rft", "sft": "sft"}
 PROOF |= dict.fromkeys(("sample", "again", "evaluate"), "evaluate")
 """Variant of configs/proof/*.py -> its command."""
@@ -74,7 +70,7 @@ SPECS = [
         f"configs/pretrained/factbook.py:{variant}"
         for variant in ("ask", "hermes", "tools", "debug")
     ),
-    *(f"configs/few/factbook.py:{variant}" for variant in FEW if variant),
+    "configs/rl/recall.py:smollm2",
     *(
         f"configs/proof/{tasks}.py:{variant}{more}"
         for tasks in ("gsm8k", "hotpotqa")
@@ -118,7 +114,6 @@ COMMANDS = {
     "economy": token_savings.Command,
     "quickstart": quickstart.Command,
     "pretrained": quickstart.Command,
-    "few": RLRun,
     "proof": RLRun,
 }
 """Folder of configs -> the settings of its command."""
@@ -147,7 +142,7 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    others = {"quickstart", "pretrained", "few", "proof", "serve", "synthesize", "ablation"}
+    others = {"quickstart", "pretrained", "proof", "serve", "synthesize", "ablation"}
     stages = {*STAGES, *BASELINES, *others, "economy"}
     assert {Path(path).parts[1] for path in CONFIGS} == stages
 
@@ -160,7 +155,7 @@ def test_the_docstring_gives_the_command(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = module.__doc__ or ""
-    if stage in ("quickstart", "pretrained", "few", "proof"):
+    if stage in ("quickstart", "pretrained", "proof"):
         assert f"    bash launch/{stage}.sh" in text
     elif stage == "serve":
         assert f"    coa-jax serve --config={path}\n" in text
@@ -184,8 +179,7 @@ def test_values_can_be_overridden_by_type(spec):
 def test_the_code_takes_every_setting(spec):
     path, _, variant = spec.partition(":")
     stage = Path(path).parts[1]
-    named = {"few": FEW, "proof": PROOF}.get(stage)
-    command = named[variant.partition(",")[0]] if named else stage
+    command = PROOF[variant.partition(",")[0]] if stage == "proof" else stage
     build_all(command, load_config(spec).to_dict())
 
 

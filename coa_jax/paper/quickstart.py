@@ -365,22 +365,33 @@ def left_minutes(
     return speed * sum(minutes) if minutes else None
 
 
-def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
+def run_pipeline(
+    config: ml_collections.ConfigDict, workdir: Path, until: str = ""
+) -> dict[str, Any]:
     """Runs the stages of the pipeline that are not complete yet.
 
     Args:
         config: settings of the pipeline, see `Command`.
         workdir: work directory.
+        until: name of the last stage to run; "" for all stages.
 
     Returns:
         The content of ``summary.json``.
+
+    Raises:
+        UserError: a setting is wrong, or there is no stage ``until``.
     """
     with RunDir(workdir) as run:
         run.keep_config(config)
         pipeline = Pipeline(config, run)
         stages = stages_of(pipeline)
-        run.write_config(config)
         names = [name for name, _ in stages]
+        if until and until not in names:
+            raise UserError(f"--until={until}: the stages are {', '.join(names)}")
+        if until:
+            stages = stages[: names.index(until) + 1]
+            names = names[: len(stages)]
+        run.write_config(config)
         timings = dict(run.blocks().get("timings_s", {}))
         for number, (name, stage) in enumerate(stages, 1):
             if name in timings:
@@ -402,6 +413,7 @@ def define_flags() -> None:
     config_flag("configs/quickstart/factbook.py", Command)
     workdir_flag("directory of the run", "runs/quickstart")
     flags.DEFINE_string("model", "", "initial pretrained policy; short for --config.model")
+    flags.DEFINE_string("until", "", "last stage to run, such as evaluate_sft")
     flags.DEFINE_integer("seed", None, "sets all seeds of data, policy, SFT and RL", 0, MAX_INT)
 
 
@@ -416,7 +428,7 @@ def main(argv: list[str]) -> None:
         for part in (part for part in parts if config.get(part)):
             config[part].seed = seed
     warn_untested()
-    summary = run_pipeline(config, run_folder(flags.FLAGS.workdir))
+    summary = run_pipeline(config, run_folder(flags.FLAGS.workdir), flags.FLAGS.until)
     for stage in ("teacher", "base", "sft", "rl", "sft_more", "rft"):
         if block := summary.get(stage):
             low, high = block["ci95"]

@@ -125,11 +125,11 @@ class Workers:
                 None and the result did not arrive in time.
             WorkerError: the function raised an exception, or the process died.
         """
-        end = time.monotonic() + (timeout if wait is None else wait)
+        seconds = timeout if wait is None else wait
+        end = time.monotonic() + seconds
         try:
-            process = self._free.get(timeout=max(end - time.monotonic(), 0.0))
+            process = self._free.get(timeout=seconds)
         except queue.Empty:
-            seconds = timeout if wait is None else wait
             raise WorkerBusyError(f"no process was free within {seconds:.3g} seconds") from None
         try:
             if process is None or not process.alive:
@@ -142,7 +142,8 @@ class Workers:
                 if wait is None:
                     message = f"it took longer than {timeout:.3g} seconds"
                     raise WorkerTimeoutError(message) from error
-                raise
+                # Not the seconds that were left when the process was free.
+                raise WorkerBusyError(f"no result came within {wait:.3g} seconds") from error
         finally:
             self._free.put(process)
 

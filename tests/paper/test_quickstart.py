@@ -49,6 +49,7 @@ def small_config(**changes):
 
 @pytest.mark.slow
 def test_the_pipeline_writes_its_blocks_and_goes_on_where_it_was(tmp_path, capsys):
+    assert set(run_pipeline(small_config(), tmp_path, "base")["timings_s"]) == {"distill", "base"}
     summary = run_pipeline(small_config(), tmp_path)
     for stage in ("teacher", "base", "sft", "rl"):
         assert set(summary[stage]) >= BLOCK
@@ -102,6 +103,7 @@ def test_a_policy_from_nothing_learns_the_protocol(protocol, tmp_path):
         (["--config.sft.optimizer.learning_rat=1"], "did you mean"),
         (["--config.evaluate.tasks=factbok"], "factbok"),
         (["--workdir=/dev/null/run"], "/dev/null/run"),
+        (["--until=evaluate"], "evaluate_sft"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, arguments, message):
