@@ -6,9 +6,10 @@ Without a question on the command line, the command reads one question per line,
 prompt on the terminal (Ctrl-D ends the session) or from a pipe.
 
 ``--config=FILE.py`` names a config that evaluates, serves or trains a policy of this kind. The
-config gives the tools and the limits of a trajectory; the default is a config of the quickstart's
-policy. ``--tools``, ``--top_k`` and the flags that begin with ``--max_`` override the config, and
-``--config.tools.X=...`` changes one setting of a tool.
+config gives the model, the tools and the limits of a trajectory; the default is the config with
+which the quickstart's policy is served. ``--model``, ``--tools``, ``--top_k`` and the flags that
+begin with ``--max_`` override the config, and ``--config.tools.X=...`` changes one setting of a
+tool.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, 
 
 def define_flags() -> None:
     """Defines the command-line flags of ``coa-jax ask``."""
-    flags.DEFINE_string("model", "runs/quickstart/models/rl", "Hugging Face directory or GGUF file")
-    config_flag("configs/evaluate/factbook.py")
+    flags.DEFINE_string("model", None, "directory or GGUF file; short for --config.model")
+    config_flag("configs/serve/factbook.py")
     flags.DEFINE_string("protocol", "", "protocol of its answers (default: as in its training)")
     flags.DEFINE_string(
         "prompt_style", "model", "full, brief, a file with instructions, or model: as in training"
@@ -156,15 +157,18 @@ def main(argv: list[str]) -> None:
                 f"--tools: the protocol {values.protocol} has no tag for {', '.join(strange)}, only"
                 f" for {', '.join(protocol_tools)}; leave out --protocol to have these tools"
             )
+    model = values.model or values.config.get("model")
+    if not model:
+        raise UserError("--config: the file names no model; give it as --model=DIR")
     if sys.stderr.isatty():
-        print(f"loading {values.model} ...", file=sys.stderr)
+        print(f"loading {model} ...", file=sys.stderr)
     environment = values.config.get("environment", {})
     rollout: dict[str, Any] = limits_of(values.config)
     rollout |= {name: values[name].value for name in _LIMITS if values[name].value is not None}
     for name in ("prompt_style", "constrain", "level", "format"):
         rollout[name] = values[name].value
     agent = Agent(
-        values.model,
+        model,
         tools,
         protocol=protocol,
         sampling=SamplingParams(values.temperature, values.top_p),

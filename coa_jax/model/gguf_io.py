@@ -1,10 +1,14 @@
 """Reads GGUF files: configuration, dequantised tensors, and the tokenizer.
 
 The module needs the optional package ``gguf``, which implements every quantisation type in NumPy.
+The header is read here, because the package's reader takes seconds for the tokens of a vocabulary,
+and trusts the counts of a damaged file.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -88,29 +92,32 @@ class GgufFile:
     def __init__(self, path: str | Path) -> None:
         self.where = str(path)
         try:
-            self._read(_open(Path(path)))
+            import gguf  # noqa: F401 - quantisation types
+        except ImportError:
+            raise missing(f"{path}", "gguf", "gguf") from None
+        if not Path(path).exists():
+            raise UserError(f"{path} is missing: give the path of a GGUF file")
+        try:
+            with untrusted.open_file(path) as file:
+                self._read(_Header(file))
+            self._bytes = np.memmap(path, np.uint8, "r")
         except untrusted.MALFORMED as error:
-            # The library's reader does not check the file; these exceptions mean damaged bytes.
             raise UserError(
                 f"{path} is truncated or not a GGUF file "
                 f"({untrusted.reason(error)}): fetch it again"
             ) from error
 
-    def _read(self, reader: Any) -> None:
-        self._metadata = {
-            key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")
-        }
+    def _read(self, header: _Header) -> None:
+        self._metadata = header.metadata
         parts = int(self.metadata("split.count", 0))
         if parts > 1:
             raise UserError(
                 f"{self.where} is one of {parts} parts: join them with `llama-gguf-split --merge`"
             )
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self._tensors = {_hf_name(name): tensor for name, tensor in header.tensors.items()}
         self.config = self._read_config()
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            # GGUF lists the fastest-varying dimension first.
-            name: tuple(int(size) for size in reversed(tensor.shape))
-            for name, tensor in self._tensors.items()
+            name: tensor.shape for name, tensor in self._tensors.items()
         }
 
     def metadata(self, key: str, default: Any = None) -> Any:
@@ -120,12 +127,7 @@ class GgufFile:
             key: the key.
             default: result if the file does not have the key.
         """
-        field = self._metadata.get(key)
-        try:
-            return default if field is None else field.contents()
-        except untrusted.MALFORMED as error:
-            why = untrusted.reason(error)
-            raise UserError(f"{self.where}: {key} cannot be read ({why}): fetch it again") from None
+        return self._metadata.get(key, default)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads rows of a tensor as float32, in the row order of Hugging Face.
@@ -135,14 +137,15 @@ class GgufFile:
         from gguf import dequantize
 
         tensor = self._tensors[name]
+        data = np.asarray(self._bytes[tensor.start : tensor.start + math.prod(tensor.byte_shape)])
         try:
-            values = dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+            values = dequantize(data.reshape(tensor.byte_shape), tensor.kind)
         except NotImplementedError:
             raise UserError(
-                f"{self.where}: tensor {name} has type {tensor.tensor_type.name}, which the gguf "
+                f"{self.where}: tensor {name} has type {tensor.kind.name}, which the gguf "
                 "package does not dequantise: use another quantisation"
             ) from None
-        values = values.astype(np.float32, copy=False)
+        values = values.reshape(tensor.shape).astype(np.float32, copy=False)
         if self.config.architecture == "llama" and name.endswith(
             ("q_proj.weight", "k_proj.weight")
         ):
@@ -166,7 +169,7 @@ class GgufFile:
             )
         vocab = get("vocab_size")
         if vocab is None and "model.embed_tokens.weight" in self._tensors:
-            vocab = int(self._tensors["model.embed_tokens.weight"].shape[-1])
+            vocab = self._tensors["model.embed_tokens.weight"].shape[0]
         hf = {
             "model_type": name,
             "vocab_size": vocab,
@@ -206,75 +209,104 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _open(path: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise missing(f"{path}", "gguf", "gguf") from None
-    if not path.exists():
-        raise UserError(f"{path} is missing: give the path of a GGUF file")
-    with untrusted.open_file(path) as file:
-        _walk(file)
-    return GGUFReader(path)
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """Where a tensor is in the file, and its shape as in Hugging Face; ``byte_shape`` in bytes."""
+
+    shape: tuple[int, ...]
+    byte_shape: tuple[int, ...]
+    kind: Any  # a gguf.GGMLQuantizationType
+    start: int
 
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Number of bytes of each scalar type of metadata."""
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""Maps the scalar types of metadata to the characters of `struct`."""
 _STRING, _ARRAY = 8, 9
 
 
-def _walk(file: IO[bytes]) -> None:
-    """Checks that everything before the tensor data lies inside the file.
+class _Header:
+    """Everything before the tensor data of a GGUF file.
 
-    If a count in the file is damaged, the library's reader would read beyond the end of the file,
-    as many times as the count says.
+    All counts are compared with the size of the file before anything is read.
+
+    Attributes:
+        metadata: values by key.
+        tensors: tensors by GGUF's names.
 
     Raises:
         ValueError: the header is damaged; the message says how.
     """
-    size = os.fstat(file.fileno()).st_size
 
-    def number(form: str) -> int:
-        return struct.unpack(form, file.read(struct.calcsize(form)))[0]
-
-    def skip(count: int) -> None:
-        if count > size - file.tell():
-            raise ValueError(f"it ends before byte {file.tell() + count:,}")
-        file.seek(count, os.SEEK_CUR)
-
-    def value(kind: int) -> None:
-        if kind not in (*_SIZES, _STRING, _ARRAY):
-            raise ValueError(f"it has a value of the unknown type {kind}")
-        if kind == _STRING:
-            skip(number("<Q"))
-        elif kind != _ARRAY:
-            skip(_SIZES[kind])
-        else:
-            inner, count = number("<I"), number("<Q")
-            if inner == _ARRAY:
-                raise ValueError("it holds an array of arrays")
-            if inner != _STRING:
-                skip(count * _SIZES.get(inner, size))
-            elif count > size // 8:
-                raise ValueError(f"it is too short for {count:,} strings")
-            else:
-                for _ in range(count):
-                    skip(number("<Q"))
-
-    try:
-        magic, version, tensors, fields = struct.unpack("<4sIQQ", file.read(24))
+    def __init__(self, file: IO[bytes]):
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        magic, version, tensors, fields = self._numbers("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it begins with {magic!r}, version {version}")
-        if max(tensors, fields) > size // 12:
+        if max(tensors, fields) > self._size // 12:
             raise ValueError(f"it is too short for {tensors:,} tensors and {fields:,} fields")
+        self.metadata: dict[str, Any] = {}
         for _ in range(fields):
-            skip(number("<Q"))
-            value(number("<I"))
-        for _ in range(tensors):
-            skip(number("<Q"))
-            skip(8 * number("<I") + 12)
-    except struct.error as error:
-        raise ValueError("it is cut off") from error
+            key, (kind,) = self._string(), self._numbers("I")
+            if key in self.metadata:
+                raise ValueError(f"it has the field {key} twice")
+            self.metadata[key] = self._value(kind)
+        named = [(self._string(), *self._place()) for _ in range(tensors)]
+        align = self.metadata.get("general.alignment", 32)
+        if align <= 0 or align & (align - 1):
+            raise ValueError(f"general.alignment is {align}, which is no power of two")
+        start = -(-file.tell() // align) * align
+        self.tensors = {name: self._tensor(*place, start) for name, *place in named}
+        if len(self.tensors) < tensors:
+            raise ValueError("two tensors have the same name")
+
+    def _take(self, count: int) -> bytes:
+        if count > self._size - self._file.tell():
+            raise ValueError(f"it ends before byte {self._file.tell() + count:,}")
+        return self._file.read(count)
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
+
+    def _string(self) -> str:
+        # Bytes that are not UTF-8 are a fault only where the string is used.
+        return self._take(*self._numbers("Q")).decode("utf-8", "surrogateescape")
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._numbers(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise ValueError(f"it has a value of the unknown type {kind}")
+        inner, count = self._numbers("IQ")
+        if inner in _SCALARS:
+            form = np.dtype(f"<{_SCALARS[inner]}")
+            return np.frombuffer(self._take(count * form.itemsize), form).tolist()
+        if inner != _STRING:
+            raise ValueError(f"it has an array of the unknown type {inner}")
+        if count > self._size // 8:
+            raise ValueError(f"it is too short for {count:,} strings")
+        return [self._string() for _ in range(count)]
+
+    def _place(self) -> tuple[tuple[int, ...], int, int]:
+        """Reads the shape of a tensor, the number of its type, and where its bytes begin."""
+        (dimensions,) = self._numbers("I")
+        if dimensions > 8:
+            raise ValueError(f"it has a tensor of {dimensions:,} dimensions")
+        # GGUF lists the fastest-varying dimension first.
+        *shape, kind, offset = self._numbers(f"{dimensions}QIQ")
+        return tuple(reversed(shape)), kind, offset
+
+    def _tensor(self, shape: tuple[int, ...], kind: int, offset: int, start: int) -> _Tensor:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quant_shape_to_byte_shape
+
+        quantised = GGMLQuantizationType(kind)
+        byte_shape = tuple(quant_shape_to_byte_shape(shape, quantised))
+        end = start + offset + math.prod(byte_shape)
+        if end > self._size:
+            raise ValueError(f"it ends before byte {end:,}")
+        return _Tensor(shape, byte_shape, quantised, start + offset)
 
 
 def _hf_name(name: str) -> str:

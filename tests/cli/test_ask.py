@@ -131,7 +131,7 @@ def test_the_directory_of_a_run_is_asked_as_its_model_was_trained(learnt, tmp_pa
 
 @pytest.mark.slow
 def test_a_pipe_gets_plain_text_and_several_answers(learnt):
-    words = command(f"--model={learnt.path}", "--max_tokens=400")[1:]
+    words = command(f"--config.model={learnt.path}", "--max_tokens=400")[1:]
     typed = f"{learnt.question}\n\n  {learnt.question}\n"
     done = forked.run(words, REPOSITORY, environment(), text=typed)
     assert done.returncode == 0, done.stderr
@@ -182,6 +182,8 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
     ("arguments", "message"),
     [
         (["q", "--model=/no/such/model"], "error: /no/such/model does not exist"),
+        (["q", "--config.model=/no/such/model"], "error: /no/such/model does not exist"),
+        (["q", "--config=configs/pretrained/factbook.py:debug"], "error: --config: the file names"),
         (["q", "--protocol=cod", "--model=x"], "error: protocol 'cod' is unknown"),
         (["q", "--protocol=mhqa", "--tools=code"], "error: --tools: the protocol mhqa has no tag"),
         (["  ", "--model=x"], "error: the question is empty"),
