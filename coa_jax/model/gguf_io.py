@@ -250,12 +250,12 @@ class _Header:
             if key in self.metadata:
                 raise ValueError(f"it has the field {key} twice")
             self.metadata[key] = self._value(kind)
-        named = [(self._string(), *self._place()) for _ in range(tensors)]
+        places = [(self._string(), self._place()) for _ in range(tensors)]
         align = self.metadata.get("general.alignment", 32)
         if align <= 0 or align & (align - 1):
             raise ValueError(f"general.alignment is {align}, which is no power of two")
         start = -(-file.tell() // align) * align
-        self.tensors = {name: self._tensor(*place, start) for name, *place in named}
+        self.tensors = {name: self._tensor(*place, start) for name, place in places}
         if len(self.tensors) < tensors:
             raise ValueError("two tensors have the same name")
 
