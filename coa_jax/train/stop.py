@@ -70,6 +70,8 @@ def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     def request(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         stop.requested = True
+        # Not print: the signal may have interrupted a print.
+        os.write(2, b"\nSIGTERM: the run saves its state and ends; a second one ends it at once\n")
         if processes.count() == 1:
             hurry()
 

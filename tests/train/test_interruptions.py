@@ -77,6 +77,7 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(kind, folder):
     code, errors = stop_after_a_step(kind, folder, name)
     assert code == 128 + signal.SIGTERM, errors
     assert "Traceback" not in errors
+    assert "SIGTERM: the run saves its state" in errors  # at once, and not after the step
     (line,) = [line for line in errors.splitlines() if line.startswith("stopped by SIGTERM")]
     done = int(line.split()[5])
     assert 1 <= done < STEPS[kind], line
