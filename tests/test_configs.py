@@ -68,7 +68,7 @@ SPECS = [
     ),
     *(
         f"configs/pretrained/factbook.py:{variant}"
-        for variant in ("ask", "hermes", "tools", "debug")
+        for variant in ("ask", "hermes", "tools", "recall", "debug", "recall,debug")
     ),
     "configs/rl/recall.py:smollm2",
     *(

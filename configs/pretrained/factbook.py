@@ -215,7 +215,7 @@ def _in_small(config: ConfigDict) -> ConfigDict:
     config.sft.dtype, config.sft.row_length = "float32", 1536
     # All stages have the same shapes, so that few programs are compiled.
     shape = {"slots": 4, "max_length": 1536}
-    parts = [config.evaluate, config.base]
+    parts = [config.evaluate, *([config.base] if "engine" in config.base else [])]
     if config.rl:
         config.rl.optimizer.total_steps, config.rl.optimizer.warmup_steps = 1, 0
         config.rl.groups = config.rl.group_size = 2
@@ -228,8 +228,11 @@ def _in_small(config: ConfigDict) -> ConfigDict:
         config.rft.optimizer.total_steps = 1
         config.rft.min_reward = -1.0
         config.rft.dtype, config.rft.row_length = "float32", 1536
-    for mixture in (config.evaluate.mixture, config.base.mixture):
-        mixture.people.num_tasks, mixture.maths.num_tasks = 4, 2
+    for part in (config.evaluate, config.base):
+        if part.get("mixture"):
+            part.mixture.people.num_tasks, part.mixture.maths.num_tasks = 4, 2
+        else:  # in the variant recall
+            part.num_tasks = 6
     for name, measure in config.measures.items():
         if name == "scaling":
             measure.evaluate.mixture.people.num_tasks = 3

@@ -22,76 +22,40 @@ a buffer of 1/8 of the response. The release disables this shaping, and so does 
 not state the weight decay of this agent; this config uses 0.01. The release drops groups without a
 signal and samples other groups until there are enough. In this config, a step samples at most
 ``max_sampled`` times its number of groups. Neither the paper nor the release has a 3B agent; 3B
-uses the values of 7B.
+uses the values of 7B. All settings that are not listed here are those of configs/rl/web.py.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
+from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
+from coa_jax.tasks.graders import GradersConfig
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    config = complete_config(
-        RLConfig,
-        {
-            "model": f"/mnt/runs/sft-code-qwen2.5-{size}/model",
-            "tasks": "/mnt/data/code_rl.jsonl:protocol=code",
-            "num_tasks": 47_560,
-            "seed": 0,
-            "groups": 256,
-            "group_size": 8,
-            "max_sampled": 4.0,
-            "format_reward": True,
-            "mini_batch": 32,
-            "temperature": 1.0,
-            "rows": 64,
-            "row_length": 32_768,
-            "dtype": "bfloat16",
-            "remat": "full",
-            "algorithm": {
-                "name": "dapo",
-                "overlong_buffer": 0,
-                "old_logp": "trainer",
-                "tis_cap": 2.0,
-            },
-            "optimizer": {
-                "learning_rate": 1e-6,
-                "total_steps": 8 * (120 if size == "32b" else 150),
-                "warmup_steps": 8 * 10,
-                "final_ratio": 1.0,
-                "options": {"b2": 0.999},
-                "weight_decay": 0.01,
-            },
-            "engine": {
-                "max_length": 32_768,
-                "chunk": 32,
-                "extend_buckets": (256, 1024, 4096),
-                "dtype": "bfloat16",
-            },
-            "rollout": {
-                "max_tokens": 32_768,
-                "max_tool_calls": 8,
-                "max_observation_tokens": 1024,
-                "max_seconds": 3600.0,
-                "prompt_style": "full",
-                "level": "paper",
-            },
-            "checkpoint_every": 5,
-            "mesh": {
-                "data": 1,
-                "fsdp": -1,
-                "tensor": 2 if size == "32b" else 1,
-                "decode_tensor": 2 if size == "3b" else 4,
-            },
-        },
-    )
+    values = {
+        "model": f"/mnt/runs/sft-code-qwen2.5-{size}/model",
+        "tasks": "/mnt/data/code_rl.jsonl:protocol=code",
+        "num_tasks": 47_560,
+        "groups": 256,
+        "mini_batch": 32,
+        "format_reward": True,
+        "remat": "full",
+        "algorithm.dual_clip": 3.0,
+        "optimizer.total_steps": 8 * (120 if size == "32b" else 150),
+        "optimizer.warmup_steps": 8 * 10,
+        "optimizer.weight_decay": 0.01,
+        "rollout.max_tool_calls": 8,
+        "rollout.max_observation_tokens": 1024,
+    }
+    config = load_config(f"configs/rl/web.py:{size}", values)
+    config.graders = complete_config(GradersConfig, {})
     config.tools = complete_config(ToolsConfig, {"names": ("code",)})
     if debug:
         config = in_small(config, "rl")

@@ -21,80 +21,50 @@ step, 1,005 steps, learning rate 1e-6 after a warm-up of 28.5 % of the steps (28
 searches. The reward is the corrected exact match (eq 9, docs/grading.md);
 ``--config.graders.answer=mhqa_train`` selects the reward of the release. The paper does not state
 the weight decay of this agent; this config uses 0.01. Neither the paper nor the release has a 32B
-agent; 32B uses the same values.
+agent; 32B uses the same values. All settings that are not listed here are those of
+configs/rl/web.py.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
+from coa_jax.run.command import load_config
 from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
+from coa_jax.tasks.graders import GradersConfig
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.rl_config import RLConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    config = complete_config(
-        RLConfig,
-        {
-            "model": f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model",
-            "tasks": "/mnt/data/mhqa_rl.jsonl:protocol=mhqa",
-            "num_tasks": 169_615,
-            "seed": 0,
-            "groups": 512,
-            "group_size": 1,
-            "max_sampled": 1.0,
-            "format_reward": False,
-            "mini_batch": 256,
-            "temperature": 1.0,
-            "rows": 64,
-            "row_length": 10_240,
-            "dtype": "bfloat16",
-            "remat": "full",
-            "algorithm": {
-                "name": "ppo",
-                "critic_warmup_steps": 2 * 50,
-                "old_logp": "trainer",
-                "tis_cap": 2.0,
-            },
-            "optimizer": {
-                "learning_rate": 1e-6,
-                "total_steps": 2 * 1005,
-                "warmup_steps": 2 * 286,
-                "final_ratio": 1.0,
-                "options": {"b2": 0.999},
-                "weight_decay": 0.01,
-            },
-            "engine": {
-                "max_length": 10_240,
-                "chunk": 32,
-                "extend_buckets": (256, 1024, 4096),
-                "dtype": "bfloat16",
-            },
-            "rollout": {
-                "max_tokens": 10_240,
-                "max_tool_calls": 7,
-                "max_observation_tokens": 1024,
-                "max_seconds": 3600.0,
-                "prompt_style": "full",
-                "level": "paper",
-            },
-            "checkpoint_every": 20,
-            "mesh": {
-                "data": 1,
-                "fsdp": -1,
-                "tensor": 2 if size == "32b" else 1,
-                "decode_tensor": 2 if size == "3b" else 4,
-            },
-        },
-    )
-    config.tools = complete_config(
-        ToolsConfig,
-        {"names": ("wiki_search",), "wiki_search": {"url": "http://search:8002/retrieve"}},
-    )
+    values = {
+        "model": f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model",
+        "tasks": "/mnt/data/mhqa_rl.jsonl:protocol=mhqa",
+        "num_tasks": 169_615,
+        "groups": 512,
+        "group_size": 1,
+        "max_sampled": 1.0,
+        "mini_batch": 256,
+        "row_length": 10_240,
+        "remat": "full",
+        "optimizer.total_steps": 2 * 1005,
+        "optimizer.warmup_steps": 2 * 286,
+        "optimizer.weight_decay": 0.01,
+        "engine.max_length": 10_240,
+        "rollout.max_tokens": 10_240,
+        "rollout.max_tool_calls": 7,
+        "rollout.max_observation_tokens": 1024,
+        "checkpoint_every": 20,
+    }
+    config = load_config(f"configs/rl/web.py:{size}", values)
+    ppo = {"name": "ppo", "critic_warmup_steps": 2 * 50, "old_logp": "trainer", "tis_cap": 2.0}
+    config.algorithm = ml_collections.ConfigDict(ppo)
+    config.graders = complete_config(GradersConfig, {})
+    wiki_search = {"url": "http://search:8002/retrieve"}
+    tools = {"names": ("wiki_search",), "wiki_search": wiki_search}
+    config.tools = complete_config(ToolsConfig, tools)
     if debug:
         config = in_small(config, "rl")
         config.tasks, config.tools.wiki_search.url = config.tasks + ":protocol=mhqa", ""

@@ -44,77 +44,55 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
+    tokens = 32_768
     config = complete_config(
         RLConfig,
         {
             "model": f"/mnt/runs/sft-web-{'qwen3' if size == '4b' else 'qwen2.5'}-{size}/model",
             "tasks": "/mnt/data/web_rl.jsonl:protocol=web",
             "num_tasks": 10_427,
-            "seed": 0,
             "groups": 64,
             "group_size": 8,
             "max_sampled": 4.0,
-            "format_reward": False,
-            "temperature": 1.0,
             "rows": 64,
-            "row_length": 32_768,
+            "row_length": tokens,
             "dtype": "bfloat16",
             "remat": "attention",
             "algorithm": {
-                "name": "dapo",
-                "dual_clip": 10.0,
-                "overlong_buffer": 0,
-                "old_logp": "trainer",
-                "tis_cap": 2.0,
+                **{"name": "dapo", "dual_clip": 10.0, "overlong_buffer": 0},
+                **{"old_logp": "trainer", "tis_cap": 2.0},
             },
             "optimizer": {
-                "learning_rate": 1e-6,
-                "total_steps": 60,
-                "warmup_steps": 3,
-                "final_ratio": 1.0,
-                "options": {"b2": 0.999},
-                "weight_decay": 0.1,
+                **{"learning_rate": 1e-6, "warmup_steps": 3, "total_steps": 60},
+                **{"final_ratio": 1.0, "weight_decay": 0.1, "options": {"b2": 0.999}},
             },
             "engine": {
-                "max_length": 32_768,
-                "chunk": 32,
+                **{"max_length": tokens, "chunk": 32, "dtype": "bfloat16"},
                 "extend_buckets": (256, 1024, 4096),
-                "dtype": "bfloat16",
             },
             "rollout": {
-                "max_tokens": 32_768,
-                "max_tool_calls": 24,
-                "max_observation_tokens": 4096,
-                "max_seconds": 3600.0,
-                "prompt_style": "full",
-                "level": "paper",
+                **{"max_tokens": tokens, "max_tool_calls": 24, "max_observation_tokens": 4096},
+                **{"max_seconds": 3600.0, "prompt_style": "full", "level": "paper"},
             },
             "checkpoint_every": 5,
             "graders": {
                 "judge_all": True,
                 "judge": {
-                    "chat": {
-                        "url": "",  # address of your server
-                        "model": "Qwen/Qwen2.5-72B-Instruct",
-                        "max_tokens": 512,
-                        "timeout_s": 60.0,
-                    },
+                    # The address of your server is ``chat.url``.
+                    "chat": {"model": "Qwen/Qwen2.5-72B-Instruct"},
                     "concurrency": 64,
                     "patience": 3600.0,
                 },
             },
             "mesh": {
-                "data": 1,
                 "fsdp": -1,
                 "tensor": 2 if size == "32b" else 1,
                 "decode_tensor": 2 if size == "3b" else 4,
             },
         },
     )
-    config.tools = complete_config(
-        ToolsConfig,
-        {"names": ("web_search", "crawl_page"), "web_search": {"provider": "serper"}},
-    )
+    tools = {"names": ("web_search", "crawl_page"), "web_search": {"provider": "serper"}}
+    config.tools = complete_config(ToolsConfig, tools)
     if machine:
         config = on_machine(config, "rl", size, machine)
     if debug:
