@@ -112,6 +112,7 @@ def progress(
     total: int | None,
     *,
     initial: int = 0,
+    first: str = "",
     stream: IO[str] | None = None,
     interval: float = 10.0,
     enabled: bool = True,
@@ -124,6 +125,7 @@ def progress(
         total: number of units of work; None if unknown.
         initial: number of units that were finished before the run was resumed; the rate does not
             include them.
+        first: why the first unit takes longer, such as ``"step compiles"``; "" if it does not.
         stream: output stream; None for stderr.
         interval: seconds between two lines if the stream is not a terminal.
         enabled: whether anything is shown; False for all processes of a run except the first.
@@ -138,9 +140,10 @@ def progress(
         return
     from rich.console import Console  # takes a twentieth of a second, and --help shows no bar
 
+    first = first and f", the first {first}"
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
-        with _terminal_bar(console, label, total, initial, clock) as bar:
+        with _terminal_bar(console, label, total, initial, first, clock) as bar:
             yield bar
         return
 
@@ -148,7 +151,7 @@ def progress(
         print(f"{label} {text}", file=stream, flush=True)
 
     bar = Bar(total, initial, line, interval, clock)
-    line(bar.status())
+    line(bar.status() + first)
     try:
         yield bar
     except BaseException:
@@ -159,7 +162,12 @@ def progress(
 
 @contextlib.contextmanager
 def _terminal_bar(
-    console: Console, label: str, total: int | None, initial: int, clock: Callable[[], float]
+    console: Console,
+    label: str,
+    total: int | None,
+    initial: int,
+    first: str,
+    clock: Callable[[], float],
 ) -> Iterator[Bar]:
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -173,7 +181,7 @@ def _terminal_bar(
             rich_bar.update(task, completed=bar.done, status=text)
 
         bar = Bar(total, initial, draw, _REDRAW, clock)
-        draw(bar.status())
+        draw(bar.status() + first)
         try:
             yield bar
         finally:

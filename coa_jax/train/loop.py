@@ -121,7 +121,8 @@ class Loop:
             profile = Profile(self.config.profile_steps, self.run.path / "profile")
             self._profile = stack.enter_context(contextlib.closing(profile))
             self._stop = stack.enter_context(stop_on_sigterm(self._abandon))
-            bar = progress(self.phase.upper(), total=trained.total, initial=trained.step)
+            first = "step also compiles its programs" if trained.step < trained.total else ""
+            bar = progress(self.phase.upper(), trained.total, initial=trained.step, first=first)
             self._bar = stack.enter_context(bar)
             self._exit = stack.pop_all()
         return self

@@ -50,11 +50,12 @@ def test_a_resumed_stage_counts_its_rate_from_where_it_resumed():
 
 def test_the_time_of_the_first_step_which_compiles_is_not_in_the_rate():
     stream, clock = io.StringIO(), Clock()
-    with progress("SFT", 100, stream=stream, clock=clock) as bar:
+    with progress("SFT", 100, first="step compiles", stream=stream, clock=clock) as bar:
         for seconds in (120, 10, 10):
             clock.now += seconds
             bar.update()
     lines = stream.getvalue().splitlines()
+    assert lines[0] == "SFT 0/100 0%, the first step compiles"
     assert lines[1] == "SFT 1/100 1%"
     assert lines[2] == "SFT 2/100 2% 10s each 16m20s left"
     assert lines[3] == "SFT 3/100 3% 10s each 16m10s left"
