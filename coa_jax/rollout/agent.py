@@ -88,12 +88,10 @@ class Agent:
         self._environments = Environments(environment, self._prompt) if environment else None
         self.protocol = get_protocol(at_level(protocol, self._config.level, self._config.format))
         self.model = model = policy if isinstance(policy, Model) else load_model(policy)
-        length = self._config.max_tokens
-        buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
         self._engine = Engine(
             model.params,
             model.config,
-            EngineConfig(slots=slots, max_length=length, chunk=8, extend_buckets=buckets),
+            EngineConfig(slots=slots, max_length=self._config.max_tokens),
             eos_ids(tokenizer := model.tokenizer),
             constraint_or_ends(
                 self._config, tokenizer, model.config.vocab_size, [self.protocol.name]
