@@ -20,7 +20,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import load_model, save_model
 from coa_jax.model.cache import Cache, init_layers
 from coa_jax.model.compute import local_compute
-from coa_jax.model.gguf_io import GgufFile, gguf_file
+from coa_jax.model.gguf_io import GgufFile, _Header, gguf_file
 from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import load_params
 from coa_jax.model.params import shardings, specs, unstack
@@ -192,6 +192,39 @@ def test_one_part_of_several_is_told_from_a_damaged_file(references, tmp_path):
         load_model(tmp_path / "m-00001-of-00002.gguf")
     write_gguf(references["llama-tied"], tmp_path / "whole.gguf", parts=1)
     assert GgufFile(tmp_path / "whole.gguf").config.num_layers
+
+
+def test_values_of_every_type_and_quantised_tensors_are_those_of_the_gguf_package(tmp_path):
+    writer, path = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2"), tmp_path / "m.gguf"
+    for kind in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
+        getattr(writer, f"add_{kind}")(f"x.{kind}", 100)
+    writer.add_float32("x.float32", 0.1)
+    writer.add_float64("x.float64", 0.1)
+    writer.add_bool("x.bool", True)
+    writer.add_string("x.string", "Città")
+    writer.add_array("x.strings", ["a", "", "\n"])
+    writer.add_array("x.integers", [1, -2, 3])
+    writer.add_array("x.floats", [0.5, 0.25])
+    writer.add_custom_alignment(64)
+    rows = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1):
+        writer.add_tensor(kind.name, gguf.quantize(rows, kind), raw_dtype=kind)
+    writer.add_tensor("F16", rows.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with path.open("rb") as file:
+        header = _Header(file)
+    reader, data = gguf.GGUFReader(path), path.read_bytes()
+    fields = {k: v.contents() for k, v in reader.fields.items() if not k.startswith("GGUF.")}
+    assert header.metadata == fields
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for theirs in reader.tensors:
+        ours = header.tensors[theirs.name]
+        assert (ours.shape, ours.kind) == ((3, 64), theirs.tensor_type)
+        assert data[ours.start :].startswith(theirs.data.tobytes())
+        assert ours.byte_shape == theirs.data.view(np.uint8).shape
 
 
 def test_damaged_and_missing_files_are_named(references, tmp_path):
