@@ -303,7 +303,7 @@ def test_a_debug_form_differs_in_size_only():
     assert small.format_reward and large.format_reward and not tiny.format_reward
     assert (small.dtype, small.remat) == (large.dtype, large.remat) == ("bfloat16", "full")
     assert small.optimizer.learning_rate == large.optimizer.learning_rate
-    assert small.engine == tiny.engine
+    assert small.engine == tiny.engine  # also in refusing keys that a group does not have
     assert small.tools == large.tools
     assert small.tasks == "runs/debug/questions.jsonl:protocol=code"
 

@@ -201,6 +201,7 @@ def lock(config: ml_collections.ConfigDict) -> None:
     These list only changed settings (`fields.Sparse`), such as ``algorithm``, or have keys that the
     user chooses, such as ``rewards``.
     """
+    config.unlock()  # `lock` of a locked config would skip groups that were assigned since
     config.lock()
     _unlock_open_groups(config, "")
 
