@@ -37,8 +37,8 @@ _RATES = {
 }
 """Learning rates by (stage, whether adapters are trained), for large models and for the smallest.
 
-The rates for the smallest models are those of published runs of this project: 2 million
-parameters, and adapters of a model with 135 million (docs/experiments.md).
+Published runs used the rates for the smallest models (docs/experiments.md): with a model of 2
+million parameters, and with adapters of a model of 135 million.
 """
 _SHARE = {"cpu": 0.7}
 """Share of the free memory that the arrays counted here may take, if it is not 0.85."""

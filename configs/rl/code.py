@@ -22,7 +22,7 @@ a buffer of 1/8 of the response. The release disables this shaping, and so does 
 not state the weight decay of this agent; this config uses 0.01. The release drops groups without a
 signal and samples other groups until there are enough. In this config, a step samples at most
 ``max_sampled`` times its number of groups. Neither the paper nor the release has a 3B agent; 3B
-uses the values of 7B. All settings that are not listed here are those of configs/rl/web.py.
+uses the values of 7B. The settings that are missing below come from configs/rl/web.py.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ step, 1,005 steps, learning rate 1e-6 after a warm-up of 28.5 % of the steps (28
 searches. The reward is the corrected exact match (eq 9, docs/grading.md);
 ``--config.graders.answer=mhqa_train`` selects the reward of the release. The paper does not state
 the weight decay of this agent; this config uses 0.01. Neither the paper nor the release has a 32B
-agent; 32B uses the same values. All settings that are not listed here are those of
-configs/rl/web.py.
+agent; 32B uses the same values. The settings that are
+missing below come from configs/rl/web.py.
 """
 
 from __future__ import annotations

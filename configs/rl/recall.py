@@ -2,10 +2,10 @@ r"""Trains a policy by RL for a few steps, to choose settings of RL by validatio
 
     coa-jax rl --config=configs/rl/recall.py:tiny --workdir=runs/choices-tiny/default
 
-The questions and the protocol are those of the experiment "A team that remembers"
-(docs/experiments.md), of which this file takes all settings of RL but the number of steps. ``tiny``
-is its small policy, and ``smollm2`` is SmolLM2-135M-Instruct (Q4_1) with adapters. After the last
-step, the policy answers validation questions greedily.
+RL has the settings of the experiment "A team that remembers" (docs/experiments.md), with fewer
+steps. The variant ``tiny`` trains a policy of two million parameters, and ``smollm2`` trains
+adapters of SmolLM2-135M-Instruct (Q4_1). After the last step, the policy answers validation
+questions greedily.
 
 Needs: 2 CPU cores, and the policy of SFT that docs/experiments.md trains for these choices.
 Gives: eval/pass_at_1 of the last step in metrics.jsonl.
@@ -18,7 +18,7 @@ from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.train.rl_config import RLRun
 
-_WHOLE = {
+_PIPELINES = {
     "tiny": "configs/quickstart/mhqa.py:recall",
     "smollm2": "configs/pretrained/factbook.py:recall",
 }
@@ -26,12 +26,12 @@ _WHOLE = {
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a policy; ``debug`` scales it down, see tiny.py."""
-    policy, debug = parse_variants(arg, tuple(_WHOLE), SMALL)
-    whole = load_config(_WHOLE[policy])
-    values = whole.rl.to_dict()
+    policy, debug = parse_variants(arg, tuple(_PIPELINES), SMALL)
+    pipeline = load_config(_PIPELINES[policy])
+    values = pipeline.rl.to_dict()
     steps, questions = (8, 500) if policy == "tiny" else (4, 100)
     values["optimizer"] |= {"total_steps": steps}
     held_out = {"split": "validation", "num_tasks": questions, "temperature": 0.0}
     values |= {"model": f"runs/choices-{policy}/models/sft", "evaluate_every": steps}
-    config = complete_config(RLRun, {**values, "tools": whole.tools, "held_out": held_out})
+    config = complete_config(RLRun, {**values, "tools": pipeline.tools, "held_out": held_out})
     return in_small(config, "rl") if debug else config
