@@ -27,7 +27,13 @@ from absl import flags
 from coa_jax.data.atif import is_atif
 from coa_jax.data.rows import open_rows
 from coa_jax.errors import UserError
-from coa_jax.evaluation.compare import compare, differing_settings, format_comparison, load
+from coa_jax.evaluation.compare import (
+    compare,
+    differing_settings,
+    format_comparison,
+    load,
+    result_files,
+)
 from coa_jax.files import durable
 from coa_jax.report.comparison_page import PairedEvaluation, outcome_of_traces, pair_page
 from coa_jax.report.page import save_page
@@ -45,7 +51,7 @@ def outcomes(run: Path) -> dict[str, Evaluation]:
     Raises:
         UserError: a result file is damaged.
     """
-    stages = {p.parent.name: load(str(p)) for p in run.glob("evaluate/*/results.json")}
+    stages = {stage: load(str(path)) for stage, path in result_files(run).items()}
     return {stage: stages[stage] for stage in sorted(stages, key=lambda s: (stage_rank(s), s))}
 
 

@@ -165,8 +165,13 @@ def bootstrap_interval(differences: np.ndarray) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
+def result_files(run: Path) -> dict[str, Path]:
+    """Returns the result files of a run's evaluations, by stage; they may be compressed (gzip)."""
+    return {path.parent.name: path for path in run.glob("evaluate/*/results.json*")}
+
+
 def load(path: str) -> dict[str, Any]:
-    """Reads the result file ``results.json`` of an evaluation.
+    """Reads the result file ``results.json`` or ``results.json.gz`` of an evaluation.
 
     Raises:
         UserError: the file cannot be read or is not a valid result file.

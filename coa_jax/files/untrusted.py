@@ -137,17 +137,33 @@ def read_text(path: str | os.PathLike[str], limit: int | None = None) -> str:
 
 
 def read_json(path: str | os.PathLike[str], limit: int | None = SMALL) -> Any:
-    """Reads the JSON value of a file.
+    """Reads the JSON value of a file. A file ``*.gz`` is decompressed.
 
     Raises:
         UserError: the file cannot be read, is larger than ``limit`` bytes, is not JSON, is nested
             too deeply, or contains a number with too many digits (see `parse_json`).
     """
     data = read_bytes(path, limit)
+    if os.fspath(path).endswith(".gz"):
+        data = _decompressed(data, path, whole_limit() if limit is None else limit)
     try:
         return parse_json(data)
     except (ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{path}: {reason(error)}; correct the file or fetch it again") from error
+
+
+def _decompressed(data: bytes, path: str | os.PathLike[str], limit: int) -> bytes:
+    """Decompresses the content of a gzip file to at most ``limit`` bytes."""
+    stream = zlib.decompressobj(wbits=31)  # 31: with the header and the checksum of gzip
+    try:
+        content = stream.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise UserError(f"{path}: damaged: {error}; fetch it again") from error
+    if len(content) > limit:
+        raise UserError(f"{path}: cannot be read: the limit is {limit:,} bytes after decompression")
+    if not stream.eof:
+        raise UserError(f"{path}: damaged: the end is missing; fetch it again")
+    return content
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:

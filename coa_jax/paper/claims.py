@@ -29,7 +29,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax.errors import UserError
-from coa_jax.evaluation.compare import bootstrap_interval, permutation_test
+from coa_jax.evaluation.compare import bootstrap_interval, permutation_test, result_files
 from coa_jax.evaluation.metrics import mean, mean_interval, pass_at_k
 from coa_jax.files import durable, markdown
 from coa_jax.run.command import run_main
@@ -87,9 +87,8 @@ class Folders:
             stage: name of the stage.
             plain: whether to read the folders of plain tool calling.
         """
-        folders = self.plain if plain else self.runs
-        paths = [folder / "evaluate" / stage / "results.json" for folder in folders]
-        return [durable.read_json_object(path) for path in paths if all(p.is_file() for p in paths)]
+        paths = [result_files(run).get(stage) for run in (self.plain if plain else self.runs)]
+        return [durable.read_json_object(path) for path in paths if path] if all(paths) else []
 
     def summaries(self, block: str) -> list[Mapping[str, Any]]:
         """Reads one block of ``summary.json`` for each seed; [] if any block is missing.

@@ -16,6 +16,8 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
+from coa_jax.evaluation.compare import load, result_files
+
 sys.path.insert(0, str(Path(__file__).parent))
 import terminal
 
@@ -409,7 +411,7 @@ def _rewards(seed: Path) -> list[float]:
 
 def _values(seed: Path, stage: str) -> np.ndarray:
     """Returns the values of the greedy answers of a stage, one for each task."""
-    results = json.loads((seed / "evaluate" / stage / "results.json").read_text(encoding="utf-8"))
+    results = load(str(result_files(seed)[stage]))
     return np.array([task["samples"][0]["value"] for task in results["tasks"]])
 
 

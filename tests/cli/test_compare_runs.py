@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -17,10 +18,11 @@ from tests.report.run_files import HOSTILE, write_run
 
 
 def write_results(run: Path, stage: str, rows: dict[str, list[float]]) -> None:
-    """The result file of an evaluation."""
-    path = run / "evaluate" / stage / "results.json"
+    """The result file of an evaluation, which is compressed for the stage `base`."""
+    path = run / "evaluate" / stage / f"results.json{'.gz' if stage == 'base' else ''}"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(outcome(rows, stage)))
+    data = json.dumps(outcome(rows, stage)).encode()
+    path.write_bytes(gzip.compress(data) if stage == "base" else data)
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,20 @@ def test_a_file_beyond_its_limit_is_refused(tmp_path):
     assert untrusted.read_bytes("/proc/self/status")  # has no size
 
 
+def test_compressed_json_is_read_up_to_its_limit(tmp_path):
+    path = tmp_path / "values.json.gz"
+    text = json.dumps(["a" * 1000] * 100).encode()
+    packed = gzip.compress(text)
+    path.write_bytes(packed)
+    assert untrusted.read_json(path, len(text)) == json.loads(text)
+    with pytest.raises(UserError, match=rf"{path}: .*{len(text) - 1:,} bytes"):
+        untrusted.read_json(path, len(text) - 1)  # although the file itself is far smaller
+    for damaged in (packed[:-9], packed[:5], b"", text, packed[:-8] + bytes(8)):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{path}: damaged"):
+            untrusted.read_json(path, len(text))
+
+
 @pytest.mark.parametrize(
     ("read", "path", "command"),
     [
