@@ -300,6 +300,22 @@ def test_recipes_of_small_gpu_machines_fit_with_a_tenth_of_the_memory_free(machi
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-1.7b"])
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_the_programs_of_the_proof_fit_one_h100(stage, model):
+    code, result, err = aot(
+        f"--config=configs/proof/gsm8k.py:{stage}", f"--model={model}", "--topology=gpu:1xh100",
+        "--memory_fraction=0.92",  # as launch/proof.sh sets
+    )  # fmt: skip
+    assert code == 0, err
+    assert not result["estimate"]
+    programs = {program["name"] for program in result["programs"]}
+    assert programs >= ({"train"} if stage == "sft" else {"train", "extend", "decode"})
+
+
+@needs_gpu_compiler
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpu:1xh100", "v5e:2x4"])
