@@ -27,7 +27,7 @@ first two arms. All this was fixed before its first policy was trained.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
+from coa_jax import load_config
 from coa_jax.run.variants import parse_variants
 
 

@@ -24,7 +24,7 @@ trained.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
+from coa_jax import load_config
 
 
 def get_config() -> ConfigDict:

@@ -19,10 +19,9 @@ then the files of configs/distill/traces.py.
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.distillation.endpoint import EndpointConfig
 from coa_jax.distillation.smolagents_runs import SmolConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variants
 
 _MODEL = "Qwen/Qwen2.5-72B-Instruct"

@@ -17,11 +17,9 @@ because a small policy needs simple cases, too, and most questions need only one
 
 from ml_collections import ConfigDict
 
+from coa_jax import ToolsConfig, complete_config, load_config
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.tasks import Tasks
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ConfigDict:

@@ -23,10 +23,9 @@ and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 
 from ml_collections import ConfigDict
 
+from coa_jax import UserError, complete_config
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.traces import TraceFilesConfig
-from coa_jax.errors import UserError
-from coa_jax.run.settings import complete_config
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

@@ -13,7 +13,7 @@ likely, too: lower the learning rate or raise ``beta``.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.settings import complete_config
+from coa_jax import complete_config
 from coa_jax.train.config import DPOConfig
 
 

@@ -13,10 +13,8 @@ tokens of all attempts per solved task, and the share of the team's tokens that 
 
 from ml_collections import ConfigDict
 
+from coa_jax import ToolsConfig, complete_config, load_config
 from coa_jax.distillation.pipeline import DistillConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ConfigDict:

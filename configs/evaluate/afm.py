@@ -25,8 +25,7 @@ plain pass@1. ``config.attempts=1 config.rollout.cut_context=False`` turns both 
 
 from ml_collections import ConfigDict
 
-from coa_jax.errors import UserError
-from coa_jax.run.command import load_config
+from coa_jax import UserError, load_config
 from coa_jax.run.variants import SMALL, parse_variants
 
 AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "code": "CodeAgent"}

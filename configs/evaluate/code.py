@@ -18,9 +18,8 @@ From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), 4,096 
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {  # questions, samples, name of the benchmark

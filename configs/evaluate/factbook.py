@@ -13,9 +13,8 @@ pass@8 and a majority vote. ``factbook.py:debug`` scales the config down, see ti
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

@@ -17,9 +17,8 @@ first answer, as the release does; ``--config.graders.judge_all=True`` uses a ju
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {

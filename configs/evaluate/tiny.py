@@ -12,9 +12,8 @@ or judge.
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variant
 
 

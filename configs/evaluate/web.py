@@ -21,9 +21,7 @@ judge and the best-of-n model. docs/benchmarks.md lists the differences.
 
 from ml_collections import ConfigDict
 
-from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import EvaluateConfig, complete_config, load_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {

@@ -38,13 +38,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from coa_jax import EvaluateConfig, RLConfig, SFTConfig, complete_config
 from coa_jax.demo.people import TOPICS
-from coa_jax.evaluation.config import EvaluateConfig
 from coa_jax.model.config import cpu_dtype
-from coa_jax.run.settings import complete_config, partial_config
+from coa_jax.run.settings import partial_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.config import RFTConfig, SFTConfig
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.config import RFTConfig
 
 NATURAL = "configs/pretrained/natural_questions.jsonl"
 FURTHER = "configs/pretrained/further_questions.jsonl"

@@ -36,10 +36,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from coa_jax import SFTConfig, complete_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, parse_variants
-from coa_jax.train.config import RFTConfig, SFTConfig
+from coa_jax.train.config import RFTConfig
 from coa_jax.train.rl_config import RLRun
 
 STAGES = ("rl", "sample", "rft", "sft", "again", "more", "evaluate")

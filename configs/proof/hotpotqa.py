@@ -14,9 +14,7 @@ articles that the set ``fullwiki`` searches, so the search is easier than there.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ToolsConfig, complete_config, load_config
 
 SOURCES = {
     "sample": "hf:hotpotqa/hotpot_qa:distractor:train[:2%]",

@@ -12,7 +12,7 @@ the 128 RL tasks were distilled before; now none is.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
+from coa_jax import load_config
 
 TASKS = "arithmetic:products,gcd,lcm,count_bits"
 

@@ -16,12 +16,10 @@ with few trajectories, from which SFT learns until they can teach no more (docs/
 
 from ml_collections import ConfigDict
 
-from coa_jax.evaluation.config import EvaluateConfig
+from coa_jax import EvaluateConfig, RLConfig, SFTConfig, complete_config
 from coa_jax.model.config import cpu_dtype
-from coa_jax.run.settings import complete_config, partial_config
+from coa_jax.run.settings import partial_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.config import SFTConfig
-from coa_jax.train.rl_config import RLConfig
 
 # 60 % of the questions have one hop; each kind of question has a single wording.
 TASKS = "factbook:weights=60/25/10/5,templates=1"

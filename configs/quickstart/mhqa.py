@@ -16,7 +16,7 @@ search. The variant also continues SFT, for comparison with RL (docs/experiments
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
+from coa_jax import load_config
 from coa_jax.run.variants import parse_variants
 
 TASKS = "factbook:protocol=mhqa,weights=70/30/0/0,templates=1"

@@ -12,9 +12,7 @@ RL (106 of its 128 questions were distilled before; now none is). With 1,000 SFT
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ToolsConfig, complete_config, load_config
 
 TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
 

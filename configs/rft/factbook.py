@@ -16,7 +16,7 @@ that is fine-tuned. With at most four trajectories per task, easy tasks do not d
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.settings import complete_config
+from coa_jax import complete_config
 from coa_jax.train.config import RFTConfig
 
 

@@ -25,18 +25,14 @@ signal and samples other groups until there are enough. In this config, a step s
 uses the values of 7B. The settings that are missing below come from configs/rl/web.py.
 """
 
-from __future__ import annotations
+from ml_collections import ConfigDict
 
-import ml_collections
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ToolsConfig, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tasks.graders import GradersConfig
-from coa_jax.tools.make import ToolsConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     values = {

@@ -19,8 +19,7 @@ The debug variant mixes two sources and evaluates the policy on both (``eval/*``
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.train.rl_config import RLRun
 

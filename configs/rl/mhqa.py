@@ -25,18 +25,14 @@ agent; 32B uses the same values. The settings that are
 missing below come from configs/rl/web.py.
 """
 
-from __future__ import annotations
+from ml_collections import ConfigDict
 
-import ml_collections
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ToolsConfig, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tasks.graders import GradersConfig
-from coa_jax.tools.make import ToolsConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     values = {
@@ -60,7 +56,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     }
     config = load_config(f"configs/rl/web.py:{size}", values)
     ppo = {"name": "ppo", "critic_warmup_steps": 2 * 50, "old_logp": "trainer", "tis_cap": 2.0}
-    config.algorithm = ml_collections.ConfigDict(ppo)
+    config.algorithm = ConfigDict(ppo)
     config.graders = complete_config(GradersConfig, {})
     wiki_search = {"url": "http://search:8002/retrieve"}
     tools = {"names": ("wiki_search",), "wiki_search": wiki_search}

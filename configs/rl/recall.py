@@ -13,8 +13,7 @@ Gives: eval/pass_at_1 of the last step in metrics.jsonl.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import complete_config, load_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.train.rl_config import RLRun
 

@@ -11,7 +11,7 @@ sizes of this config with their own settings.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.settings import complete_config
+from coa_jax import complete_config
 from coa_jax.run.variants import parse_variant
 from coa_jax.train.rl_config import RLRun
 

@@ -29,18 +29,14 @@ groups. Neither the paper nor the release has a 3B agent; 3B uses the same value
 uses the protocol ``web_wiki``, whose search needs no network, and exact match instead of a judge.
 """
 
-from __future__ import annotations
+from ml_collections import ConfigDict
 
-import ml_collections
-
+from coa_jax import RLConfig, ToolsConfig, complete_config
 from coa_jax.run.machines import MACHINES
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.rl_config import RLConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)

@@ -11,9 +11,8 @@ that do not occur in training.
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.demo.untrained import ScratchConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 
 
 def get_config() -> ConfigDict:

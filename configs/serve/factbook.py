@@ -15,10 +15,8 @@ machines (``--config.host=0.0.0.0``) are only served if a key is set.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ToolsConfig, complete_config, load_config
 from coa_jax.serve.config import ServeConfig
-from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ConfigDict:

@@ -10,9 +10,7 @@ Gives: the same as configs/serve/factbook.py, with the tools and budgets of this
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ToolsConfig, complete_config, load_config
 
 
 def get_config() -> ConfigDict:

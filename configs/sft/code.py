@@ -17,7 +17,7 @@ Neither has a 3B code agent; 3B uses the values of 7B.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
+from coa_jax import load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

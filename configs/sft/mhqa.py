@@ -15,7 +15,7 @@ and with 2e-5 and 32 for 7B; the warm-up over 3 % of the updates is theirs. Neit
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.command import load_config
+from coa_jax import load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

@@ -11,9 +11,8 @@ the sizes of this config with their own settings.
 
 from ml_collections import ConfigDict
 
-from coa_jax.run.settings import complete_config
+from coa_jax import SFTConfig, complete_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.config import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

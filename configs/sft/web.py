@@ -23,10 +23,9 @@ rows, one for each group of ``mesh.tensor`` chips.
 
 from ml_collections import ConfigDict
 
+from coa_jax import SFTConfig, complete_config
 from coa_jax.run.machines import MACHINES
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.train.config import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

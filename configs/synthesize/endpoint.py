@@ -19,9 +19,8 @@ answer.
 
 from ml_collections import ConfigDict
 
+from coa_jax import complete_config, load_config
 from coa_jax.distillation.endpoint import EndpointConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 
 _MODEL = "Qwen/Qwen2.5-72B-Instruct"
 

@@ -17,11 +17,10 @@ corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` a
 
 from ml_collections import ConfigDict
 
+from coa_jax import ToolsConfig, complete_config
 from coa_jax.distillation.synthesis.build import SynthesisConfig
 from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
-from coa_jax.run.settings import complete_config
 from coa_jax.tasks.judge import JudgeConfig
-from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ConfigDict:
