@@ -35,22 +35,14 @@ from coa_jax.tasks.graders import GradersConfig
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    values = {
-        "model": f"/mnt/runs/sft-code-qwen2.5-{size}/model",
-        "tasks": "/mnt/data/code_rl.jsonl:protocol=code",
-        "num_tasks": 47_560,
-        "groups": 256,
-        "mini_batch": 32,
-        "format_reward": True,
-        "remat": "full",
-        "algorithm.dual_clip": 3.0,
-        "optimizer.total_steps": 8 * (120 if size == "32b" else 150),
-        "optimizer.warmup_steps": 8 * 10,
-        "optimizer.weight_decay": 0.01,
-        "rollout.max_tool_calls": 8,
-        "rollout.max_observation_tokens": 1024,
-    }
-    config = load_config(f"configs/rl/web.py:{size}", values)
+    config = load_config(f"configs/rl/web.py:{size}")
+    config.model = f"/mnt/runs/sft-code-qwen2.5-{size}/model"
+    config.tasks = "/mnt/data/code_rl.jsonl:protocol=code"
+    config.update(num_tasks=47_560, groups=256, mini_batch=32, format_reward=True, remat="full")
+    config.algorithm.dual_clip = 3.0
+    config.optimizer.total_steps = 8 * (120 if size == "32b" else 150)
+    config.optimizer.update(warmup_steps=8 * 10, weight_decay=0.01)
+    config.rollout.update(max_tool_calls=8, max_observation_tokens=1024)
     config.graders = complete_config(GradersConfig, {})
     config.tools = complete_config(ToolsConfig, {"names": ("code",)})
     if debug:

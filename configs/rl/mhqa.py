@@ -35,28 +35,16 @@ from coa_jax.tasks.graders import GradersConfig
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    values = {
-        "model": f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model",
-        "tasks": "/mnt/data/mhqa_rl.jsonl:protocol=mhqa",
-        "num_tasks": 169_615,
-        "groups": 512,
-        "group_size": 1,
-        "max_sampled": 1.0,
-        "mini_batch": 256,
-        "row_length": 10_240,
-        "remat": "full",
-        "optimizer.total_steps": 2 * 1005,
-        "optimizer.warmup_steps": 2 * 286,
-        "optimizer.weight_decay": 0.01,
-        "engine.max_length": 10_240,
-        "rollout.max_tokens": 10_240,
-        "rollout.max_tool_calls": 7,
-        "rollout.max_observation_tokens": 1024,
-        "checkpoint_every": 20,
-    }
-    config = load_config(f"configs/rl/web.py:{size}", values)
-    ppo = {"name": "ppo", "critic_warmup_steps": 2 * 50, "old_logp": "trainer", "tis_cap": 2.0}
-    config.algorithm = ConfigDict(ppo)
+    config = load_config(f"configs/rl/web.py:{size}")
+    config.model = f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model"
+    config.tasks = "/mnt/data/mhqa_rl.jsonl:protocol=mhqa"
+    config.update(num_tasks=169_615, groups=512, group_size=1, max_sampled=1.0, mini_batch=256)
+    config.update(row_length=10_240, remat="full", checkpoint_every=20)
+    config.algorithm = {"name": "ppo", "critic_warmup_steps": 2 * 50}
+    config.algorithm.update(old_logp="trainer", tis_cap=2.0)
+    config.optimizer.update(total_steps=2 * 1005, warmup_steps=2 * 286, weight_decay=0.01)
+    config.engine.max_length = config.rollout.max_tokens = 10_240
+    config.rollout.update(max_tool_calls=7, max_observation_tokens=1024)
     config.graders = complete_config(GradersConfig, {})
     wiki_search = {"url": "http://search:8002/retrieve"}
     tools = {"names": ("wiki_search",), "wiki_search": wiki_search}

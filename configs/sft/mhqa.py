@@ -22,12 +22,10 @@ from coa_jax.run.variants import in_small, parse_variant
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    changes = {
-        "model": f"/mnt/weights/Qwen2.5-{size.upper()}",
-        "data": "/mnt/data/mhqa_sft/train.jsonl",
-        "validation": "/mnt/data/mhqa_sft/validation.jsonl",
-        **{"validate_every": 10, "checkpoint_every": 10},
-        **{"optimizer.total_steps": 86, "optimizer.warmup_steps": 3},
-    }
-    config = load_config(f"configs/sft/web.py:{size}", changes)
+    config = load_config(f"configs/sft/web.py:{size}")
+    config.model = f"/mnt/weights/Qwen2.5-{size.upper()}"
+    config.data = "/mnt/data/mhqa_sft/train.jsonl"
+    config.validation = "/mnt/data/mhqa_sft/validation.jsonl"
+    config.update(validate_every=10, checkpoint_every=10)
+    config.optimizer.update(total_steps=86, warmup_steps=3)
     return in_small(config, "sft") if debug else config

@@ -33,17 +33,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
     sizes = ("7b", "1.5b", "3b", "4b", "14b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
     name = "Qwen3-4B" if size == "4b" else f"Qwen2.5-{size.upper()}-Instruct"
-    steps = {"learning_rate": 1.4e-5, "total_steps": 160, "warmup_steps": 16}
-    values = {
-        "model": f"/mnt/weights/{name}",
-        "data": "/mnt/data/web_sft/train.jsonl",
-        "validation": "/mnt/data/web_sft/validation.jsonl",
-        **{"prompt_style": "full", "level": "paper", "batch_size": 256, "validate_every": 20},
-        **{"rows": 64, "row_length": 32_768, "dtype": "bfloat16", "remat": "attention"},
-        "optimizer": {**steps, "options": {"b2": 0.999}, "weight_decay": 0.0},
-        "mesh": {"fsdp": -1, "tensor": 2 if size == "32b" else 1},
-    }
+    values = {"model": f"/mnt/weights/{name}", "data": "/mnt/data/web_sft/train.jsonl"}
     config = complete_config(SFTConfig, values)
+    config.validation = "/mnt/data/web_sft/validation.jsonl"
+    config.update(prompt_style="full", level="paper", batch_size=256, validate_every=20)
+    config.update(rows=64, row_length=32_768, dtype="bfloat16", remat="attention")
+    config.optimizer.update(learning_rate=1.4e-5, total_steps=160, warmup_steps=16)
+    config.optimizer.update(options={"b2": 0.999}, weight_decay=0.0)
+    config.mesh.update(fsdp=-1, tensor=2 if size == "32b" else 1)
     if machine:
         config = on_machine(config, "sft", size, machine)
     return in_small(config, "sft") if debug else config
