@@ -39,15 +39,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     name, size, debug = parse_variants(arg, tuple(FILES), ("7b", "32b"), SMALL)
     trained = load_config(f"configs/rl/code.py:{size}")
     tasks, samples, benchmark = FILES[name]
-    budgets = {"max_tokens": 32_768, "max_tool_calls": 11, "prompt_style": "model"}
-    values = {
-        **{"model": trained.model.replace("/sft-", "/rl-"), "stage": name, "tools": trained.tools},
-        **{"tasks": tasks, "split": "test", "protocol": "code", "samples": samples},
-        "temperature": 0.8 if size == "7b" else 0.6,
-        "engine": {**trained.engine.to_dict(), "max_length": 32_768},
-        "rollout": {**trained.rollout.to_dict(), "strict": False, **budgets},
-    }
+    values = {part: trained[part] for part in ("model", "engine", "rollout", "tools")}
+    values |= {"stage": name, "tasks": tasks}
     config = complete_config(EvaluateRun, values)
+    config.model = trained.model.replace("/sft-", "/rl-")
+    config.update(split="test", protocol="code", samples=samples)
+    config.temperature = 0.8 if size == "7b" else 0.6
+    config.rollout.update(max_tool_calls=11, prompt_style="model")
     if name.startswith("lcb"):
         config.graders.private_tests = "/mnt/data/livecodebench_testcases"
     if debug:

@@ -36,14 +36,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a set of questions."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/mhqa.py")
-    values = {
-        **{"model": trained.model.replace("/sft-", "/rl-"), "stage": name, "tools": trained.tools},
-        **{"tasks": f"{name}:/mnt/data/{FILES[name]}", "split": "test", "protocol": "mhqa"},
-        "engine": trained.engine,
-        "rollout": {**trained.rollout.to_dict(), "prompt_style": "model"},
-        "endpoint": {"opening": "<think>"},
-    }
+    values = {part: trained[part] for part in ("model", "engine", "rollout", "tools")}
+    values |= {"stage": name, "tasks": f"{name}:/mnt/data/{FILES[name]}"}
     config = complete_config(EvaluateRun, values)
+    config.model = trained.model.replace("/sft-", "/rl-")
+    config.update(split="test", protocol="mhqa")
+    config.rollout.prompt_style = "model"
+    config.endpoint.opening = "<think>"
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"

@@ -21,7 +21,8 @@ judge and the best-of-n model. docs/benchmarks.md lists the differences.
 
 from ml_collections import ConfigDict
 
-from coa_jax import EvaluateConfig, complete_config, load_config
+from coa_jax import complete_config, load_config
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {
@@ -36,20 +37,15 @@ def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a benchmark."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/web.py")
-    calls = {"prompt_style": "model", "max_turn_tokens": 4096, "max_tool_calls": 35}
-    judge = {"url": "", "model": "Qwen/Qwen2.5-72B-Instruct", "max_tokens": 512}
-    values = {
-        **{"tasks": f"/mnt/data/{FILES[name]}", "split": "test", "protocol": "web", "samples": 5},
-        **{"temperature": 1.0, "top_p": 0.9, "top_k": 20},
-        "engine": trained.engine,
-        "rollout": {**trained.rollout.to_dict(), **calls},
-        "graders": {"judge_all": True, "judge": {"chat": {**judge, "timeout_s": 60.0}}},
-        "best_of": {"chat": judge},
-        "endpoint": {"opening": "<think>"},
-    }
-    config = complete_config(EvaluateConfig, values)
-    config.model, config.stage = trained.model.replace("/sft-", "/rl-"), name
-    config.tools = trained.tools
+    values = {part: trained[part] for part in ("model", "engine", "rollout", "tools")}
+    values |= {"stage": name, "tasks": f"/mnt/data/{FILES[name]}"}
+    config = complete_config(EvaluateRun, values)
+    config.model = trained.model.replace("/sft-", "/rl-")
+    config.update(split="test", protocol="web", samples=5, temperature=1.0, top_p=0.9, top_k=20)
+    config.rollout.update(prompt_style="model", max_turn_tokens=4096, max_tool_calls=35)
+    config.best_of.chat.model = config.graders.judge.chat.model = "Qwen/Qwen2.5-72B-Instruct"
+    config.graders.judge_all = True
+    config.endpoint.opening = "<think>"
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"
