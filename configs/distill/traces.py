@@ -23,20 +23,19 @@ and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 
 from ml_collections import ConfigDict
 
-from coa_jax import UserError, complete_config
+from coa_jax import complete_config
 from coa_jax.distillation.pipeline import DistillConfig
 from coa_jax.distillation.traces import TraceFilesConfig
+from coa_jax.run.variants import parse_variants
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for logs, or with ``records`` for trajectories."""
-    if arg not in (None, "", "records"):
-        raise UserError(f"configs/distill/traces.py takes no {arg!r}; use :records or nothing")
+    (records,) = parse_variants(arg, ("", "records"))
     config = ConfigDict({"tokenizer": ""})  # folder of a tokenizer, to count tokens
-    config.traces = complete_config(TraceFilesConfig, {"files": ("",), "format": arg or ""})
-    similar = {"near_query": 0.9, "near_duplicate": 0.9}
-    sizes = {"max_answer_words": 30, "min_tool_calls": 5 if arg else 0}
-    teacher = {"max_chars": 120_000, "min_interactions": 0, "keep_without_gold": True}
-    selection = {**similar, **sizes, "blocked": ("mirrors",)}
-    config.teacher = complete_config(DistillConfig, {**teacher, "selection": selection})
+    config.traces = complete_config(TraceFilesConfig, {"files": ("",), "format": records})
+    config.teacher = complete_config(DistillConfig, {"selection": {"blocked": ("mirrors",)}})
+    config.teacher.update(max_chars=120_000, min_interactions=0, keep_without_gold=True)
+    config.teacher.selection.update(near_query=0.9, near_duplicate=0.9, max_answer_words=30)
+    config.teacher.selection.min_tool_calls = 5 if records else 0
     return config

@@ -66,10 +66,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.model, config.policy = "weights/SmolLM2-135M-Instruct", {"seed": 0}
     config.tools.wiki_search.top_k = 2
     options = f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else ""
-    mixture = {
-        "people": {"tasks": f"factbook_people{options}", "weight": 0.8},
-        "maths": {"tasks": _MATHS, "weight": 0.2},
-    }
+    mixture = _mixture("weight", 0.8, 0.2, options)
     config.distill.update(tasks="", mixture=mixture, train=800, validation=40)
     # SFT and RL train adapters, which are small enough to publish.
     config.sft.update(batch_size=4, row_length=704, rename_share=0.0, lora={"rank": 8})
@@ -80,17 +77,16 @@ def get_config(arg: str | None = None) -> ConfigDict:
     # signal.
     config.rl.update(tasks="", mixture=mixture, num_tasks=2000, groups=8)
     config.rl.update(rows=1, row_length=768, lora={"rank": 4}, checkpoint_every=1)
-    config.rl.optimizer.update(total_steps=10, warmup_steps=1)
-    config.rl.optimizer.update(learning_rate=3e-4, final_ratio=0.3)
+    config.rl.optimizer.update(learning_rate=3e-4, total_steps=10, warmup_steps=1, final_ratio=0.3)
     for part in (config.sft, config.rl):
         part.update(remat="dots", keep_last=1)
-    config.evaluate.update(tasks="", mixture=_questions(160, 40), num_tasks=200)
+    config.evaluate.update(tasks="", mixture=_mixture("num_tasks", 160, 40), num_tasks=200)
     for part in (config.rl, config.evaluate):
         part.engine.update(slots=32, max_length=768)
         part.rollout.update(max_tokens=768, max_turn_tokens=192)
     # The base model was not trained on the protocol, so its prompt contains the rules.
     config.base = {
-        "mixture": _questions(40, 10),
+        "mixture": _mixture("num_tasks", 40, 10),
         "engine": {"slots": 16, "max_length": 1792},
         "rollout": {"max_tokens": 1792, "prompt_style": "full"},
     }
@@ -132,10 +128,11 @@ def _recall(config: ConfigDict) -> None:
     config.measures = {}
 
 
-def _questions(people: int, maths: int) -> dict[str, Any]:
+def _mixture(amount: str, people: float, maths: float, options: str = "") -> dict[str, Any]:
+    """Returns the sources of the questions with their ``weight`` or ``num_tasks``."""
     return {
-        "people": {"tasks": "factbook_people", "num_tasks": people},
-        "maths": {"tasks": _MATHS, "num_tasks": maths},
+        "people": {"tasks": f"factbook_people{options}", amount: people},
+        "maths": {"tasks": _MATHS, amount: maths},
     }
 
 
@@ -143,8 +140,8 @@ def _rft(config: ConfigDict) -> ConfigDict:
     """Returns the settings of the control that imitates the right trajectories of RL."""
     same = ("rows", "row_length", "remat", "lora", "export_dtype", "keep_last")
     rft = partial_config(RFTConfig, {name: config.rl[name] for name in same})
-    rft.update(min_reward=1.0, per_task=4, batch_size=16, dtype=config.sft.dtype)
-    rft.update(checkpoint_every=8)
+    rft.update(min_reward=1.0, per_task=4, batch_size=16, checkpoint_every=8)
+    rft.dtype = config.sft.dtype
     rft.optimizer.update(learning_rate=3e-4, total_steps=12, warmup_steps=1, final_ratio=0.3)
     return rft
 
@@ -188,22 +185,20 @@ def _in_small(config: ConfigDict) -> ConfigDict:
         config.rl.update(groups=2, group_size=2, num_tasks=40)
         config.rl.optimizer.update(total_steps=1, warmup_steps=0)
     if config.rft:
-        config.rft.min_reward, config.rft.optimizer.total_steps = -1.0, 1
+        config.rft.update(min_reward=-1.0, optimizer={"total_steps": 1})
     # All stages have the same shapes, so that few programs are compiled.
     for part in filter(None, (config.sft, config.rl, config.rft)):
-        part.dtype, part.row_length = "float32", 1536
+        part.update(dtype="float32", row_length=1536)
     for part in (config.rl, config.evaluate, config.base):
         if "engine" in part:
-            part.engine.update(slots=4, max_length=1536)
-            part.rollout.max_tokens = 1536
-    for part in (config.evaluate, config.base):
-        if part.get("mixture"):
-            part.mixture = _questions(4, 2)
-        else:  # in the variant recall
-            part.num_tasks = 6
+            part.update(engine={"slots": 4, "max_length": 1536}, rollout={"max_tokens": 1536})
+    # Only the variant recall has no mixture.
+    sizes = (
+        {"mixture": _mixture("num_tasks", 4, 2)} if config.base.get("mixture") else {"num_tasks": 6}
+    )
+    config.evaluate.update(sizes)
+    config.base.update(sizes)
     for name, measure in config.measures.items():
-        if name == "scaling":
-            measure.evaluate.mixture.people.num_tasks = 3
-        else:
-            measure.evaluate.num_tasks = 4
+        part = measure.evaluate.mixture.people if name == "scaling" else measure.evaluate
+        part.num_tasks = 3 if name == "scaling" else 4
     return config

@@ -27,14 +27,12 @@ SOURCES = {
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration of a stage."""
     config = load_config(f"configs/proof/gsm8k.py:{arg or ''}")
-    if "rollout" not in config or "tasks" not in config:
+    if "tasks" not in config:
         return config
     stage = config.get("stage", "rl")
     config.tasks = SOURCES["rl" if stage == "again" else stage]
-    with config.unlocked():
-        grading = {"grader": "exact_match", "protocol": "mhqa"}
-        columns = {"columns": {"kind": "type", "level": "level"}}
-        config.task_options = ConfigDict({**columns, **grading})
+    config.task_options = {"grader": "exact_match", "protocol": "mhqa"}
+    config.task_options.columns = {"kind": "type", "level": "level"}
     if stage == "evaluate":
         config.num_tasks = min(config.num_tasks, 1000)
     wiki = {"corpus": "corpus.jsonl", "top_k": 2}

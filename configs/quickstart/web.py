@@ -27,6 +27,5 @@ def get_config() -> ConfigDict:
     # A snippet ends before the fact, so the policy must open the page.
     search = {"provider": "local", "top_k": 1, "snippet_chars": 24}
     pages = {"names": ("web_search", "crawl_page"), "crawl_page": {"page_chars": 120}}
-    with config.unlocked():
-        config.tools = complete_config(ToolsConfig, {**pages, "web_search": search})
+    config.tools = complete_config(ToolsConfig, {**pages, "web_search": search})
     return config

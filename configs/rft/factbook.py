@@ -22,11 +22,8 @@ from coa_jax.train.config import RFTConfig
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    steps = {"total_steps": 60, "warmup_steps": 3}
-    values = {
-        **{"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"},
-        **{"min_reward": 1.0, "per_task": 4, "rows": 4, "row_length": 512, "remat": "none"},
-        **{"dtype": "float32", "export_dtype": "float32"},
-        "optimizer": {"learning_rate": 1e-4, "final_ratio": 0.1, **steps},
-    }
-    return complete_config(RFTConfig, values)
+    values = {"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"}
+    config = complete_config(RFTConfig, {**values, "min_reward": 1.0, "per_task": 4})
+    config.update(rows=4, row_length=512, remat="none", dtype="float32", export_dtype="float32")
+    config.optimizer.update(learning_rate=1e-4, final_ratio=0.1, total_steps=60, warmup_steps=3)
+    return config

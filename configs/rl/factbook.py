@@ -30,13 +30,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     quickstart = load_config("configs/quickstart/factbook.py")
     values = {**quickstart.rl.to_dict(), "model": "runs/sft/model", "tools": quickstart.tools}
     config = complete_config(RLRun, values)
-    if not debug:
-        return config
-    config = in_small(config, "rl")
-    questions, config.tasks = config.tasks, ""
-    config.mixture = {
-        "questions": {"tasks": questions, "weight": 2.0},
-        "facts": {"tasks": "factbook:hops=1"},
-    }
-    config.evaluate_every, config.held_out.num_tasks = 1, 2
+    if debug:
+        config = in_small(config, "rl")
+        questions = {"tasks": config.tasks, "weight": 2.0}
+        config.mixture = {"questions": questions, "facts": {"tasks": "factbook:hops=1"}}
+        config.tasks, config.evaluate_every, config.held_out.num_tasks = "", 1, 2
     return config

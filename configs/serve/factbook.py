@@ -15,15 +15,15 @@ machines (``--config.host=0.0.0.0``) are only served if a key is set.
 
 from ml_collections import ConfigDict
 
-from coa_jax import ToolsConfig, complete_config, load_config
-from coa_jax.serve.config import ServeConfig
+from coa_jax import complete_config, load_config
+from coa_jax.cli.serve import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    values = {name: quickstart.evaluate[name].to_dict() for name in ("engine", "rollout")}
-    config = complete_config(ServeConfig, {"model": "runs/quickstart/models/rl", **values})
+    values = {name: quickstart.evaluate[name] for name in ("engine", "rollout")}
+    values |= {"model": "runs/quickstart/models/rl", "tools": quickstart.tools}
+    config = complete_config(Command, values)
     config.rollout.prompt_style = "model"
-    config.tools = complete_config(ToolsConfig, quickstart.tools)
     return config

@@ -26,9 +26,9 @@ from coa_jax.tasks.judge import JudgeConfig
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     config = ConfigDict({"probe_s": 10.0})
-    config.tools = complete_config(ToolsConfig, {"names": ("wiki_search", "code")})
+    config.tools = complete_config(ToolsConfig, {})
     config.synthesis = complete_config(SynthesisConfig, {})
-    config.with_tools = ConfigDict({"attempts": 1, "concurrency": 16, "max_messages": 80})
+    config.with_tools = {"attempts": 1, "concurrency": 16, "max_messages": 80}
     config.without_tools = complete_config(ClosedBookConfig, {})
     # With judge.chat.url, a judge decides if words differ.
     config.judge = complete_config(JudgeConfig, {})
