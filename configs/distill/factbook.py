@@ -17,16 +17,12 @@ because a small policy needs simple cases, too, and most questions need only one
 
 from ml_collections import ConfigDict
 
-from coa_jax import ToolsConfig, complete_config, load_config
-from coa_jax.distillation.pipeline import DistillConfig
-from coa_jax.distillation.tasks import Tasks
+from coa_jax import complete_config, load_config
+from coa_jax.cli.distill import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = ConfigDict({"tokenizer": "", "probe_s": 10.0})  # a tokenizer's folder counts tokens
-    config.tasks = complete_config(Tasks, quickstart.distill)
-    config.teacher = complete_config(DistillConfig, quickstart.teacher)
-    config.tools = complete_config(ToolsConfig, quickstart.tools)
-    return config
+    values = {name: quickstart[name] for name in ("teacher", "tools")}
+    return complete_config(Command, {**values, "tasks": quickstart.distill})

@@ -24,17 +24,16 @@ and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 from ml_collections import ConfigDict
 
 from coa_jax import complete_config
-from coa_jax.distillation.pipeline import DistillConfig
-from coa_jax.distillation.traces import TraceFilesConfig
+from coa_jax.cli.distill import Command
 from coa_jax.run.variants import parse_variants
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for logs, or with ``records`` for trajectories."""
     (records,) = parse_variants(arg, ("", "records"))
-    config = ConfigDict({"tokenizer": ""})  # folder of a tokenizer, to count tokens
-    config.traces = complete_config(TraceFilesConfig, {"files": ("",), "format": records})
-    config.teacher = complete_config(DistillConfig, {"selection": {"blocked": ("mirrors",)}})
+    traces = {"files": ("",), "format": records}
+    teacher = {"selection": {"blocked": ("mirrors",)}}
+    config = complete_config(Command, {"traces": traces, "teacher": teacher})
     config.teacher.update(max_chars=120_000, min_interactions=0, keep_without_gold=True)
     config.teacher.selection.update(near_query=0.9, near_duplicate=0.9, max_answer_words=30)
     config.teacher.selection.min_tool_calls = 5 if records else 0

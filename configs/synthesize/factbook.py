@@ -17,19 +17,11 @@ corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` a
 
 from ml_collections import ConfigDict
 
-from coa_jax import ToolsConfig, complete_config
-from coa_jax.distillation.synthesis.build import SynthesisConfig
-from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
-from coa_jax.tasks.judge import JudgeConfig
+from coa_jax import complete_config
+from coa_jax.cli.synthesize import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    config = ConfigDict({"probe_s": 10.0})
-    config.tools = complete_config(ToolsConfig, {})
-    config.synthesis = complete_config(SynthesisConfig, {})
-    config.with_tools = {"attempts": 1, "concurrency": 16, "max_messages": 80}
-    config.without_tools = complete_config(ClosedBookConfig, {})
-    # With judge.chat.url, a judge decides if words differ.
-    config.judge = complete_config(JudgeConfig, {})
-    return config
+    groups = ("tools", "synthesis", "with_tools", "without_tools", "judge")
+    return complete_config(Command, {group: {} for group in groups})
