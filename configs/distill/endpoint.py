@@ -17,9 +17,7 @@ search agent, with the extra ``distill``. It writes their memory to ``smolagents
 then the files of configs/distill/traces.py.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.distillation.endpoint import EndpointConfig
 from coa_jax.distillation.smolagents_runs import SmolConfig
 from coa_jax.run.variants import parse_variants

@@ -15,9 +15,7 @@ times as high. ``--config.teacher.selection.min_tool_calls=5`` is the complexity
 because a small policy needs simple cases, too, and most questions need only one to three calls.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.cli.distill import Command
 
 

@@ -21,9 +21,7 @@ The filters are those of the paper (§3.2.1). Runs of logs may be short:
 and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.cli.distill import Command
 from coa_jax.run.variants import parse_variants
 

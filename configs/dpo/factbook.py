@@ -11,9 +11,7 @@ should rise from 0.5. If ``dpo/chosen_log_ratio`` falls far below 0, right traje
 likely, too: lower the learning rate or raise ``beta``.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.train.config import DPOConfig
 
 

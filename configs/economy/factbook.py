@@ -11,9 +11,7 @@ Gives: the success rates of the policy and of the team, the tokens per task that
 tokens of all attempts per solved task, and the share of the team's tokens that the policy saves.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.paper.token_savings import Command
 
 

@@ -23,9 +23,7 @@ the release's evaluator, which docs/benchmarks.md describes. Because of them the
 plain pass@1. ``config.attempts=1 config.rollout.cut_context=False`` turns both off.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import UserError, load_config
+from coa_jax import ConfigDict, UserError, load_config
 from coa_jax.run.variants import SMALL, parse_variants
 
 AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "code": "CodeAgent"}

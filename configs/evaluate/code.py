@@ -16,9 +16,7 @@ From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), 4,096 
 28,672 of answer, 12 turns, 16 samples for AIME and AMC; all tests of a problem must pass.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 

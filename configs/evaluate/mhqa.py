@@ -15,9 +15,7 @@ of answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval``
 first answer, as the release does; ``--config.graders.judge_all=True`` uses a judge, as the paper.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 

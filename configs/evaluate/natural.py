@@ -10,9 +10,7 @@ in evaluate/natural. The policy is released/smollm2/adapter, or ``--config.model
 (docs/data.md), with columns ``kind`` and ``hops``. ``natural.py:debug`` scales the config down.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import in_small, parse_variant
 

@@ -19,9 +19,7 @@ turn and 32,768 in total, 36 turns, 10 results per search, 5 rounds, and Qwen2.5
 judge and the best-of-n model. docs/benchmarks.md lists the differences.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 

@@ -36,9 +36,7 @@ loss has converged, so that RL can still improve the policy.
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from coa_jax import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.demo.people import TOPICS
 from coa_jax.run.settings import partial_config
 from coa_jax.run.variants import parse_variant

@@ -12,9 +12,7 @@ distractors, to ``corpus.jsonl``. These are about 70,000 of the 5 million introd
 articles that the set ``fullwiki`` searches, so the search is easier than there.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import ToolsConfig, complete_config, load_config
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 
 SOURCES = {
     "sample": "hf:hotpotqa/hotpot_qa:distractor:train[:2%]",

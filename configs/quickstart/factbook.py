@@ -14,9 +14,7 @@ policy greedily too. It takes about twice as long. The variant ``factbook.py:few
 with few trajectories, from which SFT learns until they can teach no more (docs/experiments.md).
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import EvaluateConfig, RLConfig, SFTConfig, complete_config
+from coa_jax import ConfigDict, EvaluateConfig, RLConfig, SFTConfig, complete_config
 from coa_jax.model.config import cpu_dtype
 from coa_jax.run.settings import partial_config
 from coa_jax.run.variants import parse_variant

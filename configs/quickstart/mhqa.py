@@ -14,9 +14,7 @@ and does not search for them. RL then teaches the policy, which does not know th
 search. The variant also continues SFT, for comparison with RL (docs/experiments.md).
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import parse_variants
 
 TASKS = "factbook:protocol=mhqa,weights=70/30/0/0,templates=1"

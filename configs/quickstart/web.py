@@ -10,9 +10,7 @@ RL (106 of its 128 questions were distilled before; now none is). With 1,000 SFT
 2,000, pass@1 after SFT was 0.037 (0.023-0.061), because the policy must copy links exactly.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import ToolsConfig, complete_config, load_config
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 
 TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
 

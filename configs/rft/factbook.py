@@ -14,9 +14,7 @@ The trajectories come from the whole RL run, so most were sampled by better poli
 that is fine-tuned. With at most four trajectories per task, easy tasks do not dominate.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.train.config import RFTConfig
 
 

@@ -25,9 +25,7 @@ signal and samples other groups until there are enough. In this config, a step s
 uses the values of 7B. The settings that are missing below come from configs/rl/web.py.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import ToolsConfig, complete_config, load_config
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tasks.graders import GradersConfig
 

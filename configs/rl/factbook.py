@@ -17,9 +17,7 @@ Gives: runs/rl/model. Metrics to watch in metrics.jsonl:
 The debug variant mixes two sources and evaluates the policy on both (``eval/*``).
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.train.rl_config import RLRun
 

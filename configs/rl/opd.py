@@ -14,9 +14,7 @@ own task. With ``--config.algorithm.advantage=group --config.group_size=8 --conf
 are added to the advantages from the rewards.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

@@ -11,9 +11,7 @@ Needs: 2 CPU cores, and the policy of SFT that docs/experiments.md trains for th
 Gives: eval/pass_at_1 of the last step in metrics.jsonl.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.train.rl_config import RLRun
 

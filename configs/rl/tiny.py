@@ -9,9 +9,7 @@ debug variants of the other configs in this folder, such as ``configs/rl/web.py:
 sizes of this config with their own settings.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.run.variants import parse_variant
 from coa_jax.train.rl_config import RLRun
 

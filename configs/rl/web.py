@@ -29,9 +29,7 @@ groups. Neither the paper nor the release has a 3B agent; 3B uses the same value
 uses the protocol ``web_wiki``, whose search needs no network, and exact match instead of a judge.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.run.machines import MACHINES
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
 from coa_jax.train.rl_config import RLRun

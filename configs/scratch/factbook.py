@@ -9,9 +9,7 @@ Gives: runs/scratch/model, a policy with a pass@1 of 0. Names of places are not 
 that do not occur in training.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.demo.untrained_command import Command
 
 

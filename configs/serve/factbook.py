@@ -13,9 +13,7 @@ environment variable ``COA_JAX_API_KEY`` is set, clients must send its value as 
 machines (``--config.host=0.0.0.0``) are only served if a key is set.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.cli.serve import Command
 
 

@@ -8,9 +8,7 @@ Takes: seconds to load and compile; then the server runs until Ctrl-C or SIGTERM
 Gives: the same as configs/serve/factbook.py, with the tools and budgets of this policy.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.cli.serve import Command
 
 

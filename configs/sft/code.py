@@ -15,9 +15,7 @@ trajectories (Table 9; its text says about 47,000) are 3,745 or 1,873 updates; s
 Neither has a 3B code agent; 3B uses the values of 7B.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

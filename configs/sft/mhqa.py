@@ -13,9 +13,7 @@ trajectories that are cut at 5,120 tokens, with a learning rate of 1e-5 and batc
 and with 2e-5 and 32 for 7B; the warm-up over 3 % of the updates is theirs. Neither has a 32B agent.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

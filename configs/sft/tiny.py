@@ -9,9 +9,7 @@ debug variants of the other configs in this folder, such as ``configs/sft/web.py
 the sizes of this config with their own settings.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import SFTConfig, complete_config
+from coa_jax import ConfigDict, SFTConfig, complete_config
 from coa_jax.run.variants import parse_variant
 
 

@@ -21,9 +21,7 @@ Neither has a web agent of 3B or 14B. Trajectories are packed into rows; a micro
 rows, one for each group of ``mesh.tensor`` chips.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import SFTConfig, complete_config
+from coa_jax import ConfigDict, SFTConfig, complete_config
 from coa_jax.run.machines import MACHINES
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
 

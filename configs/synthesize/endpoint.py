@@ -17,9 +17,7 @@ empty, ``endpoint.key_env`` is used, too. Prices that ``solver.prices`` lacks ar
 answer.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config, load_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.distillation.endpoint import EndpointConfig
 
 _MODEL = "Qwen/Qwen2.5-72B-Instruct"

@@ -15,9 +15,7 @@ corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` a
 ``without_tools.policy=DIR``, a policy on this machine answers instead of guesses.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.cli.synthesize import Command
 
 
