@@ -13,6 +13,7 @@ The mistake rate applies to each decision, so the share of trajectories with a m
 times as high. ``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper
 (§3.2.1), ``plain_fraction`` and ``corrected_copies`` are its third and fourth filter. All are off,
 because a small policy needs simple cases, too, and most questions need only one to three calls.
+``--config.tokenizer=DIR`` names a tokenizer, with which tokens are counted.
 """
 
 from coa_jax import ConfigDict, complete_config, load_config

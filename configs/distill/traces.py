@@ -9,8 +9,8 @@ Needs: the logs, which ``--config.traces.files=results.jsonl`` names. Their form
 of your own a tag. ``--config.traces.protocol`` is the protocol of the trajectories; without it,
 they get a protocol with the tools that the logs call. docs/distillation.md lists the limits of each
 format. With ``:records``, the files contain trajectories in any form of
-docs/data.md, which are filtered without conversion. The search for near-duplicates needs the extra
-``distill``.
+docs/data.md, which are filtered without conversion. ``--config.tokenizer=DIR`` names a tokenizer,
+with which tokens are counted. The search for near-duplicates needs the extra ``distill``.
 Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few runs that each filter dropped in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line number and the reason.

@@ -18,10 +18,10 @@ from coa_jax.paper.token_savings import Command
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    tasks = {name: quickstart.evaluate[name] for name in ("split", "num_tasks", "seed")}
-    values = {name: quickstart[name] for name in ("teacher", "tools")}
-    values |= {"model": "runs/quickstart/models/rl", "number": 100}
+    evaluated = quickstart.evaluate
+    tasks = {name: evaluated[name] for name in ("split", "num_tasks", "seed")}
+    values = {"model": "runs/quickstart/models/rl", "number": 100}
     values |= {"traces": "runs/quickstart/traces.jsonl", "phase": "evaluate-rl"}
-    return complete_config(
-        Command, {**values, "tasks": {"source": quickstart.evaluate.tasks, **tasks}}
-    )
+    values |= {"tasks": {"source": evaluated.tasks, **tasks}}
+    values |= {name: quickstart[name] for name in ("teacher", "tools")}
+    return complete_config(Command, values)

@@ -63,8 +63,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config = load_config("configs/quickstart/factbook.py").unlock()
     config.model, config.policy = "weights/SmolLM2-135M-Instruct", {"seed": 0}
     config.tools.wiki_search.top_k = 2
-    options = f":topics={'/'.join(TOPICS)},wording=any" if variant == "ask" else ""
-    mixture = _mixture("weight", 0.8, 0.2, options)
+    mixture = _mixture("weight", people=0.8, maths=0.2)
     config.distill.update(tasks="", mixture=mixture, train=800, validation=40)
     # SFT and RL train adapters, which are small enough to publish.
     config.sft.update(batch_size=4, row_length=704, rename_share=0.0, lora={"rank": 8})
@@ -78,13 +77,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.rl.optimizer.update(learning_rate=3e-4, total_steps=10, warmup_steps=1, final_ratio=0.3)
     for part in (config.sft, config.rl):
         part.update(remat="dots", keep_last=1)
-    config.evaluate.update(tasks="", mixture=_mixture("num_tasks", 160, 40), num_tasks=200)
+    config.evaluate.update(tasks="", num_tasks=200)
+    config.evaluate.mixture = _mixture("num_tasks", people=160, maths=40)
     for part in (config.rl, config.evaluate):
         part.engine.update(slots=32, max_length=768)
         part.rollout.update(max_tokens=768, max_turn_tokens=192)
     # The base model was not trained on the protocol, so its prompt contains the rules.
     config.base = {
-        "mixture": _mixture("num_tasks", 40, 10),
+        "mixture": _mixture("num_tasks", people=40, maths=10),
         "engine": {"slots": 16, "max_length": 1792},
         "rollout": {"max_tokens": 1792, "prompt_style": "full"},
     }
@@ -92,24 +92,36 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.economy = config.sft_more = variant == "tags"
     config.release = variant in ("tags", "ask")
     config.rft = _rft(config) if variant == "tags" else {}
+    if variant == "ask":
+        _ask(config)
     if variant == "hermes":
         config.format = "hermes"
     if variant == "tools":
-        config.distill.mixture.drawn = {"tasks": "drawn_tools", "weight": 1.0}
-        config.distill.update(train=1600, validation=80)
-        config.sft.optimizer.total_steps, config.minutes.sft = 300, 22
-        config.rl = {}
-        config.measures = {"unseen": config.measures.unseen}
-        config.measures.unseen.update(policy="sft", evaluate={"temperature": 0.0})
-    if variant == "ask":
-        config.distill.train = 1800
-        config.sft.optimizer.total_steps, config.minutes.sft = 400, 31
-        del config.measures.scaling, config.measures.unseen
-        config.measures.update(further_sft=_people("sft", FURTHER))
-        config.measures.update(further_rl=_people("rl", FURTHER))
+        _tools(config)
     if variant == "recall":
         _recall(config)
     return _in_small(config) if debug else config
+
+
+def _ask(config: ConfigDict) -> None:
+    """Changes a config so that SFT is longer, and that SFT and RL use all wordings and topics."""
+    for part in (config.distill, config.rl):
+        part.mixture.people.tasks += f":topics={'/'.join(TOPICS)},wording=any"
+    config.distill.train = 1800
+    config.sft.optimizer.total_steps, config.minutes.sft = 400, 31
+    del config.measures.scaling, config.measures.unseen
+    for policy in ("sft", "rl"):
+        config.measures[f"further_{policy}"] = _natural(policy, FURTHER)
+
+
+def _tools(config: ConfigDict) -> None:
+    """Changes a config so that SFT also learns tools that only their prompts describe."""
+    config.distill.mixture.drawn = {"tasks": "drawn_tools", "weight": 1.0}
+    config.distill.update(train=1600, validation=80)
+    config.sft.optimizer.total_steps, config.minutes.sft = 300, 22
+    config.rl = {}
+    config.measures = {"unseen": config.measures.unseen}
+    config.measures.unseen.update(policy="sft", evaluate={"temperature": 0.0})
 
 
 def _recall(config: ConfigDict) -> None:
@@ -126,10 +138,10 @@ def _recall(config: ConfigDict) -> None:
     config.measures = {}
 
 
-def _mixture(amount: str, people: float, maths: float, options: str = "") -> dict[str, Any]:
-    """Returns the sources of the questions with their ``weight`` or ``num_tasks``."""
+def _mixture(amount: str, people: float, maths: float) -> dict[str, Any]:
+    """Returns the sources of questions, with their ``weight`` or ``num_tasks`` as the amount."""
     return {
-        "people": {"tasks": f"factbook_people{options}", amount: people},
+        "people": {"tasks": "factbook_people", amount: people},
         "maths": {"tasks": _MATHS, amount: maths},
     }
 
@@ -144,7 +156,7 @@ def _rft(config: ConfigDict) -> ConfigDict:
     return rft
 
 
-def _people(policy: str, questions: str) -> dict[str, Any]:
+def _natural(policy: str, questions: str) -> dict[str, Any]:
     """Returns the settings of greedy answers to questions in people's own words."""
     columns = {"columns": {"kind": "kind", "hops": "hops"}}
     mixture = {"natural": {"tasks": questions, "options": columns}}
@@ -160,8 +172,8 @@ def _measures() -> dict[str, Any]:
         "calendar": {"path": "examples.unseen_tools.tools:Calendar"},
     }
     return {
-        "natural_sft": _people("sft", NATURAL),
-        "natural_rl": _people("rl", NATURAL),
+        "natural_sft": _natural("sft", NATURAL),
+        "natural_rl": _natural("rl", NATURAL),
         "scaling": {"policy": "rl", "evaluate": {"mixture": people, "samples": 4}},
         # The prompt describes these two tools, which occur in no training trajectory.
         "unseen": {
@@ -190,12 +202,12 @@ def _in_small(config: ConfigDict) -> ConfigDict:
     for part in (config.rl, config.evaluate, config.base):
         if "engine" in part:
             part.update(engine={"slots": 4, "max_length": 1536}, rollout={"max_tokens": 1536})
-    # Only the variant recall has no mixture.
-    sizes = (
-        {"mixture": _mixture("num_tasks", 4, 2)} if config.base.get("mixture") else {"num_tasks": 6}
-    )
-    config.evaluate.update(sizes)
-    config.base.update(sizes)
+    if config.evaluate.mixture:
+        few = {"mixture": _mixture("num_tasks", people=4, maths=2)}
+    else:  # in the variant recall
+        few = {"num_tasks": 6}
+    config.evaluate.update(few)
+    config.base.update(few)
     for name, measure in config.measures.items():
         part = measure.evaluate.mixture.people if name == "scaling" else measure.evaluate
         part.num_tasks = 3 if name == "scaling" else 4

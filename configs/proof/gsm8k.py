@@ -34,10 +34,10 @@ needed, because all parameters of these models fit.
 
 from typing import Any
 
-from coa_jax import ConfigDict, SFTConfig, complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import SMALL, parse_variants
-from coa_jax.train.config import RFTConfig
+from coa_jax.train.config import RFTConfig, SFTConfig
 from coa_jax.train.rl_config import RLRun
 
 STAGES = ("rl", "sample", "rft", "sft", "again", "more", "evaluate")

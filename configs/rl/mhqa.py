@@ -44,9 +44,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.engine.max_length = config.rollout.max_tokens = 10_240
     config.rollout.update(max_tool_calls=7, max_observation_tokens=1024)
     config.graders = complete_config(GradersConfig, {})
-    wiki_search = {"url": "http://search:8002/retrieve"}
-    tools = {"names": ("wiki_search",), "wiki_search": wiki_search}
-    config.tools = complete_config(ToolsConfig, tools)
+    config.tools = complete_config(ToolsConfig, {"names": ("wiki_search",)})
+    config.tools.wiki_search.url = "http://search:8002/retrieve"
     if debug:
         config = in_small(config, "rl")
         config.tasks, config.tools.wiki_search.url = config.tasks + ":protocol=mhqa", ""

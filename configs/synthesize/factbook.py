@@ -12,7 +12,8 @@ tools, and of 32 guesses from the usual answers to such questions, at most a sha
 ``--config.tools.wiki_search.corpus=FILE.jsonl`` uses another corpus (``{"title", "text"}`` per
 line). The author without a model understands only sentences like those of the Factbook, so another
 corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` and
-``without_tools.policy=DIR``, a policy on this machine answers instead of guesses.
+``without_tools.policy=DIR``, a policy on this machine answers instead of guesses. With
+``judge.chat.url``, a judge decides if words differ.
 """
 
 from coa_jax import ConfigDict, complete_config
