@@ -13,7 +13,8 @@ Gives: pass@1 with its error, by difficulty and platform or by level and topic, 
 and a majority vote for AIME and AMC. ``--config.samples=8`` adds pass@2, pass@3, pass@4 and pass@8.
 
 From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), 4,096 tokens of prompt and
-28,672 of answer, 12 turns, 16 samples for AIME and AMC; all tests of a problem must pass.
+28,672 of answer, 12 turns, 16 samples for AIME and AMC; all tests of a problem must pass. The
+settings that are missing below come from configs/rl/code.py.
 """
 
 from coa_jax import ConfigDict, complete_config, load_config

@@ -13,6 +13,7 @@ Gives: exact match with its error, exact match by hops and kind of question, and
 From the paper (§4.1) and its script: greedy decoding, one sample, 2,048 tokens of prompt and 8,192
 of answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval`` compares only the
 first answer, as the release does; ``--config.graders.judge_all=True`` uses a judge, as the paper.
+The settings that are missing below come from configs/rl/mhqa.py.
 """
 
 from coa_jax import ConfigDict, complete_config, load_config

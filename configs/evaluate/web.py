@@ -16,7 +16,8 @@ best-of-3.
 
 From the paper (§4.1, §5.3) and its script: temperature 1, top-p 0.9, top-k 20, 4,096 tokens per
 turn and 32,768 in total, 36 turns, 10 results per search, 5 rounds, and Qwen2.5-72B-Instruct as the
-judge and the best-of-n model. docs/benchmarks.md lists the differences.
+judge and the best-of-n model. docs/benchmarks.md lists the differences. The settings that are
+missing below come from configs/rl/web.py.
 """
 
 from coa_jax import ConfigDict, complete_config, load_config
