@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from coa_jax.rollout.environments import Step, Turn
     from coa_jax.rollout.request import RolloutConfig
     from coa_jax.run.command import load_config
-    from coa_jax.run.settings import build_config, complete_config
+    from coa_jax.run.settings import ConfigDict, build_config, complete_config
     from coa_jax.tasks import Task, grade, grade_answer, load_tasks
     from coa_jax.tools.base import Observation, ToolContext, call_tool
     from coa_jax.tools.make import ToolsConfig, make_tools, named_tools
@@ -107,7 +107,7 @@ _HOMES = {
     "coa_jax.rollout.environments": ("Step", "Turn"),
     "coa_jax.rollout.request": ("RolloutConfig",),
     "coa_jax.run.command": ("load_config",),
-    "coa_jax.run.settings": ("build_config", "complete_config"),
+    "coa_jax.run.settings": ("ConfigDict", "build_config", "complete_config"),
     "coa_jax.tasks": ("Task", "grade", "grade_answer", "load_tasks"),
     "coa_jax.tools.base": ("Observation", "ToolContext", "call_tool"),
     "coa_jax.tools.make": ("ToolsConfig", "make_tools", "named_tools"),

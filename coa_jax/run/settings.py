@@ -166,7 +166,7 @@ def complete_config(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     """Returns a config that contains every field of a dataclass, including unset fields.
 
     All fields are necessary because a command line can override only settings that the config
-    contains.
+    contains. Only optional groups that are None are left out.
 
     Args:
         cls: a dataclass.
@@ -195,6 +195,8 @@ def _listed(config: Any) -> dict[str, Any]:
     values = {}
     for field in dataclasses.fields(cls):
         value = getattr(config, field.name)
+        if value is None:  # an optional group
+            continue
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             values[field.name] = value
         elif is_sparse(field_annotations(cls)[field.name]):

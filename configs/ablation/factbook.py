@@ -25,9 +25,7 @@ make little difference. ``factbook.py:longer`` trains for 2,000 updates, with ot
 first two arms. All this was fixed before its first policy was trained.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import parse_variants
 
 

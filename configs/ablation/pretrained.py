@@ -22,9 +22,7 @@ answer correctly. Arms, seed and number of updates were fixed before the first o
 trained.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, load_config
 
 
 def get_config() -> ConfigDict:

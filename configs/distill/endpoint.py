@@ -17,12 +17,9 @@ search agent, with the extra ``distill``. It writes their memory to ``smolagents
 then the files of configs/distill/traces.py.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.distillation.endpoint import EndpointConfig
 from coa_jax.distillation.smolagents_runs import SmolConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variants
 
 _MODEL = "Qwen/Qwen2.5-72B-Instruct"
@@ -31,18 +28,15 @@ _MODEL = "Qwen/Qwen2.5-72B-Instruct"
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration of the team, or of ``smolagents``."""
     (system,) = parse_variants(arg, ("", "smolagents"))
-    config = load_config("configs/distill/factbook.py")
-    server = {"url": "http://localhost:8000/v1", "model": _MODEL, "max_calls": 20_000}
-    with config.unlocked():
-        config.tasks.train, config.tasks.validation = 200, 50
-        config.endpoint = complete_config(
-            EndpointConfig, {**server, "prices": ((_MODEL, 0.0, 0.0),)}
-        )
-        if system:
-            config.smolagents = complete_config(SmolConfig, {})
-            config.traces = load_config("configs/distill/traces.py").traces
-            config.traces.format, config.traces.protocol = "smolagents", "generalist"
-            # The protocol demands thoughts and a double check, which smolagents does not write.
-            # They are invented, and marked in the records.
-            config.traces.completion.thoughts = config.traces.completion.verification = True
+    config = load_config("configs/distill/factbook.py").unlock()
+    config.tasks.update(train=200, validation=50)
+    server = {"url": "http://localhost:8000/v1", "model": _MODEL, "prices": ((_MODEL, 0.0, 0.0),)}
+    config.endpoint = complete_config(EndpointConfig, {**server, "max_calls": 20_000})
+    if system:
+        config.smolagents = complete_config(SmolConfig, {})
+        config.traces = load_config("configs/distill/traces.py").traces
+        config.traces.update(format="smolagents", protocol="generalist")
+        # The protocol demands thoughts and a double check, which smolagents does not write. They
+        # are invented, and marked in the records.
+        config.traces.completion.update(thoughts=True, verification=True)
     return config

@@ -13,22 +13,15 @@ The mistake rate applies to each decision, so the share of trajectories with a m
 times as high. ``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper
 (§3.2.1), ``plain_fraction`` and ``corrected_copies`` are its third and fourth filter. All are off,
 because a small policy needs simple cases, too, and most questions need only one to three calls.
+``--config.tokenizer=DIR`` names a tokenizer, with which tokens are counted.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.distillation.pipeline import DistillConfig
-from coa_jax.distillation.tasks import Tasks
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, complete_config, load_config
+from coa_jax.cli.distill import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = ConfigDict({"tokenizer": "", "probe_s": 10.0})  # a tokenizer's folder counts tokens
-    config.tasks = complete_config(Tasks, quickstart.distill)
-    config.teacher = complete_config(DistillConfig, quickstart.teacher)
-    config.tools = complete_config(ToolsConfig, quickstart.tools)
-    return config
+    values = {name: quickstart[name] for name in ("teacher", "tools")}
+    return complete_config(Command, {**values, "tasks": quickstart.distill})

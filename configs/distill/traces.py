@@ -9,8 +9,8 @@ Needs: the logs, which ``--config.traces.files=results.jsonl`` names. Their form
 of your own a tag. ``--config.traces.protocol`` is the protocol of the trajectories; without it,
 they get a protocol with the tools that the logs call. docs/distillation.md lists the limits of each
 format. With ``:records``, the files contain trajectories in any form of
-docs/data.md, which are filtered without conversion. The search for near-duplicates needs the extra
-``distill``.
+docs/data.md, which are filtered without conversion. ``--config.tokenizer=DIR`` names a tokenizer,
+with which tokens are counted. The search for near-duplicates needs the extra ``distill``.
 Takes: seconds for thousands of runs.
 Gives: ``train.jsonl``, a few runs that each filter dropped in ``dropped/``, and in ``refused/``
 every record that could not be used, with its line number and the reason.
@@ -21,23 +21,18 @@ The filters are those of the paper (§3.2.1). Runs of logs may be short:
 and keeps it; ``--config.teacher.keep_without_gold=False`` drops such runs.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.distillation.pipeline import DistillConfig
-from coa_jax.distillation.traces import TraceFilesConfig
-from coa_jax.errors import UserError
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config
+from coa_jax.cli.distill import Command
+from coa_jax.run.variants import parse_variants
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for logs, or with ``records`` for trajectories."""
-    if arg not in (None, "", "records"):
-        raise UserError(f"configs/distill/traces.py takes no {arg!r}; use :records or nothing")
-    config = ConfigDict({"tokenizer": ""})  # folder of a tokenizer, to count tokens
-    config.traces = complete_config(TraceFilesConfig, {"files": ("",), "format": arg or ""})
-    similar = {"near_query": 0.9, "near_duplicate": 0.9}
-    sizes = {"max_answer_words": 30, "min_tool_calls": 5 if arg else 0}
-    teacher = {"max_chars": 120_000, "min_interactions": 0, "keep_without_gold": True}
-    selection = {**similar, **sizes, "blocked": ("mirrors",)}
-    config.teacher = complete_config(DistillConfig, {**teacher, "selection": selection})
+    (records,) = parse_variants(arg, ("", "records"))
+    traces = {"files": ("",), "format": records}
+    teacher = {"selection": {"blocked": ("mirrors",)}}
+    config = complete_config(Command, {"traces": traces, "teacher": teacher})
+    config.teacher.update(max_chars=120_000, min_interactions=0, keep_without_gold=True)
+    config.teacher.selection.update(near_query=0.9, near_duplicate=0.9, max_answer_words=30)
+    config.teacher.selection.min_tool_calls = 5 if records else 0
     return config

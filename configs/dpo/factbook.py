@@ -11,20 +11,17 @@ should rise from 0.5. If ``dpo/chosen_log_ratio`` falls far below 0, right traje
 likely, too: lower the learning rate or raise ``beta``.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.train.config import DPOConfig
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    rate = {"learning_rate": 3e-5, "final_ratio": 0.1, "weight_decay": 0.0}
-    values = {
-        **{"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"},
-        **{"beta": 0.1, "min_gap": 0.5, "per_task": 4, "batch_size": 16},
-        **{"rows": 4, "row_length": 832, "remat": "none"},  # a row holds two trajectories
-        **{"dtype": "float32", "export_dtype": "float32"},
-        "optimizer": {**rate, "total_steps": 60, "warmup_steps": 3},
-    }
-    return complete_config(DPOConfig, values)
+    values = {"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"}
+    config = complete_config(DPOConfig, {**values, "beta": 0.1, "min_gap": 0.5, "per_task": 4})
+    # A row holds two trajectories.
+    config.update(batch_size=16, rows=4, row_length=832, remat="none")
+    config.update(dtype="float32", export_dtype="float32")
+    config.optimizer.update(total_steps=60, warmup_steps=3)
+    config.optimizer.update(learning_rate=3e-5, final_ratio=0.1, weight_decay=0.0)
+    return config

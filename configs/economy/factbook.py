@@ -11,21 +11,17 @@ Gives: the success rates of the policy and of the team, the tokens per task that
 tokens of all attempts per solved task, and the share of the team's tokens that the policy saves.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.distillation.pipeline import DistillConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, complete_config, load_config
+from coa_jax.paper.token_savings import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = ConfigDict({"traces": "runs/quickstart/traces.jsonl", "phase": "evaluate-rl"})
-    config.model, config.number = "runs/quickstart/models/rl", 100
-    tasks = {name: quickstart.evaluate[name] for name in ("split", "num_tasks", "seed")}
-    config.tasks = ConfigDict({"source": quickstart.evaluate.tasks, **tasks})
-    config.teacher = complete_config(DistillConfig, quickstart.teacher)
-    config.tools = complete_config(ToolsConfig, quickstart.tools)
-    return config
+    evaluated = quickstart.evaluate
+    tasks = {name: evaluated[name] for name in ("split", "num_tasks", "seed")}
+    values = {"model": "runs/quickstart/models/rl", "number": 100}
+    values |= {"traces": "runs/quickstart/traces.jsonl", "phase": "evaluate-rl"}
+    values |= {"tasks": {"source": evaluated.tasks, **tasks}}
+    values |= {name: quickstart[name] for name in ("teacher", "tools")}
+    return complete_config(Command, values)

@@ -23,10 +23,7 @@ the release's evaluator, which docs/benchmarks.md describes. Because of them the
 plain pass@1. ``config.attempts=1 config.rollout.cut_context=False`` turns both off.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.errors import UserError
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, UserError, load_config
 from coa_jax.run.variants import SMALL, parse_variants
 
 AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "code": "CodeAgent"}
@@ -47,15 +44,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     group = groups[name]
     if size == "3b" and group != "mhqa":
         raise UserError("the release has 3b checkpoints of the MHQA agent only: use 7b or 32b")
-    sized = f",{size}" if group == "code" else ""
-    small = f",{debug}" if debug else ""
-    config = load_config(f"configs/evaluate/{group}.py:{name}{sized}{small}")
+    sized = size if group == "code" else ""
+    config = load_config(f"configs/evaluate/{group}.py:{name},{sized},{debug}")
     config.stage = f"{name}-{phase}"
     if group == "code":
         config.rollout.prompt_style = "data"
     if group == "web":
-        config.attempts = 3
-        config.rollout.cut_context = True
+        config.attempts, config.rollout.cut_context = 3, True
     if not debug:
         config.model = f"PersonalAILab/AFM-{AGENTS[group]}-{size.upper()}-{phase}"
     return config

@@ -13,14 +13,12 @@ Gives: pass@1 with its error, by difficulty and platform or by level and topic, 
 and a majority vote for AIME and AMC. ``--config.samples=8`` adds pass@2, pass@3, pass@4 and pass@8.
 
 From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), 4,096 tokens of prompt and
-28,672 of answer, 12 turns, 16 samples for AIME and AMC; all tests of a problem must pass.
+28,672 of answer, 12 turns, 16 samples for AIME and AMC; all tests of a problem must pass. The
+settings that are missing below come from configs/rl/code.py.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {  # questions, samples, name of the benchmark
@@ -40,15 +38,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     name, size, debug = parse_variants(arg, tuple(FILES), ("7b", "32b"), SMALL)
     trained = load_config(f"configs/rl/code.py:{size}")
     tasks, samples, benchmark = FILES[name]
-    budgets = {"max_tokens": 32_768, "max_tool_calls": 11, "prompt_style": "model"}
-    values = {
-        **{"model": trained.model.replace("/sft-", "/rl-"), "stage": name, "tools": trained.tools},
-        **{"tasks": tasks, "split": "test", "protocol": "code", "samples": samples},
-        "temperature": 0.8 if size == "7b" else 0.6,
-        "engine": {**trained.engine.to_dict(), "max_length": 32_768},
-        "rollout": {**trained.rollout.to_dict(), "strict": False, **budgets},
-    }
+    values = {part: trained[part] for part in ("model", "engine", "rollout", "tools")}
+    values |= {"stage": name, "tasks": tasks}
     config = complete_config(EvaluateRun, values)
+    config.model = trained.model.replace("/sft-", "/rl-")
+    config.update(split="test", protocol="code", samples=samples)
+    config.temperature = 0.8 if size == "7b" else 0.6
+    config.rollout.update(max_tool_calls=11, prompt_style="model")
     if name.startswith("lcb"):
         config.graders.private_tests = "/mnt/data/livecodebench_testcases"
     if debug:

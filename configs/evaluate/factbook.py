@@ -11,11 +11,8 @@ in evaluate/rl/results.json and on an HTML page. ``--config.samples=8`` adds pas
 pass@8 and a majority vote. ``factbook.py:debug`` scales the config down, see tiny.py.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

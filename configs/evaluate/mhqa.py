@@ -13,13 +13,11 @@ Gives: exact match with its error, exact match by hops and kind of question, and
 From the paper (§4.1) and its script: greedy decoding, one sample, 2,048 tokens of prompt and 8,192
 of answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval`` compares only the
 first answer, as the release does; ``--config.graders.judge_all=True`` uses a judge, as the paper.
+The settings that are missing below come from configs/rl/mhqa.py.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {
@@ -37,14 +35,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a set of questions."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/mhqa.py")
-    values = {
-        **{"model": trained.model.replace("/sft-", "/rl-"), "stage": name, "tools": trained.tools},
-        **{"tasks": f"{name}:/mnt/data/{FILES[name]}", "split": "test", "protocol": "mhqa"},
-        "engine": trained.engine,
-        "rollout": {**trained.rollout.to_dict(), "prompt_style": "model"},
-        "endpoint": {"opening": "<think>"},
-    }
+    values = {part: trained[part] for part in ("model", "engine", "rollout", "tools")}
+    values |= {"stage": name, "tasks": f"{name}:/mnt/data/{FILES[name]}"}
     config = complete_config(EvaluateRun, values)
+    config.model = trained.model.replace("/sft-", "/rl-")
+    config.update(split="test", protocol="mhqa")
+    config.rollout.prompt_style = "model"
+    config.endpoint.opening = "<think>"
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"

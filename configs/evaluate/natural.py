@@ -10,11 +10,8 @@ in evaluate/natural. The policy is released/smollm2/adapter, or ``--config.model
 (docs/data.md), with columns ``kind`` and ``hops``. ``natural.py:debug`` scales the config down.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import in_small, parse_variant
 
 

@@ -10,11 +10,8 @@ config with their own settings and a few questions in the format of their benchm
 or judge.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import parse_variant
 
 

@@ -16,14 +16,12 @@ best-of-3.
 
 From the paper (§4.1, §5.3) and its script: temperature 1, top-p 0.9, top-k 20, 4,096 tokens per
 turn and 32,768 in total, 36 turns, 10 results per search, 5 rounds, and Qwen2.5-72B-Instruct as the
-judge and the best-of-n model. docs/benchmarks.md lists the differences.
+judge and the best-of-n model. docs/benchmarks.md lists the differences. The settings that are
+missing below come from configs/rl/web.py.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.evaluation.config import EvaluateConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config, load_config
+from coa_jax.evaluation.config import EvaluateRun
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 
 FILES = {
@@ -38,20 +36,15 @@ def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a benchmark."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/web.py")
-    calls = {"prompt_style": "model", "max_turn_tokens": 4096, "max_tool_calls": 35}
-    judge = {"url": "", "model": "Qwen/Qwen2.5-72B-Instruct", "max_tokens": 512}
-    values = {
-        **{"tasks": f"/mnt/data/{FILES[name]}", "split": "test", "protocol": "web", "samples": 5},
-        **{"temperature": 1.0, "top_p": 0.9, "top_k": 20},
-        "engine": trained.engine,
-        "rollout": {**trained.rollout.to_dict(), **calls},
-        "graders": {"judge_all": True, "judge": {"chat": {**judge, "timeout_s": 60.0}}},
-        "best_of": {"chat": judge},
-        "endpoint": {"opening": "<think>"},
-    }
-    config = complete_config(EvaluateConfig, values)
-    config.model, config.stage = trained.model.replace("/sft-", "/rl-"), name
-    config.tools = trained.tools
+    values = {part: trained[part] for part in ("model", "engine", "rollout", "tools")}
+    values |= {"stage": name, "tasks": f"/mnt/data/{FILES[name]}"}
+    config = complete_config(EvaluateRun, values)
+    config.model = trained.model.replace("/sft-", "/rl-")
+    config.update(split="test", protocol="web", samples=5, temperature=1.0, top_p=0.9, top_k=20)
+    config.rollout.update(prompt_style="model", max_turn_tokens=4096, max_tool_calls=35)
+    config.best_of.chat.model = config.graders.judge.chat.model = "Qwen/Qwen2.5-72B-Instruct"
+    config.graders.judge_all = True
+    config.endpoint.opening = "<think>"
     if debug:
         config = in_small(config, "evaluate")
         config.tasks = f"{name}:runs/debug/benchmarks/{name}.jsonl"

@@ -34,10 +34,8 @@ needed, because all parameters of these models fit.
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config
 from coa_jax.evaluation.config import EvaluateRun
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, parse_variants
 from coa_jax.train.config import RFTConfig, SFTConfig
 from coa_jax.train.rl_config import RLRun
@@ -98,17 +96,15 @@ def _sampled(stage: str, form: str, chips: int, debug: bool) -> ConfigDict:
         "tools": {"names": ("code",)},
     }
     if stage == "rl":
-        rate = {"learning_rate": 2e-6, "final_ratio": 1.0, "options": {"b2": 0.999}}
-        warmup = {"total_steps": steps, "warmup_steps": 0 if debug else 3, "weight_decay": 0.0}
+        config = complete_config(RLRun, {**values, **_training(chips, debug)})
+        config.update(groups=groups, group_size=samples, max_sampled=1.0)
+        config.optimizer.update(learning_rate=2e-6, final_ratio=1.0, weight_decay=0.0)
+        config.optimizer.update(total_steps=steps, warmup_steps=0 if debug else 3)
+        config.optimizer.options = {"b2": 0.999}
         # The sampler computes in bfloat16, so the trainer computes the old log-probabilities.
-        policy = {"overlong_buffer": 0, "old_logp": "trainer", "tis_cap": 2.0}
-        values |= {
-            **{"groups": groups, "group_size": samples, "max_sampled": 1.0},
-            **_training(chips, debug),
-            "algorithm": {"name": "dapo", **policy},
-            "optimizer": {**rate, **warmup},
-        }
-        return complete_config(RLRun, values)
+        config.algorithm = {"name": "dapo", "overlong_buffer": 0}
+        config.algorithm.update(old_logp="trainer", tis_cap=2.0)
+        return config
     number = {"sample": 1200, "again": _GROUPS * _STEPS, "evaluate": 1319}[stage]
     sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     values |= {

@@ -12,11 +12,7 @@ distractors, to ``corpus.jsonl``. These are about 70,000 of the 5 million introd
 articles that the set ``fullwiki`` searches, so the search is easier than there.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 
 SOURCES = {
     "sample": "hf:hotpotqa/hotpot_qa:distractor:train[:2%]",
@@ -29,14 +25,12 @@ SOURCES = {
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration of a stage."""
     config = load_config(f"configs/proof/gsm8k.py:{arg or ''}")
-    if "rollout" not in config or "tasks" not in config:
+    if "tasks" not in config:
         return config
     stage = config.get("stage", "rl")
     config.tasks = SOURCES["rl" if stage == "again" else stage]
-    with config.unlocked():
-        grading = {"grader": "exact_match", "protocol": "mhqa"}
-        columns = {"columns": {"kind": "type", "level": "level"}}
-        config.task_options = ConfigDict({**columns, **grading})
+    config.task_options = {"grader": "exact_match", "protocol": "mhqa"}
+    config.task_options.columns = {"kind": "type", "level": "level"}
     if stage == "evaluate":
         config.num_tasks = min(config.num_tasks, 1000)
     wiki = {"corpus": "corpus.jsonl", "top_k": 2}

@@ -10,9 +10,7 @@ intervals overlap, so eight steps of RL preserve the result of SFT but show no i
 the 128 RL tasks were distilled before; now none is.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, load_config
 
 TASKS = "arithmetic:products,gcd,lcm,count_bits"
 

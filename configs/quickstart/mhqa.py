@@ -14,9 +14,7 @@ and does not search for them. RL then teaches the policy, which does not know th
 search. The variant also continues SFT, for comparison with RL (docs/experiments.md).
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import parse_variants
 
 TASKS = "factbook:protocol=mhqa,weights=70/30/0/0,templates=1"
@@ -30,26 +28,19 @@ def get_config(arg: str = "") -> ConfigDict:
     few large updates with the same number of tokens.
     """
     (recall,) = parse_variants(arg, ("", "recall"))
-    config = load_config(
-        "configs/quickstart/factbook.py",
-        {
-            "tools.names": ("wiki_search",),
-            "distill.tasks": TASKS,
-            "distill.train": 3000,
-            "policy.vocab_size": 512,
-            "sft.batch_size": 2,
-            "sft.optimizer.learning_rate": 6e-4,
-            "sft.optimizer.total_steps": 2000,
-            "rl.tasks": TASKS,
-            "rl.num_tasks": 4000,
-            "rl.groups": 16,
-            "rl.rollout.max_turn_tokens": 144,
-            "rl.optimizer.total_steps": 8,
-            "evaluate.tasks": TASKS,
-            "evaluate.num_tasks": 400,
-            "evaluate.rollout.max_turn_tokens": 144,
-        },
-    )
+    # The variant ``control`` continues SFT, and evaluates each policy greedily.
+    control = "control" if recall else ""
+    config = load_config(f"configs/quickstart/factbook.py:{control}")
+    config.tools.names = ("wiki_search",)
+    config.policy.vocab_size = 512
+    config.distill.update(tasks=TASKS, train=3000)
+    config.sft.batch_size = 2
+    config.sft.optimizer.update(learning_rate=6e-4, total_steps=2000)
+    config.rl.update(tasks=TASKS, num_tasks=4000, groups=16)
+    config.rl.optimizer.total_steps = 8
+    config.evaluate.update(tasks=TASKS, num_tasks=400)
+    for part in (config.rl, config.evaluate):
+        part.rollout.max_turn_tokens = 144
     if recall:
         with config.unlocked():
             _recall(config)
@@ -59,16 +50,9 @@ def get_config(arg: str = "") -> ConfigDict:
 def _recall(config: ConfigDict) -> None:
     """Changes a config so that the team remembers facts, and RL is compared with more SFT."""
     config.teacher.team = "coa_jax.demo.recall:recalling_agents"
-    config.distill.tasks = config.rl.tasks = config.evaluate.tasks = MORE_HOPS
-    config.distill.train = 1000
+    config.distill.update(tasks=MORE_HOPS, train=1000)
     config.sft.optimizer.total_steps = 2500
-    config.rl.num_tasks = 3500
-    config.rl.groups = 24
+    config.rl.update(tasks=MORE_HOPS, num_tasks=3500, groups=24)
     config.rl.optimizer.total_steps = 24
-    config.evaluate.num_tasks = 500
-    config.sft_more = True
+    config.evaluate.update(tasks=MORE_HOPS, num_tasks=500)
     config.sft_more_updates = 1500
-    config.measures = {
-        f"{policy}_greedy": {"policy": policy, "evaluate": {"temperature": 0.0}}
-        for policy in ("sft", "rl", "sft_more")
-    }

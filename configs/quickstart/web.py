@@ -10,11 +10,7 @@ RL (106 of its 128 questions were distilled before; now none is). With 1,000 SFT
 2,000, pass@1 after SFT was 0.037 (0.023-0.061), because the policy must copy links exactly.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 
 TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
 
@@ -29,6 +25,5 @@ def get_config() -> ConfigDict:
     # A snippet ends before the fact, so the policy must open the page.
     search = {"provider": "local", "top_k": 1, "snippet_chars": 24}
     pages = {"names": ("web_search", "crawl_page"), "crawl_page": {"page_chars": 120}}
-    with config.unlocked():
-        config.tools = complete_config(ToolsConfig, {**pages, "web_search": search})
+    config.tools = complete_config(ToolsConfig, {**pages, "web_search": search})
     return config

@@ -14,19 +14,14 @@ The trajectories come from the whole RL run, so most were sampled by better poli
 that is fine-tuned. With at most four trajectories per task, easy tasks do not dominate.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.train.config import RFTConfig
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    steps = {"total_steps": 60, "warmup_steps": 3}
-    values = {
-        **{"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"},
-        **{"min_reward": 1.0, "per_task": 4, "rows": 4, "row_length": 512, "remat": "none"},
-        **{"dtype": "float32", "export_dtype": "float32"},
-        "optimizer": {"learning_rate": 1e-4, "final_ratio": 0.1, **steps},
-    }
-    return complete_config(RFTConfig, values)
+    values = {"model": "runs/sft/model", "traces": "runs/rl/traces.jsonl", "phase": "rl"}
+    config = complete_config(RFTConfig, {**values, "min_reward": 1.0, "per_task": 4})
+    config.update(rows=4, row_length=512, remat="none", dtype="float32", export_dtype="float32")
+    config.optimizer.update(learning_rate=1e-4, final_ratio=0.1, total_steps=60, warmup_steps=3)
+    return config

@@ -25,36 +25,22 @@ signal and samples other groups until there are enough. In this config, a step s
 uses the values of 7B. The settings that are missing below come from configs/rl/web.py.
 """
 
-from __future__ import annotations
-
-import ml_collections
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tasks.graders import GradersConfig
-from coa_jax.tools.make import ToolsConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    values = {
-        "model": f"/mnt/runs/sft-code-qwen2.5-{size}/model",
-        "tasks": "/mnt/data/code_rl.jsonl:protocol=code",
-        "num_tasks": 47_560,
-        "groups": 256,
-        "mini_batch": 32,
-        "format_reward": True,
-        "remat": "full",
-        "algorithm.dual_clip": 3.0,
-        "optimizer.total_steps": 8 * (120 if size == "32b" else 150),
-        "optimizer.warmup_steps": 8 * 10,
-        "optimizer.weight_decay": 0.01,
-        "rollout.max_tool_calls": 8,
-        "rollout.max_observation_tokens": 1024,
-    }
-    config = load_config(f"configs/rl/web.py:{size}", values)
+    config = load_config(f"configs/rl/web.py:{size}")
+    config.model = f"/mnt/runs/sft-code-qwen2.5-{size}/model"
+    config.tasks = "/mnt/data/code_rl.jsonl:protocol=code"
+    config.update(num_tasks=47_560, groups=256, mini_batch=32, format_reward=True, remat="full")
+    config.algorithm.dual_clip = 3.0
+    config.optimizer.total_steps = 8 * (120 if size == "32b" else 150)
+    config.optimizer.update(warmup_steps=8 * 10, weight_decay=0.01)
+    config.rollout.update(max_tool_calls=8, max_observation_tokens=1024)
     config.graders = complete_config(GradersConfig, {})
     config.tools = complete_config(ToolsConfig, {"names": ("code",)})
     if debug:

@@ -17,10 +17,7 @@ Gives: runs/rl/model. Metrics to watch in metrics.jsonl:
 The debug variant mixes two sources and evaluates the policy on both (``eval/*``).
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.train.rl_config import RLRun
 
@@ -31,13 +28,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     quickstart = load_config("configs/quickstart/factbook.py")
     values = {**quickstart.rl.to_dict(), "model": "runs/sft/model", "tools": quickstart.tools}
     config = complete_config(RLRun, values)
-    if not debug:
-        return config
-    config = in_small(config, "rl")
-    questions, config.tasks = config.tasks, ""
-    config.mixture = {
-        "questions": {"tasks": questions, "weight": 2.0},
-        "facts": {"tasks": "factbook:hops=1"},
-    }
-    config.evaluate_every, config.held_out.num_tasks = 1, 2
+    if debug:
+        config = in_small(config, "rl")
+        questions = {"tasks": config.tasks, "weight": 2.0}
+        config.mixture = {"questions": questions, "facts": {"tasks": "factbook:hops=1"}}
+        config.tasks, config.evaluate_every, config.held_out.num_tasks = "", 1, 2
     return config

@@ -25,46 +25,27 @@ agent; 32B uses the same values. The settings that are
 missing below come from configs/rl/web.py.
 """
 
-from __future__ import annotations
-
-import ml_collections
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, ToolsConfig, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
 from coa_jax.tasks.graders import GradersConfig
-from coa_jax.tools.make import ToolsConfig
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    values = {
-        "model": f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model",
-        "tasks": "/mnt/data/mhqa_rl.jsonl:protocol=mhqa",
-        "num_tasks": 169_615,
-        "groups": 512,
-        "group_size": 1,
-        "max_sampled": 1.0,
-        "mini_batch": 256,
-        "row_length": 10_240,
-        "remat": "full",
-        "optimizer.total_steps": 2 * 1005,
-        "optimizer.warmup_steps": 2 * 286,
-        "optimizer.weight_decay": 0.01,
-        "engine.max_length": 10_240,
-        "rollout.max_tokens": 10_240,
-        "rollout.max_tool_calls": 7,
-        "rollout.max_observation_tokens": 1024,
-        "checkpoint_every": 20,
-    }
-    config = load_config(f"configs/rl/web.py:{size}", values)
-    ppo = {"name": "ppo", "critic_warmup_steps": 2 * 50, "old_logp": "trainer", "tis_cap": 2.0}
-    config.algorithm = ml_collections.ConfigDict(ppo)
+    config = load_config(f"configs/rl/web.py:{size}")
+    config.model = f"/mnt/runs/sft-mhqa-qwen2.5-{size}/model"
+    config.tasks = "/mnt/data/mhqa_rl.jsonl:protocol=mhqa"
+    config.update(num_tasks=169_615, groups=512, group_size=1, max_sampled=1.0, mini_batch=256)
+    config.update(row_length=10_240, remat="full", checkpoint_every=20)
+    config.algorithm = {"name": "ppo", "critic_warmup_steps": 2 * 50}
+    config.algorithm.update(old_logp="trainer", tis_cap=2.0)
+    config.optimizer.update(total_steps=2 * 1005, warmup_steps=2 * 286, weight_decay=0.01)
+    config.engine.max_length = config.rollout.max_tokens = 10_240
+    config.rollout.update(max_tool_calls=7, max_observation_tokens=1024)
     config.graders = complete_config(GradersConfig, {})
-    wiki_search = {"url": "http://search:8002/retrieve"}
-    tools = {"names": ("wiki_search",), "wiki_search": wiki_search}
-    config.tools = complete_config(ToolsConfig, tools)
+    config.tools = complete_config(ToolsConfig, {"names": ("wiki_search",)})
+    config.tools.wiki_search.url = "http://search:8002/retrieve"
     if debug:
         config = in_small(config, "rl")
         config.tasks, config.tools.wiki_search.url = config.tasks + ":protocol=mhqa", ""

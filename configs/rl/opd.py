@@ -14,21 +14,16 @@ own task. With ``--config.algorithm.advantage=group --config.group_size=8 --conf
 are added to the advantages from the rewards.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import in_small, parse_variant
-from coa_jax.train.rl_config import RLRun
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
-    values = load_config("configs/rl/factbook.py").to_dict()
-    values |= {"groups": 192, "group_size": 1}
-    values |= {"algorithm": {"name": "opd"}, "teacher": {"model": "runs/rl/model"}}
-    config = complete_config(RLRun, values)
+    config = load_config("configs/rl/factbook.py")
+    config.update(groups=192, group_size=1)
+    config.algorithm, config.teacher = {"name": "opd"}, {"model": "runs/rl/model"}
     if debug:
         config = in_small(config, "rl")
         config.teacher.model = config.model

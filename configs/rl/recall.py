@@ -11,27 +11,23 @@ Needs: 2 CPU cores, and the policy of SFT that docs/experiments.md trains for th
 Gives: eval/pass_at_1 of the last step in metrics.jsonl.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.run.variants import SMALL, in_small, parse_variants
 from coa_jax.train.rl_config import RLRun
 
-_PIPELINES = {
-    "tiny": "configs/quickstart/mhqa.py:recall",
-    "smollm2": "configs/pretrained/factbook.py:recall",
+_PIPELINES = {  # config, steps, validation questions
+    "tiny": ("configs/quickstart/mhqa.py:recall", 8, 500),
+    "smollm2": ("configs/pretrained/factbook.py:recall", 4, 100),
 }
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a policy; ``debug`` scales it down, see tiny.py."""
     policy, debug = parse_variants(arg, tuple(_PIPELINES), SMALL)
-    pipeline = load_config(_PIPELINES[policy])
-    values = pipeline.rl.to_dict()
-    steps, questions = (8, 500) if policy == "tiny" else (4, 100)
-    values["optimizer"] |= {"total_steps": steps}
-    held_out = {"split": "validation", "num_tasks": questions, "temperature": 0.0}
-    values |= {"model": f"runs/choices-{policy}/models/sft", "evaluate_every": steps}
-    config = complete_config(RLRun, {**values, "tools": pipeline.tools, "held_out": held_out})
+    path, steps, questions = _PIPELINES[policy]
+    pipeline = load_config(path)
+    files = {"model": f"runs/choices-{policy}/models/sft", "tools": pipeline.tools}
+    config = complete_config(RLRun, {**pipeline.rl.to_dict(), **files})
+    config.optimizer.total_steps = config.evaluate_every = steps
+    config.held_out.num_tasks = questions
     return in_small(config, "rl") if debug else config

@@ -9,9 +9,7 @@ debug variants of the other configs in this folder, such as ``configs/rl/web.py:
 sizes of this config with their own settings.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config
 from coa_jax.run.variants import parse_variant
 from coa_jax.train.rl_config import RLRun
 
@@ -19,17 +17,18 @@ from coa_jax.train.rl_config import RLRun
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
-    budgets = {"max_tokens": 128, "max_turn_tokens": 32}
     values = {
         "model": "runs/debug/scratch/model",
         "tasks": "runs/debug/questions.jsonl",
-        **{"num_tasks": 4, "groups": 2, "group_size": 2, "max_sampled": 1.0},
-        **{"rows": 1, "row_length": 128, "remat": "none", "checkpoint_every": 1},
-        **{"dtype": "float32", "export_dtype": "float32"},
-        "algorithm": {"name": "dapo"},
-        "optimizer": {"learning_rate": 1e-4, "total_steps": 1},
         "engine": {"slots": 4, "max_length": 128, "extend_buckets": (64,)},
-        "rollout": {**budgets, "max_tool_calls": 2, "max_observation_tokens": 32},
         "tools": {"wiki_search": {"top_k": 1}},
     }
-    return complete_config(RLRun, values)
+    config = complete_config(RLRun, values)
+    config.update(num_tasks=4, groups=2, group_size=2, max_sampled=1.0)
+    config.update(rows=1, row_length=128, remat="none", checkpoint_every=1)
+    config.update(dtype="float32", export_dtype="float32")
+    config.algorithm.name = "dapo"
+    config.optimizer.update(learning_rate=1e-4, total_steps=1)
+    config.rollout.update(max_tokens=128, max_turn_tokens=32)
+    config.rollout.update(max_tool_calls=2, max_observation_tokens=32)
+    return config

@@ -29,70 +29,38 @@ groups. Neither the paper nor the release has a 3B agent; 3B uses the same value
 uses the protocol ``web_wiki``, whose search needs no network, and exact match instead of a judge.
 """
 
-from __future__ import annotations
-
-import ml_collections
-
+from coa_jax import ConfigDict, complete_config
 from coa_jax.run.machines import MACHINES
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.tools.make import ToolsConfig
-from coa_jax.train.rl_config import RLConfig
+from coa_jax.train.rl_config import RLRun
 
 
-def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
-    tokens = 32_768
-    config = complete_config(
-        RLConfig,
-        {
-            "model": f"/mnt/runs/sft-web-{'qwen3' if size == '4b' else 'qwen2.5'}-{size}/model",
-            "tasks": "/mnt/data/web_rl.jsonl:protocol=web",
-            "num_tasks": 10_427,
-            "groups": 64,
-            "group_size": 8,
-            "max_sampled": 4.0,
-            "rows": 64,
-            "row_length": tokens,
-            "dtype": "bfloat16",
-            "remat": "attention",
-            "algorithm": {
-                **{"name": "dapo", "dual_clip": 10.0, "overlong_buffer": 0},
-                **{"old_logp": "trainer", "tis_cap": 2.0},
-            },
-            "optimizer": {
-                **{"learning_rate": 1e-6, "warmup_steps": 3, "total_steps": 60},
-                **{"final_ratio": 1.0, "weight_decay": 0.1, "options": {"b2": 0.999}},
-            },
-            "engine": {
-                **{"max_length": tokens, "chunk": 32, "dtype": "bfloat16"},
-                "extend_buckets": (256, 1024, 4096),
-            },
-            "rollout": {
-                **{"max_tokens": tokens, "max_tool_calls": 24, "max_observation_tokens": 4096},
-                **{"max_seconds": 3600.0, "prompt_style": "full", "level": "paper"},
-            },
-            "checkpoint_every": 5,
-            "graders": {
-                "judge_all": True,
-                "judge": {
-                    # The address of your server is ``chat.url``.
-                    "chat": {"model": "Qwen/Qwen2.5-72B-Instruct"},
-                    "concurrency": 64,
-                    "patience": 3600.0,
-                },
-            },
-            "mesh": {
-                "fsdp": -1,
-                "tensor": 2 if size == "32b" else 1,
-                "decode_tensor": 2 if size == "3b" else 4,
-            },
-        },
-    )
-    tools = {"names": ("web_search", "crawl_page"), "web_search": {"provider": "serper"}}
-    config.tools = complete_config(ToolsConfig, tools)
+    values = {
+        "model": f"/mnt/runs/sft-web-{'qwen3' if size == '4b' else 'qwen2.5'}-{size}/model",
+        "tasks": "/mnt/data/web_rl.jsonl:protocol=web",
+        "engine": {"extend_buckets": (256, 1024, 4096)},
+        "tools": {"names": ("web_search", "crawl_page"), "web_search": {"provider": "serper"}},
+    }
+    config = complete_config(RLRun, values)
+    config.update(num_tasks=10_427, groups=64, max_sampled=4.0, checkpoint_every=5)
+    config.update(rows=64, row_length=32_768, dtype="bfloat16", remat="attention")
+    config.algorithm = {"name": "dapo", "dual_clip": 10.0, "overlong_buffer": 0}
+    config.algorithm.update(old_logp="trainer", tis_cap=2.0)
+    config.optimizer.update(learning_rate=1e-6, warmup_steps=3, total_steps=60)
+    config.optimizer.update(final_ratio=1.0, weight_decay=0.1, options={"b2": 0.999})
+    config.engine.update(max_length=32_768, chunk=32, dtype="bfloat16")
+    config.rollout.update(max_tokens=32_768, max_tool_calls=24, max_observation_tokens=4096)
+    config.rollout.update(max_seconds=3600.0, prompt_style="full", level="paper")
+    # The address of your server is ``chat.url``.
+    config.graders.judge.chat.model = "Qwen/Qwen2.5-72B-Instruct"
+    config.graders.judge.update(concurrency=64, patience=3600.0)
+    config.graders.judge_all = True
+    config.mesh.update(fsdp=-1, tensor=2 if size == "32b" else 1)
+    config.mesh.decode_tensor = 2 if size == "3b" else 4
     if machine:
         config = on_machine(config, "rl", size, machine)
     if debug:

@@ -9,17 +9,12 @@ Gives: runs/scratch/model, a policy with a pass@1 of 0. Names of places are not 
 that do not occur in training.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.demo.untrained import ScratchConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, complete_config, load_config
+from coa_jax.demo.untrained_command import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    config = ConfigDict({name: quickstart[name] for name in ("prompt_style", "format")})
-    config.data = "runs/distill/train.jsonl"
-    config.policy = complete_config(ScratchConfig, quickstart.policy)
-    return config
+    values = {name: quickstart[name] for name in ("prompt_style", "format", "policy")}
+    return complete_config(Command, {**values, "data": "runs/distill/train.jsonl"})

@@ -13,19 +13,15 @@ environment variable ``COA_JAX_API_KEY`` is set, clients must send its value as 
 machines (``--config.host=0.0.0.0``) are only served if a key is set.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.serve.config import ServeConfig
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, complete_config, load_config
+from coa_jax.cli.serve import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
-    values = {name: quickstart.evaluate[name].to_dict() for name in ("engine", "rollout")}
-    config = complete_config(ServeConfig, {"model": "runs/quickstart/models/rl", **values})
+    values = {name: quickstart.evaluate[name] for name in ("engine", "rollout")}
+    values |= {"model": "runs/quickstart/models/rl", "tools": quickstart.tools}
+    config = complete_config(Command, values)
     config.rollout.prompt_style = "model"
-    config.tools = complete_config(ToolsConfig, quickstart.tools)
     return config

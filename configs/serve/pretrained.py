@@ -8,18 +8,15 @@ Takes: seconds to load and compile; then the server runs until Ctrl-C or SIGTERM
 Gives: the same as configs/serve/factbook.py, with the tools and budgets of this policy.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, complete_config, load_config
+from coa_jax.cli.serve import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
     pretrained = load_config("configs/pretrained/factbook.py")
-    config = load_config("configs/serve/factbook.py", {"model": "runs/pretrained/models/rl"})
-    config.engine, config.rollout = pretrained.evaluate.engine, pretrained.evaluate.rollout
+    values = {name: pretrained.evaluate[name] for name in ("engine", "rollout")}
+    values |= {"model": "runs/pretrained/models/rl", "tools": pretrained.tools}
+    config = complete_config(Command, values)
     config.rollout.prompt_style = "model"
-    config.tools = complete_config(ToolsConfig, pretrained.tools)
     return config

@@ -15,9 +15,7 @@ trajectories (Table 9; its text says about 47,000) are 3,745 or 1,873 updates; s
 Neither has a 3B code agent; 3B uses the values of 7B.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 
@@ -25,13 +23,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     rate, batch, steps = (1.4e-5, 64, 1873) if size == "32b" else (3e-5, 32, 3745)
-    changes = {
-        "model": f"/mnt/weights/Qwen2.5-Coder-{size.upper()}-Instruct",
-        "data": "/mnt/data/code_sft/train.jsonl",
-        "validation": "/mnt/data/code_sft/validation.jsonl",
-        **{"batch_size": batch, "validate_every": 200, "checkpoint_every": 200},
-        **{"optimizer.learning_rate": rate, "optimizer.total_steps": steps},
-        "optimizer.warmup_steps": steps // 10,
-    }
-    config = load_config(f"configs/sft/web.py:{size}", changes)
+    config = load_config(f"configs/sft/web.py:{size}")
+    config.model = f"/mnt/weights/Qwen2.5-Coder-{size.upper()}-Instruct"
+    config.data = "/mnt/data/code_sft/train.jsonl"
+    config.validation = "/mnt/data/code_sft/validation.jsonl"
+    config.update(batch_size=batch, validate_every=200, checkpoint_every=200)
+    config.optimizer.update(learning_rate=rate, total_steps=steps, warmup_steps=steps // 10)
     return in_small(config, "sft") if debug else config

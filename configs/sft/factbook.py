@@ -9,12 +9,8 @@ Gives: runs/sft/model. ``validation/loss`` is measured on places that occur in n
 so it falls only if the policy copies names and figures from observations.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, SFTConfig, complete_config, load_config
 from coa_jax.run.variants import in_small, parse_variant
-from coa_jax.train.config import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

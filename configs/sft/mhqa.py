@@ -13,21 +13,17 @@ trajectories that are cut at 5,120 tokens, with a learning rate of 1e-5 and batc
 and with 2e-5 and 32 for 7B; the warm-up over 3 % of the updates is theirs. Neither has a 32B agent.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.command import load_config
+from coa_jax import ConfigDict, load_config
 from coa_jax.run.variants import in_small, parse_variant
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
-    changes = {
-        "model": f"/mnt/weights/Qwen2.5-{size.upper()}",
-        "data": "/mnt/data/mhqa_sft/train.jsonl",
-        "validation": "/mnt/data/mhqa_sft/validation.jsonl",
-        **{"validate_every": 10, "checkpoint_every": 10},
-        **{"optimizer.total_steps": 86, "optimizer.warmup_steps": 3},
-    }
-    config = load_config(f"configs/sft/web.py:{size}", changes)
+    config = load_config(f"configs/sft/web.py:{size}")
+    config.model = f"/mnt/weights/Qwen2.5-{size.upper()}"
+    config.data = "/mnt/data/mhqa_sft/train.jsonl"
+    config.validation = "/mnt/data/mhqa_sft/validation.jsonl"
+    config.update(validate_every=10, checkpoint_every=10)
+    config.optimizer.update(total_steps=86, warmup_steps=3)
     return in_small(config, "sft") if debug else config

@@ -9,22 +9,17 @@ debug variants of the other configs in this folder, such as ``configs/sft/web.py
 the sizes of this config with their own settings.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.run.settings import complete_config
+from coa_jax import ConfigDict, SFTConfig, complete_config
 from coa_jax.run.variants import parse_variant
-from coa_jax.train.config import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
-    values = {
-        "model": "runs/debug/scratch/model",
-        "data": "runs/debug/distill/train.jsonl",
-        "validation": "runs/debug/distill/validation.jsonl",
-        **{"rows": 1, "batch_size": 2, "row_length": 2048, "remat": "none", "checkpoint_every": 1},
-        **{"dtype": "float32", "export_dtype": "float32"},
-        "optimizer": {"learning_rate": 1e-3, "total_steps": 2, "warmup_steps": 1},
-    }
-    return complete_config(SFTConfig, values)
+    values = {"model": "runs/debug/scratch/model", "data": "runs/debug/distill/train.jsonl"}
+    config = complete_config(SFTConfig, values)
+    config.validation = "runs/debug/distill/validation.jsonl"
+    config.update(rows=1, batch_size=2, row_length=2048, remat="none", checkpoint_every=1)
+    config.update(dtype="float32", export_dtype="float32")
+    config.optimizer.update(learning_rate=1e-3, total_steps=2, warmup_steps=1)
+    return config

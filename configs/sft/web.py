@@ -21,12 +21,9 @@ Neither has a web agent of 3B or 14B. Trajectories are packed into rows; a micro
 rows, one for each group of ``mesh.tensor`` chips.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, SFTConfig, complete_config
 from coa_jax.run.machines import MACHINES
-from coa_jax.run.settings import complete_config
 from coa_jax.run.variants import SMALL, in_small, on_machine, parse_variants
-from coa_jax.train.config import SFTConfig
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -34,17 +31,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
     sizes = ("7b", "1.5b", "3b", "4b", "14b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
     name = "Qwen3-4B" if size == "4b" else f"Qwen2.5-{size.upper()}-Instruct"
-    steps = {"learning_rate": 1.4e-5, "total_steps": 160, "warmup_steps": 16}
-    values = {
-        "model": f"/mnt/weights/{name}",
-        "data": "/mnt/data/web_sft/train.jsonl",
-        "validation": "/mnt/data/web_sft/validation.jsonl",
-        **{"prompt_style": "full", "level": "paper", "batch_size": 256, "validate_every": 20},
-        **{"rows": 64, "row_length": 32_768, "dtype": "bfloat16", "remat": "attention"},
-        "optimizer": {**steps, "options": {"b2": 0.999}, "weight_decay": 0.0},
-        "mesh": {"fsdp": -1, "tensor": 2 if size == "32b" else 1},
-    }
+    values = {"model": f"/mnt/weights/{name}", "data": "/mnt/data/web_sft/train.jsonl"}
     config = complete_config(SFTConfig, values)
+    config.validation = "/mnt/data/web_sft/validation.jsonl"
+    config.update(prompt_style="full", level="paper", batch_size=256, validate_every=20)
+    config.update(rows=64, row_length=32_768, dtype="bfloat16", remat="attention")
+    config.optimizer.update(learning_rate=1.4e-5, total_steps=160, warmup_steps=16)
+    config.optimizer.update(options={"b2": 0.999}, weight_decay=0.0)
+    config.mesh.update(fsdp=-1, tensor=2 if size == "32b" else 1)
     if machine:
         config = on_machine(config, "sft", size, machine)
     return in_small(config, "sft") if debug else config

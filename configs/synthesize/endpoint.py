@@ -17,27 +17,21 @@ empty, ``endpoint.key_env`` is used, too. Prices that ``solver.prices`` lacks ar
 answer.
 """
 
-from ml_collections import ConfigDict
-
+from coa_jax import ConfigDict, complete_config, load_config
 from coa_jax.distillation.endpoint import EndpointConfig
-from coa_jax.run.command import load_config
-from coa_jax.run.settings import complete_config
 
 _MODEL = "Qwen/Qwen2.5-72B-Instruct"
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    config = load_config("configs/synthesize/factbook.py")
-    server = {"url": "http://localhost:8000/v1", "model": _MODEL, "max_calls": 50_000}
+    config = load_config("configs/synthesize/factbook.py").unlock()
+    config.tools.names, config.without_tools.who = ("wiki_search",), "endpoint"
+    config.synthesis.update(batch=16, candidates=3)
+    config.with_tools.attempts = 2
+    server = {"url": "http://localhost:8000/v1", "model": _MODEL, "prices": ((_MODEL, 0.0, 0.0),)}
     # The empty name is an example of the form; it prices no model.
-    solver = {"key_env": "", "temperature": 1.0, "prices": (("", 0.0, 0.0),), "max_calls": 50_000}
-    with config.unlocked():
-        config.tools.names, config.without_tools.who = ("wiki_search",), "endpoint"
-        config.synthesis.batch, config.synthesis.candidates = 16, 3
-        config.with_tools.attempts = 2
-        config.endpoint = complete_config(
-            EndpointConfig, {**server, "prices": ((_MODEL, 0.0, 0.0),)}
-        )
-        config.solver = complete_config(EndpointConfig, solver)
+    solver = {"key_env": "", "temperature": 1.0, "prices": (("", 0.0, 0.0),)}
+    config.endpoint = complete_config(EndpointConfig, {**server, "max_calls": 50_000})
+    config.solver = complete_config(EndpointConfig, {**solver, "max_calls": 50_000})
     return config

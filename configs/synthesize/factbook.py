@@ -12,25 +12,15 @@ tools, and of 32 guesses from the usual answers to such questions, at most a sha
 ``--config.tools.wiki_search.corpus=FILE.jsonl`` uses another corpus (``{"title", "text"}`` per
 line). The author without a model understands only sentences like those of the Factbook, so another
 corpus needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` and
-``without_tools.policy=DIR``, a policy on this machine answers instead of guesses.
+``without_tools.policy=DIR``, a policy on this machine answers instead of guesses. With
+``judge.chat.url``, a judge decides if words differ.
 """
 
-from ml_collections import ConfigDict
-
-from coa_jax.distillation.synthesis.build import SynthesisConfig
-from coa_jax.distillation.synthesis.closed_book import ClosedBookConfig
-from coa_jax.run.settings import complete_config
-from coa_jax.tasks.judge import JudgeConfig
-from coa_jax.tools.make import ToolsConfig
+from coa_jax import ConfigDict, complete_config
+from coa_jax.cli.synthesize import Command
 
 
 def get_config() -> ConfigDict:
     """Returns the configuration."""
-    config = ConfigDict({"probe_s": 10.0})
-    config.tools = complete_config(ToolsConfig, {"names": ("wiki_search", "code")})
-    config.synthesis = complete_config(SynthesisConfig, {})
-    config.with_tools = ConfigDict({"attempts": 1, "concurrency": 16, "max_messages": 80})
-    config.without_tools = complete_config(ClosedBookConfig, {})
-    # With judge.chat.url, a judge decides if words differ.
-    config.judge = complete_config(JudgeConfig, {})
-    return config
+    groups = ("tools", "synthesis", "with_tools", "without_tools", "judge")
+    return complete_config(Command, {group: {} for group in groups})

@@ -211,6 +211,19 @@ def test_a_config_file_may_give_a_list_of_words_as_one_text():
     assert build_config(Hosts, {"names": ""}).names == ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Service:
+    hosts: Hosts
+    backup: Hosts | None = None
+
+
+def test_a_complete_config_lacks_only_the_optional_groups_that_are_none():
+    config = complete_config(Service, {"hosts": {"names": ("a.org",)}})
+    assert config.to_dict() == {"hosts": {"names": ("a.org",), "widths": (1,)}}
+    assert build_config(Service, config) == Service(Hosts(("a.org",)))
+    assert "widths" in complete_config(Service, {"hosts": {}, "backup": {}}).backup
+
+
 @pytest.mark.parametrize("seed", [2**31, 3_000_000_000, -1])
 @pytest.mark.parametrize(
     ("path", "cls", "name"),
