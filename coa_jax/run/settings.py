@@ -195,7 +195,7 @@ def _listed(config: Any) -> dict[str, Any]:
     values = {}
     for field in dataclasses.fields(cls):
         value = getattr(config, field.name)
-        if value is None:  # an optional group
+        if value is None and dataclasses.is_dataclass(_types(cls)[field.name]):
             continue
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             values[field.name] = value

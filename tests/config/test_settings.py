@@ -215,11 +215,12 @@ def test_a_config_file_may_give_a_list_of_words_as_one_text():
 class Service:
     hosts: Hosts
     backup: Hosts | None = None
+    limit: int | None = None
 
 
 def test_a_complete_config_lacks_only_the_optional_groups_that_are_none():
     config = complete_config(Service, {"hosts": {"names": ("a.org",)}})
-    assert config.to_dict() == {"hosts": {"names": ("a.org",), "widths": (1,)}}
+    assert config.to_dict() == {"hosts": {"names": ("a.org",), "widths": (1,)}, "limit": None}
     assert build_config(Service, config) == Service(Hosts(("a.org",)))
     assert "widths" in complete_config(Service, {"hosts": {}, "backup": {}}).backup
 
