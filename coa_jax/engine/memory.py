@@ -61,8 +61,9 @@ def engine_memory(model_config: ModelConfig, config: EngineConfig, tensor: int =
 
     The sizes of parameters and cache are exact. The size of the scratch memory is an estimate that
     includes only large arrays: a page of every row, scores, logits, and the wide activations of a
-    layer. With several devices, everything except the cache is assumed to be sharded evenly, which
-    neglects small replicated arrays such as norms.
+    layer. With several devices, everything except the cache and the logits, which each device
+    samples from as a whole, is assumed to be sharded evenly. This neglects small replicated arrays
+    such as norms.
 
     Args:
         model_config: the architecture.
@@ -86,9 +87,9 @@ def engine_memory(model_config: ModelConfig, config: EngineConfig, tensor: int =
     wide = 4 * tokens * (2 * model_config.intermediate_size + 4 * model_config.hidden_size)
     extend = attention(tokens // config.extend_block, config.extend_block) + wide
     # Logits, scaled logits and weights in float32, and the sorted logits for top-p.
-    decode = attention(rows, 1) + 4 * 4 * rows * model_config.vocab_size
-    scratch = max(extend, decode)
-    return Memory(-(-parameters // tensor), page, config.num_pages, -(-scratch // tensor))
+    logits = 4 * 4 * rows * model_config.vocab_size
+    scratch = max(-(-extend // tensor), -(-attention(rows, 1) // tensor) + logits)
+    return Memory(-(-parameters // tensor), page, config.num_pages, scratch)
 
 
 def fit_engine_config(
@@ -98,6 +99,7 @@ def fit_engine_config(
     samples: int,
     longest: int,
     free: int | None,
+    tensor: int = 1,
 ) -> EngineConfig:
     """Returns the settings of an engine, fitted to given samples and to this machine.
 
@@ -116,6 +118,7 @@ def fit_engine_config(
         samples: number of samples to decode.
         longest: maximum number of tokens of a sample.
         free: number of free bytes on each device of the engine; None if unknown.
+        tensor: number of devices of the engine's group.
     """
     # An engine with a single slot has other programs, whose sums differ in their last bits.
     most = config.slots or (64 if platform == "cpu" else 256)
@@ -133,15 +136,15 @@ def fit_engine_config(
             extend_block=fit.extend_block if small else 0,
             chunk=min(fit.chunk, 8),
         )
-    if free is not None and not config.pages and _total(model_config, fit, 1) > free:
+    if free is not None and not config.pages and _total(model_config, fit, tensor) > free:
         least, most = fit.pages_per_slot, slots * fit.pages_per_slot
         counts = range(1, slots + 1)  # scratch memory grows with the slots
         taken = bisect.bisect_right(
-            counts, free, key=lambda n: _total(model_config, fit, 1, slots=n, pages=least)
+            counts, free, key=lambda n: _total(model_config, fit, tensor, slots=n, pages=least)
         )
         fit = dataclasses.replace(fit, slots=max(min(slots, 2), taken))
         fitting = bisect.bisect_right(
-            range(least, most), free, key=lambda n: _total(model_config, fit, 1, pages=n)
+            range(least, most), free, key=lambda n: _total(model_config, fit, tensor, pages=n)
         )
         fit = dataclasses.replace(fit, pages=least + max(fitting - 1, 0))
     return dataclasses.replace(fit, engines=min(fit.engines, fit.slots))

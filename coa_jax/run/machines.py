@@ -18,7 +18,6 @@ class Fit(NamedTuple):
         length: number of tokens of a training row, and of positions in a slot of the engine.
         fsdp, tensor: number of devices along the mesh axes ``fsdp`` and ``tensor``.
         lora: rank of the adapters; 0 trains all parameters.
-        slots: number of slots of an engine; 0 for as many as memory holds.
         decode: number of chips of one decoding engine.
     """
 
@@ -26,7 +25,6 @@ class Fit(NamedTuple):
     fsdp: int = 1
     tensor: int = 1
     lora: int = 0
-    slots: int = 0
     decode: int = 1
 
 
@@ -59,17 +57,17 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
             "7b": Fit(16_384, 4, 2, lora=32),
         },
         "rl": {
-            "1.5b": Fit(32_768, 8, slots=8),
-            "4b": Fit(14_336, 8, lora=32, slots=16, decode=4),
-            "7b": Fit(16_384, 4, 2, lora=32, slots=16, decode=4),
+            "1.5b": Fit(32_768, 8),
+            "4b": Fit(14_336, 8, lora=32, decode=4),
+            "7b": Fit(16_384, 4, 2, lora=32, decode=4),
         },
     },
     "v6e-8": {
         "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(32_768, 8), "7b": Fit(20_480, 4, 2)},
         "rl": {
-            "1.5b": Fit(32_768, 8, slots=8),
-            "4b": Fit(24_576, 8, slots=16, decode=4),
-            "7b": Fit(20_480, 4, 2, slots=16, decode=4),
+            "1.5b": Fit(32_768, 8),
+            "4b": Fit(24_576, 8, decode=4),
+            "7b": Fit(20_480, 4, 2, decode=4),
         },
     },
 }

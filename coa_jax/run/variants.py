@@ -102,7 +102,7 @@ def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> Confi
     config.row_length, config.remat, config.rows = fit.length, "full", fit.fsdp
     config.mesh.fsdp, config.mesh.tensor, config.lora.rank = fit.fsdp, fit.tensor, fit.lora
     if stage == "rl":
-        config.mesh.decode_tensor, config.engine.slots = fit.decode, fit.slots
+        config.mesh.decode_tensor = fit.decode
         config.engine.max_length = config.rollout.max_tokens = fit.length
     return config
 

@@ -392,7 +392,7 @@ def _engine(
         engines = max(1, (mesh.rollout_devices or machine.devices) // chips)
         samples = -(-config.groups * config.group_size // engines)
     longest = engine.max_length if sizes_given else longest
-    fit = fit_engine_config(engine, model_config, platform, samples, longest, chips * memory)
+    fit = fit_engine_config(engine, model_config, platform, samples, longest, memory, chips)
     fit = dataclasses.replace(engine, pages=fit.pages) if sizes_given else fit
     return {"engine": fit, "mesh": mesh}, reserved
 

@@ -152,6 +152,13 @@ def test_devices_of_a_group_share_what_an_engine_takes():
     one, two, four = (engine_memory(MODEL, SHAPES, tensor) for tensor in (1, 2, 4))
     assert (two.parameters, two.cache) == (one.parameters / 2, one.cache / 2)
     assert four.cache == one.cache  # two heads of keys and values do not make four
+    # Each device samples from all logits of 4 rows: four arrays of float32.
+    many = dataclasses.replace(MODEL, vocab_size=10**6)
+    assert engine_memory(many, SHAPES, 4).scratch >= 4 * 4 * 4 * 10**6
+    pod = dataclasses.replace(SHAPES, slots=0, max_length=4096)
+    for free in (40_000, 10**6, 10**7):
+        fit = fit_engine_config(pod, MODEL, "tpu", 64, 4096, two.parameters + free, 2)
+        assert engine_memory(MODEL, fit, 2).total <= two.parameters + free or fit.slots == 2
     check_memory(MODEL, SHAPES, two.total, 2)
     with pytest.raises(UserError, match=r"on each of 2 devices; .* set slots to 3"):
         check_memory(MODEL, SHAPES, two.total - two.page, 2)
