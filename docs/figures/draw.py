@@ -8,6 +8,7 @@ readable on light and on dark pages.
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,6 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
-
-from coa_jax.evaluation.compare import load, result_files
 
 sys.path.insert(0, str(Path(__file__).parent))
 import terminal
@@ -411,7 +410,8 @@ def _rewards(seed: Path) -> list[float]:
 
 def _values(seed: Path, stage: str) -> np.ndarray:
     """Returns the values of the greedy answers of a stage, one for each task."""
-    results = load(str(result_files(seed)[stage]))
+    with gzip.open(seed / "evaluate" / stage / "results.json.gz") as file:
+        results = json.load(file)
     return np.array([task["samples"][0]["value"] for task in results["tasks"]])
 
 

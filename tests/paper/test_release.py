@@ -18,6 +18,7 @@ from coa_jax.cli.fetch import WEIGHTS
 from coa_jax.data.records import read_records
 from coa_jax.data.trajectory import read_trajectories
 from coa_jax.errors import UserError
+from coa_jax.evaluation.compare import load, result_files
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
 from coa_jax.paper.claims import Folders, at_k, difference, rate, table
@@ -120,8 +121,7 @@ def test_the_page_of_claims_has_the_figures_of_the_released_results():
 def test_the_page_has_the_answers_to_peoples_questions(run, questions, policy):
     page = (RELEASED.parents[1] / "docs" / "reproduction.md").read_text()
     folder = {"first": RELEASED, "second": RELEASED.parent / "seeds" / "ask"}[run]
-    stored = folder / "evaluate" / f"{questions}_{policy}" / "results.json"
-    figures = json.loads(stored.read_text())["figures"]
+    figures = load(str(result_files(folder)[f"{questions}_{policy}"]))["figures"]
     kinds = ("single", "two-step", "comparison", "counting", "arithmetic")
     shares = [figures["by"]["kind"][kind]["pass_at_1"] for kind in kinds]
     low, high = figures["ci95"]
