@@ -372,7 +372,7 @@ def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig
     names = set(tools.names)
     if tools.protocol:
         return tools.protocol, tools
-    if trained and names & set(get_protocol(trained).tools):
+    if trained and not set(get_protocol(trained).tools).isdisjoint(tools.tags):
         return trained, tools
     if names <= set(get_protocol("generalist").tools):
         return "generalist", tools

@@ -262,6 +262,16 @@ def test_a_question_is_asked_in_a_protocol_that_has_a_tag_for_each_tool(names, p
     assert protocol_of(ToolsConfig(names, "seaside", mcp=mcp))[0] == "seaside"
 
 
+def test_a_function_by_import_path_has_the_tag_with_which_the_policy_was_trained(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "tide_tables.py").write_text("def wiki_search(query: str) -> str:\n    return query")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = ToolsConfig(("tide_tables:wiki_search",))
+    assert protocol_of(config, "mhqa") == ("mhqa", config)
+    assert protocol_of(config, "code")[0] == "own_tools"  # which has no such tag
+
+
 def test_questions_come_from_the_command_line_or_the_pipe():
     assert list(questions(["Who", "is  it?"], io.StringIO("no"))) == [("Who is  it?", False)]
     lines = list(questions([], io.StringIO("a?\n\n  b? \n")))
