@@ -265,7 +265,9 @@ def test_a_question_is_asked_in_a_protocol_that_has_a_tag_for_each_tool(names, p
 def test_a_function_by_import_path_has_the_tag_with_which_the_policy_was_trained(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "tide_tables.py").write_text("def wiki_search(query: str) -> str:\n    return query")
+    (tmp_path / "tide_tables.py").write_text(
+        "def wiki_search(query: str) -> str:\n    return query"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     config = ToolsConfig(("tide_tables:wiki_search",))
     assert protocol_of(config, "mhqa") == ("mhqa", config)
