@@ -143,7 +143,7 @@ def ci(tree):
     shutil.copy(REPOSITORY / "README.md", tree.root)
     for name in ("timeout", "head"):
         (tree.tools / name).symlink_to(str(shutil.which(name)))
-    program(tree.tools, "coa-jax", 'echo "coa-jax $* Ulaanbaatar"')
+    program(tree.tools, "coa-jax", 'echo "coa-jax $* Vilnius Ulaanbaatar"')
     program(tree.root / ".venv" / "bin", "python", 'echo "$@"')
 
     def call():
@@ -155,8 +155,9 @@ def ci(tree):
 
 
 def test_without_python_3_13_the_newest_jax_is_left_out_in_one_line(ci):
-    status, (_, _, _, fetch, ask, setup, tests, _, site, line) = ci()
-    assert (status, fetch) == (0, "coa-jax fetch smollm2 Ulaanbaatar")
+    status, (*_, small, _, _, fetch, ask, setup, tests, _, site, line) = ci()
+    assert (status, fetch) == (0, "coa-jax fetch smollm2 Vilnius Ulaanbaatar")
+    assert "--model=released/recall/policy" in small
     assert ask.startswith("coa-jax ask --model=released/smollm2/adapter --config=")
     assert setup.split() == ["setup_env.sh", "test", "tpu", "gpucompiler", "tokamax", "docs"]
     assert (tests.split(), site) == (["test.sh"], "docs/site/build.py")
