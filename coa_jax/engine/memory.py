@@ -61,9 +61,8 @@ def engine_memory(model_config: ModelConfig, config: EngineConfig, tensor: int =
 
     The sizes of parameters and cache are exact. The size of the scratch memory is an estimate that
     includes only large arrays: a page of every row, scores, logits, and the wide activations of a
-    layer. With several devices, everything except the cache and the logits, which each device
-    samples from as a whole, is assumed to be sharded evenly. This neglects small replicated arrays
-    such as norms.
+    layer. With several devices, each device has all logits. Everything else except the cache is
+    assumed to be sharded evenly, which neglects small replicated arrays such as norms.
 
     Args:
         model_config: the architecture.

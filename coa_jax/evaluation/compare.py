@@ -166,8 +166,9 @@ def bootstrap_interval(differences: np.ndarray) -> tuple[float, float] | None:
 
 
 def result_files(run: Path) -> dict[str, Path]:
-    """Returns the result files of a run's evaluations, by stage; they may be compressed (gzip)."""
-    return {path.parent.name: path for path in run.glob("evaluate/*/results.json*")}
+    """Returns the result file of each stage that a run evaluated; gzip may have compressed it."""
+    names = ("results.json.gz", "results.json")  # of two files of a stage, the second is returned
+    return {path.parent.name: path for name in names for path in run.glob(f"evaluate/*/{name}")}
 
 
 def load(path: str) -> dict[str, Any]:
