@@ -145,7 +145,7 @@ def _are_traces(path_or_url: str) -> bool:
     if path.is_dir():
         return not is_run(path) and any(path.rglob("trajectory.json"))
     if not path.name.endswith(".json"):
-        return path.is_file()
+        return path.is_file() and not path.name.endswith(".json.gz")  # which is a result file
     try:
         value = next(iter(open_rows(path))).value
     except (UserError, StopIteration):  # `load` says what is wrong
@@ -179,7 +179,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
         path = Path(target)
         if target and not is_url(target) and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"--{name}={target}: give a file in a directory that exists")
-    of_files = [source.endswith(".json") for source in (a, b)]
+    of_files = [source.endswith((".json", ".json.gz")) for source in (a, b)]
     if any(with_traces):
         if not all(with_traces):
             raise UserError("give two places with trajectories, not one of them and another place")

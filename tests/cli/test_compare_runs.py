@@ -13,6 +13,7 @@ import pytest
 
 from coa_jax.cli.compare import run
 from coa_jax.errors import UserError
+from coa_jax.evaluation.compare import result_files
 from tests.evaluation.made import outcome
 from tests.report.run_files import HOSTILE, write_run
 
@@ -49,6 +50,15 @@ def told(runs, tmp_path_factory) -> tuple[str, dict, str]:
     page = runs[1] / "report" / "compare.html"
     assert printed.getvalue().splitlines()[-1] == f"report -> {page}"
     return printed.getvalue(), json.loads(out.read_text()), page.read_text()
+
+
+def test_result_files_are_compared_whether_they_are_compressed_or_not(runs, capsys):
+    for stage in ("base", "sft"):  # the files of `base` are compressed
+        first, second = (str(result_files(folder)[stage]) for folder in runs)
+        run([first, second])
+        assert f"A {stage}: pass@1" in capsys.readouterr().out
+    with pytest.raises(UserError, match=re.escape(first)):
+        run([first, str(runs[1])])
 
 
 def test_the_stages_that_both_runs_have_are_compared_task_by_task(told):
