@@ -64,10 +64,10 @@ def question_task(row: Fields, split: str, protocol: str, source: str) -> Task |
     Raises:
         ValueError: the row is invalid, for the reason in the message.
     """
-    row = {key: value for key, value in row.items() if value is not None}
+    row = _with_question({key: value for key, value in row.items() if value is not None})
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise ValueError("the field 'question' must be a string")
+        raise ValueError("the field 'question' (or 'prompt') must be a string")
     of_split, metadata = row.get("split"), row.get("metadata", {})
     if of_split is not None and of_split not in SPLITS:
         raise ValueError(f"unknown split {of_split!r}; the splits are {', '.join(SPLITS)}")
@@ -204,10 +204,7 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
     row |= {part: _column_value(row, column) for part, column in mapping.columns.items()}
     if mapping.hides_answer:
         row.pop(mapping.columns["answer"], None)
-    if "prompt" in row and not any(name in row for name in QUESTIONS):
-        row["question"] = read_messages(row["prompt"]).user
-        if isinstance(row["prompt"], str):
-            del row["prompt"]
+    row = _with_question(row)
     name = next((name for name in QUESTIONS if name in row), "")
     if not name:
         columns = ", ".join(map(str, row)) or "none"
@@ -232,6 +229,16 @@ def _task_of_row(row: Fields, index: int, mapping: Columns, graded: bool) -> Tas
     task = question_task({**fields, "metadata": metadata}, "", mapping.protocol, "rows")
     assert task is not None  # the row names no split
     return task
+
+
+def _with_question(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row whose prompt became the question, as in data sets for TRL, if it has none."""
+    if "prompt" not in row or any(name in row for name in QUESTIONS):
+        return row
+    row = {**row, "question": read_messages(row["prompt"]).user}
+    if row["question"] == row["prompt"]:
+        del row["prompt"]
+    return row
 
 
 def _of_python(row: Fields) -> dict[str, Any]:

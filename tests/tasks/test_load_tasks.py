@@ -96,6 +96,14 @@ def known(tasks):
     return [(t.id, t.question, t.gold, t.protocol, t.metadata) for t in tasks]
 
 
+def test_a_file_may_call_the_question_prompt_as_rows_of_python_may(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 2?"}]
+    rows = [{"prompt": "1?", "answer": 1}, {"prompt": chat, "answer": 2}]
+    tasks = {t.question: t for t in load_tasks(write(tmp_path / "q.jsonl", *rows), "train")}
+    assert {question: t.gold for question, t in tasks.items()} == {"1?": ("1",), "And 2?": ("2",)}
+    assert "Be brief." in str(tasks["And 2?"])
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".array_record"])
 def test_a_table_and_an_array_record_ask_as_json_lines_do(tmp_path, suffix):
     rows = [{key: value or None for key, value in row.items()} for row in ASKED]
