@@ -27,6 +27,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -145,7 +146,18 @@ class ExtensionKind:
         return "".join(paths)
 
     def _installed(self) -> importlib.metadata.EntryPoints:
-        return importlib.metadata.entry_points(group=self.group)
+        places = [place for place in sys.path if os.path.exists(place)]
+        return _entry_points(
+            self.group, tuple((place, os.stat(place).st_mtime_ns) for place in places)
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _entry_points(
+    group: str, places: tuple[tuple[str, int], ...]
+) -> importlib.metadata.EntryPoints:
+    """Reads a group of entry points again if ``sys.path`` or one of its folders has changed."""
+    return importlib.metadata.entry_points(group=group)
 
 
 class Named(OneOf):

@@ -122,6 +122,14 @@ class Program:
 
     steps: tuple[Step, ...]
 
+    def __str__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
+        # Kept, because each random choice about a program hashes its text.
+        return repr(self)
+
     @property
     def hops(self) -> int:
         """Number of steps that need a search, 1 to 4. Computed steps do not count."""
