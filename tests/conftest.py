@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +91,7 @@ def pytest_collection_finish() -> None:
     """Takes what all tests share out of the garbage collection, which would visit it each time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # tracing makes many objects, and few cycles
 
 
 @pytest.fixture(autouse=True)
@@ -105,14 +105,18 @@ def protocols_of_one_test():
     spec._PROTOCOLS.update(before)
 
 
-@pytest.fixture(scope="module")
-def optimized() -> Iterator[None]:
-    """Compiles the programs of a module's tests as a user's run does."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets the tests that need optimized programs come last, because `optimized` is not undone."""
+    items.sort(key=lambda item: "optimized" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
+def optimized() -> None:
+    """Compiles all further programs of this process as a user's run does."""
     import jax
     from jax._src import compiler
 
     if not jax.config.read("jax_disable_most_optimizations"):
-        yield
         return
     few = compiler.get_compile_options
 
@@ -121,13 +125,9 @@ def optimized() -> Iterator[None]:
         options.env_option_overrides += [("xla_cpu_use_fusion_emitters", True)]
         return options
 
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ.get("XLA_FLAGS") == _QUICK:
-            patch.setattr(compiler, "get_compile_options", all_of_them)
-        jax.config.update("jax_disable_most_optimizations", False)
-        jax.clear_caches()
-        yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    if os.environ.get("XLA_FLAGS") == _QUICK:
+        compiler.get_compile_options = all_of_them
+    jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
 
 

@@ -28,7 +28,7 @@ def test_arithmetic_is_fixed_balanced_and_split():
 
 
 def test_arithmetic_golds_are_accepted_and_others_are_not():
-    for task in load_tasks("arithmetic", "train", 56, 5):
+    for task in load_tasks("arithmetic", "train", 28, 5):
         if task.metadata.get("scorer"):
             json.dumps(task.metadata)
             assert asyncio.run(generator(task, finished(task.gold[0], "code"))) == 1.0

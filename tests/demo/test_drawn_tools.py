@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 import pytest
@@ -37,8 +38,11 @@ def test_the_teacher_answers_by_one_call_of_the_tool_whose_description_fits(runs
     assert min(len(get_protocol(run.task.protocol).tools) for run in runs if run.log.calls) == 2
 
 
-def test_the_teacher_has_the_drawn_tools_in_a_mixture_too():
-    mixture = {"new": {"tasks": "drawn_tools"}, "known": {"tasks": "factbook_people"}}
+def test_the_teacher_has_the_drawn_tools_in_a_mixture_too(tmp_path):
+    known = tmp_path / "known.jsonl"
+    rows = [json.dumps({"question": f"{n} + 1?", "answer": n + 1}) for n in range(50)]
+    known.write_text("\n".join(rows))
+    mixture = {"new": {"tasks": "drawn_tools"}, "known": {"tasks": str(known)}}
     sources = build_config(Tasks, {"tasks": "", "mixture": mixture, "train": 40, "validation": 2})
     tasks = [task for task in sources.load()["train"] if task.source == "new"]
     logs = asyncio.run(run_teacher(tasks, {}, DistillConfig()))

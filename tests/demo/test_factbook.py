@@ -40,7 +40,7 @@ def test_every_entity_on_the_way_belongs_to_the_split(split):
         assert {split_of(entity) for entity in task.metadata["entities"]} == {split}
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_answer_of_another_split_is_in_a_training_question(every):
     answers = {
         normalize_answer(part)
@@ -52,8 +52,10 @@ def test_no_answer_of_another_split_is_in_a_training_question(every):
     sizes: dict[str, set[int]] = {}
     for answer in answers:
         sizes.setdefault(answer.split()[0], set()).add(len(answer.split()))
-    questions = {task.question for task in load_tasks("factbook", "train")}
-    assert len(questions) == TEMPLATES * len(items_of("train"))
+    templates = TEMPLATES if every == 1 else 1
+    tasks = load_tasks(f"factbook:templates={templates}", "train")
+    questions = {task.question for task in tasks}
+    assert len(questions) == templates * len(items_of("train"))
     phrases = set()
     for question in sorted(questions)[::every]:
         words = normalize_answer(question).split()

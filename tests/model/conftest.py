@@ -109,13 +109,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_QUICK = ("qwen2", "qwen3-yarn", "llama3-rope", "gemma3")
-every_family = pytest.mark.parametrize(
-    "family",
-    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
-)
-"""Four of them have everything between them: biases, norms of heads, scaled positions, a head, and
-what only Gemma has."""
+
+def in_turn(name: str, *values: Any, slow: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """Parametrizes with values, for which the backends take turns; the other pairs are slow."""
+    pairs = [(value, kind) for value in (*values, *slow) for kind in ("cpu", "reference")]
+    quick = [pair for i, pair in enumerate(pairs[: 2 * len(values)]) if i % 4 in (0, 3)]
+    return pytest.mark.parametrize(
+        (name, "backend"),
+        [pytest.param(*p, marks=() if p in quick else pytest.mark.slow) for p in pairs],
+        indirect=["backend"],
+    )
 
 
 def sentencepiece_like(control: Sequence[str] = ()) -> Any:

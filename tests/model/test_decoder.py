@@ -18,7 +18,7 @@ from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder
 from coa_jax.model.params import bind, init_params, unstack
-from tests.model.conftest import every_family
+from tests.model.conftest import FAMILIES, in_turn
 
 RNG = np.random.default_rng(1)
 
@@ -35,7 +35,7 @@ def run(model, tokens, positions, compute=REFERENCE, **options):
     return np.asarray(apply(model.params, model.config, tokens, positions, compute, **options))
 
 
-@pytest.mark.parametrize("family", ["qwen3-head-dim", "llama3-rope", "gemma3"])
+@in_turn("family", "qwen3-head-dim", "llama3-rope", "gemma3")
 def test_packed_segments_equal_separate_sequences(references, family, backend):
     model, compute = load_model(references[family].path), Compute(backend=backend)
     lengths = (5, 17, 1, 9)
@@ -57,23 +57,24 @@ def step(params, config, tokens, positions, cache, compute):
     return decoder.logits(hidden, compute), cache
 
 
-@pytest.mark.parametrize(
-    ("family", "kernels"),
-    [
-        ("qwen2", "matrices"),
-        ("qwen3-yarn", "outputs_first"),
-        ("llama3-rope", "inputs_first"),
-        ("gemma3", "matrices"),
-        pytest.param("llama-untied", "outputs_first", marks=pytest.mark.slow),
-        pytest.param("qwen2", "outputs_first", marks=pytest.mark.slow),
-        pytest.param("qwen3-yarn", "matrices", marks=pytest.mark.slow),
-        pytest.param("llama-untied", "inputs_first", marks=pytest.mark.slow),
-        pytest.param("llama3-rope", "outputs_first", marks=pytest.mark.slow),
-        pytest.param("gemma3", "outputs_first", marks=pytest.mark.slow),
+@in_turn(
+    "case",
+    ("qwen2", "matrices"),
+    ("qwen3-yarn", "outputs_first"),
+    ("llama3-rope", "inputs_first"),
+    ("gemma3", "matrices"),
+    slow=[
+        ("llama-untied", "outputs_first"),
+        ("qwen2", "outputs_first"),
+        ("qwen3-yarn", "matrices"),
+        ("llama-untied", "inputs_first"),
+        ("llama3-rope", "outputs_first"),
+        ("gemma3", "outputs_first"),
     ],
 )
-def test_chunks_through_a_cache_equal_one_pass(references, family, backend, kernels):
+def test_chunks_through_a_cache_equal_one_pass(references, case, backend):
     """Rows are ragged: each has its own length before every chunk."""
+    family, kernels = case
     model = load_model(references[family].path)
     tokens = RNG.integers(0, 384, (2, 24))
     full = run(model, tokens, np.broadcast_to(np.arange(24), (2, 24)))
@@ -129,7 +130,10 @@ def near(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.usefixtures("cpu_ops")
-@every_family
+@pytest.mark.parametrize(
+    "family",
+    [n if n in ("qwen2", "gemma3") else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES],
+)
 def test_both_backends_have_the_same_logits_and_gradients(references, family):
     model = load_model(references[family].path)
     tokens = jnp.asarray(RNG.integers(0, 384, (2, 40)))
@@ -151,7 +155,7 @@ def test_both_backends_have_the_same_logits_and_gradients(references, family):
     )
 
 
-@pytest.mark.parametrize("family", ["qwen2-untied", "qwen3-head-dim"])
+@in_turn("family", "qwen2-untied", "qwen3-head-dim")
 def test_bfloat16_products_are_close_to_float32(references, family, backend):
     model = load_model(references[family].path)
     tokens = jnp.asarray(RNG.integers(0, 384, (2, 40)))
@@ -163,9 +167,7 @@ def test_bfloat16_products_are_close_to_float32(references, family, backend):
     assert np.linalg.norm(rounded - exact) > 0  # the products did run in bfloat16
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("qwen2-untied", marks=pytest.mark.slow), "qwen3-head-dim", "gemma3"]
-)
+@in_turn("family", "qwen3-head-dim", slow=["qwen2-untied", "gemma3"])
 def test_bfloat16_gradients_point_the_way_of_float32_ones(references, family, backend):
     model = load_model(references[family].path)
     tokens = jnp.asarray(RNG.integers(0, 384, (2, 40)))
@@ -180,7 +182,7 @@ def test_bfloat16_gradients_point_the_way_of_float32_ones(references, family, ba
     jax.tree_util.tree_map_with_path(check, exact, rounded)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@in_turn("remat", "full", "none")
 def test_gradients_equal_torch_with_and_without_remat(references, backend, remat):
     torch = pytest.importorskip("torch")
     reference = references["qwen2"]

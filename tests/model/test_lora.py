@@ -39,7 +39,7 @@ from coa_jax.storage import origin_of, with_header
 from coa_jax.train.batch import Batch
 from coa_jax.train.losses import Net, SFTLoss
 from tests.hub_server import hub_server
-from tests.model.conftest import make_reference
+from tests.model.conftest import in_turn, make_reference
 from tests.random_params import random_params
 from tests.tiny_tokenizer import train_tokenizer
 
@@ -104,7 +104,7 @@ def merged(model):
     return model.replace(config=without_adapters(model.config), params=params)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@in_turn("family", "llama", "gemma3")
 def test_values_gradients_and_merge_are_those_of_peft(base, family, tmp_path, backend):
     peft = pytest.importorskip("peft")
     if family != "llama":

@@ -58,8 +58,11 @@ def total(adapters, params_of, model, remat):
 
 @pytest.mark.parametrize(
     ("model", "remat"),
-    [(MODEL, "none"), (MODEL, "full"), (GEMMA, "dots")],
-    ids=["none", "full", "windows"],
+    [
+        pytest.param(MODEL, "none", marks=pytest.mark.slow, id="none"),
+        pytest.param(MODEL, "full", id="full"),
+        pytest.param(GEMMA, "dots", id="windows"),
+    ],
 )
 def test_a_shared_base_gives_the_same_log_probabilities_and_gradients(model, remat):
     adapters, base, shared = parts(model)

@@ -217,10 +217,11 @@ def damaged(rng):
     return b"\n".join(lines)
 
 
-def test_a_thousand_damaged_files_are_read_and_accounted_for(read):
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_files_are_read_and_accounted_for(read, count):
     rng = random.Random(0)
     problems = converted = refused = 0
-    for _ in range(1000):
+    for _ in range(count):
         data = damaged(rng)
         traces, report = read(data)
         assert report["records"] == sum(bool(line.strip()) for line in data.split(b"\n"))
@@ -239,6 +240,4 @@ def test_a_thousand_damaged_files_are_read_and_accounted_for(read):
                 converted += 1
                 assert part_violations(protocol, record.parts) == []
     # The injuries are real, and what they leave whole is used.
-    assert problems > 1000
-    assert converted > 1000
-    assert refused > 1000
+    assert min(problems, converted, refused) > count
