@@ -25,6 +25,7 @@ sys.exit(main())
     "pages",
     [
         ["tutorials/own_data"],
+        ["tutorials/on_a_cpu"],
         ["tutorials/own_tool"],
         ["tutorials/own_reward"],
         ["tutorials/own_environment"],
