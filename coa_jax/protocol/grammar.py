@@ -146,8 +146,12 @@ def closing_tags(protocol: Protocol) -> ByteAutomaton:
                 return place._replace(tag=text)
         return place._replace(tag="<" if text.endswith("<") else "")
 
+    in_tags = sorted({ord(letter) for role in protocol.roles for letter in f"</{role}>"})
+    others = sorted({*range(OBSERVED)} - {*in_tags})  # these bytes lead to the same place
+
     def follow(place: _Place) -> Iterator[tuple[list[int], _Place]]:
-        for byte in range(OBSERVED):
+        yield others, read(place, others[0])
+        for byte in in_tags:
             yield [byte], read(place, byte)
         # Without a closing tag, the observation answers a whole turn, after which no tag is open.
         yield [OBSERVED], _Place(place.role) if place.ended else _Place()
