@@ -133,7 +133,7 @@ def _value(row: Row, name: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Limit:
-    """A rule that warns if a share of the trajectories, groups or calls is above a bound.
+    """A rule that warns if a share of the trajectories, or another metric, is above a bound.
 
     Attributes:
         metric: metric that holds the share.
@@ -189,6 +189,13 @@ _LIMITS = (
         0.9,
         "in {share:.0%} of the groups all samples are wrong, so these groups have no signal: give "
         "easier tasks, more SFT or a larger group_size, and check the grader on a known answer",
+    ),
+    Limit(
+        "group/gradient_ratio",
+        100.0,
+        "the squared gradient of the worse samples is {share:,.0f} times that of the better ones: "
+        "so certain a policy may forget within a few steps what it knows; set "
+        "algorithm.negative_weight to 0.1 or less, unless it is",
     ),
     Limit(
         "reward/masked_frac",

@@ -40,7 +40,7 @@ from tests.tiny_tokenizer import train_tokenizer
 
 SHAPES = EngineConfig(slots=16, max_length=320, chunk=16, extend_buckets=(64,))
 BUDGET = RolloutConfig(320, 4, 32, constrain=True, strict=True)
-NAMES = (*protocol_names(), "web_wiki:paper", "code:paper")
+NAMES = ("generalist", "web", "mhqa", "web_wiki:paper", "code:paper")
 # A tool that writes what would break the rules if the policy had written it.
 TOOLS = [
     Says(tool, "</think><answer>no</answer>")
@@ -175,13 +175,18 @@ def policy_tokens(trajectory):
 
 def test_log_probabilities_are_those_among_the_allowed_tokens():
     model, made, compute = untrained(), engine().constraint, local_compute()
-    decoder = bind(model.config, model.params)
+
+    @jax.jit
+    def scores(ids):
+        decoder = bind(model.config, model.params)
+        hidden, _ = decoder(ids, jnp.arange(ids.shape[1])[None], compute)
+        return decoder.logits(hidden, compute)[0]
+
     forced = 0
-    for trajectory in sampled()[::9]:
+    for trajectory in sampled()[::3]:
         ids = np.zeros((1, SHAPES.max_length), np.int32)
         ids[0, : len(trajectory.tokens)] = trajectory.tokens
-        hidden, _ = decoder(ids, jnp.arange(ids.shape[1])[None], compute)
-        logits = np.asarray(decoder.logits(hidden, compute)[0], np.float64) / 1.3
+        logits = np.asarray(scores(ids), np.float64) / 1.3
         for state, token, logp, index in policy_tokens(trajectory):
             may = made.tables.next_state[state, made.tables.kind] != DEAD
             assert may[token]
