@@ -157,7 +157,7 @@ def completed(
 ) -> C:
     """Replaces the settings that a config leaves open, and prints what was chosen.
 
-    - ``row_length`` becomes ``longest``, rounded up to a multiple of 128.
+    - ``row_length`` becomes ``longest``, rounded up to a multiple of 128 (of 32 on a CPU).
     - ``dtype`` is bfloat16 where the processor multiplies bfloat16. In RL on a CPU, it is float32,
       as ``engine.dtype``.
     - ``remat`` is the fastest of none, dots and full with which a row fits into memory. ``rows`` is
@@ -202,11 +202,12 @@ def completed(
         dtype = cpu_dtype() if machine.platform == "cpu" else "bfloat16"
         if rl and machine.platform == "cpu":
             dtype = "float32"  # as the engine, so that sampler and trainer hardly differ
+    tile = 32 if machine.platform == "cpu" else 128
     chosen = dataclasses.replace(
         config,
         optimizer=optimizer,
         dtype=dtype,
-        row_length=config.row_length or -(-longest // 128) * 128,
+        row_length=config.row_length or -(-longest // tile) * tile,
     )
     chosen = _with_sizes(chosen, model_config, longest, machine)
     if run is not None:
