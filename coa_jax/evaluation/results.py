@@ -285,6 +285,12 @@ def table(outcome: Mapping[str, Any]) -> str:
     lines.append(
         f"  ends: {', '.join(f'{name} {count}' for name, count in values['stops'].items())}"
     )
+    cut_off = values["stops"].get("length", 0) / max(1, sum(values["stops"].values()))
+    if cut_off > 0.2:
+        lines.append(
+            f"  {cut_off:.0%} were cut off by rollout.max_tokens, which counts the prompt too: "
+            "raise it, or read the texts, if they do not end"
+        )
     for name, entry in cost["tools"].items():
         outcomes = ", ".join(f"{k} {v}" for k, v in entry["outcomes"].items())
         lines.append(f"  {name}: {entry['calls']} calls ({outcomes})")

@@ -177,7 +177,8 @@ def fitting(reader: RecordReader, measured: TokenCounts, length: int) -> Example
     kept = np.flatnonzero((sizes > 0) & (sizes <= length))
     if not len(kept):
         raise UserError(
-            f"{source}: none of the {number} records fits in {length} tokens: raise row_length"
+            f"{source}: none of the {number} records fits in {length} tokens, the shortest has "
+            f"{sizes[sizes > 0].min()}: raise row_length"
         )
     if len(kept) < number:
         logging.warning(

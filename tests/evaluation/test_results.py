@@ -101,6 +101,17 @@ def test_nothing_graded_gives_figures_without_a_claim():
     assert compute_results([], 1)["tasks"] == 0
 
 
+def test_many_samples_that_were_cut_off_are_said_with_the_setting():
+    cut, ended = trajectory(stop=StopReason.LENGTH), trajectory(reward=Reward(1.0))
+    texts = []
+    for of_four in (1, 0):
+        samples = [sample_of(cut)] * of_four + [sample_of(ended)] * (4 - of_four)
+        outcome = result_file_content("s", {}, [TaskSamples(task("a"), tuple(samples))], 1, {})
+        texts.append(table(json.loads(json.dumps(outcome))))
+    assert "25% were cut off by rollout.max_tokens" in texts[0]
+    assert "cut off" not in texts[1]
+
+
 def test_a_broken_sample_keeps_no_grade():
     whole = trajectory(calls=[("wiki_search", "q", "", "fault")], reward=Reward(1.0))
     assert sample_of(whole).broken and sample_of(whole).value is None
