@@ -214,7 +214,9 @@ def test_fine_tuning_makes_three_passes_over_rows_of_the_longest_example():
     values = with_defaults("sft", {"model": "m", "data": "d", "batch_size": 8, "lora": {"rank": 0}})
     of_run = build_config(SFTConfig, values)
     chosen = completed(of_run, model("smollm2-135m"), longest=700, examples=100, machine=CPU)
-    assert (chosen.row_length, chosen.optimizer.total_steps) == (768, 38)
+    assert (chosen.row_length, chosen.optimizer.total_steps) == (704, 38)
+    gpu = completed(of_run, model("smollm2-135m"), 700, 100, Machine("gpu", 1, 80 * 10**9))
+    assert gpu.row_length == 768
     adapters = completed(of_run, model("smollm2-135m", 8), longest=700, examples=100, machine=CPU)
     assert adapters.optimizer.learning_rate > chosen.optimizer.learning_rate > 0
 
@@ -255,7 +257,7 @@ def test_all_processes_choose_by_the_least_free_memory(monkeypatch):
     given = {"model": "m", "data": "d", "dtype": "bfloat16", "lora": {"rank": 0}}
     of_run = build_config(SFTConfig, with_defaults("sft", given))
     shapes = model("smollm2-135m")
-    chosen = [completed(of_run, shapes, 64, 100, CPU._replace(free=x * 10**9)) for x in (4, 6)]
+    chosen = [completed(of_run, shapes, 128, 100, CPU._replace(free=x * 10**9)) for x in (4, 6)]
     assert [each.rows for each in chosen] == [2, 8]
 
 
