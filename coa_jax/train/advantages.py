@@ -18,13 +18,10 @@ from jax.typing import ArrayLike
 
 from coa_jax.config.extensions import explain_errors_of
 from coa_jax.config.fields import format_value
-from coa_jax.data.trajectory import Author, Trajectory
+from coa_jax.data.trajectory import Trajectory
 from coa_jax.errors import UserError
 from coa_jax.train.algorithms import Algorithm, marked
 from coa_jax.train.batch import Batch
-
-LARGEST_RATIO = 100.0
-"""Largest `gradient_ratio` of a step that leaves its negative advantages as they are."""
 
 _BOUND = 20.0  # largest absolute difference of two log-probabilities
 
@@ -160,60 +157,6 @@ def of_critic(rewards: np.ndarray) -> np.ndarray:
 def nothing(rewards: np.ndarray) -> np.ndarray:
     """Returns 0 for every sample; all advantages then come from a teacher, see `distillation`."""
     return np.zeros_like(rewards)
-
-
-def gradient_ratio(groups: Sequence[Sequence[Trajectory]]) -> float | None:
-    """Estimates how much larger the gradients of worse samples are than those of better ones.
-
-    Worse samples have a reward below the mean of their group, better ones a reward above it. The
-    squared gradient of a sample is estimated by the sum of ``(1 - p)^2`` over its policy tokens,
-    which have the probabilities p.
-
-    Returns:
-        The mean squared gradient of the worse samples, divided by that of the better ones; None if
-        there are no samples of both kinds.
-    """
-    worse: list[float] = []
-    better: list[float] = []
-    for group in groups:
-        rewards = [(t, t.reward.value) for t in group if t.reward and t.reward.value is not None]
-        differences = less_mean(np.array([value for _, value in rewards], np.float64))
-        for (t, _), difference in zip(rewards, differences, strict=True):
-            if difference:
-                misses = -np.expm1(t.logp[t.author == Author.POLICY])
-                square = float(np.sum(misses * misses, dtype=np.float64))
-                (better if difference > 0 else worse).append(square)
-    if not worse or not sum(better):
-        return None
-    return float(np.mean(worse) / np.mean(better))
-
-
-def weaken_worse(
-    batches: Sequence[Batch], groups: Sequence[Sequence[Trajectory]]
-) -> tuple[list[Batch], float]:
-    """Multiplies negative advantages by a factor if the gradients of worse samples are far larger.
-
-    With the factor, the `gradient_ratio` of the step is at most `LARGEST_RATIO`. A policy that is
-    certain of nearly every token samples some tokens of small probability, and most samples with
-    such tokens are wrong. Without the factor, these few tokens decide the whole update.
-
-    Args:
-        batches: all micro-batches of a step, with their advantages.
-        groups: the samples from which the micro-batches were made.
-
-    Returns:
-        The micro-batches, and the factor. If the factor is 1, the batches are those of the
-        arguments.
-    """
-    ratio = gradient_ratio(groups) or 0.0
-    if ratio <= LARGEST_RATIO:
-        return list(batches), 1.0
-    factor = np.float32(np.sqrt(LARGEST_RATIO / ratio))
-    weakened = [
-        b._replace(advantage=np.where(b.advantage < 0, factor * b.advantage, b.advantage))
-        for b in batches
-    ]
-    return weakened, float(factor)
 
 
 # --- advantages of tokens ------------------------------------------------------------------

@@ -14,7 +14,7 @@ from coa_jax.data.trajectory import Author, StopReason, Trajectory, format_valid
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import stated_flops
-from coa_jax.train.advantages import gradient_ratio, has_signal
+from coa_jax.train.advantages import has_signal
 from coa_jax.train.batch import Batch
 from coa_jax.train.groups import Sampled, earned, graded_values, score_group
 from coa_jax.train.rl_config import RLConfig
@@ -95,16 +95,27 @@ def variety(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     Returns:
         ``group/distinct`` and ``group/distinct_tokens`` are the shares of samples and of policy
         tokens that remain if equal samples of a group count once. ``group/gradient_ratio`` is the
-        result of `gradient_ratio`, and absent if that is None.
+        mean squared gradient of the samples below the mean reward of their group, divided by that
+        of the samples above it. If it is above 1, bad samples move the policy more than good ones;
+        without samples of both kinds, it is absent. The squared gradient of a sample is estimated
+        by the sum of ``(1 - p)^2`` over its policy tokens, which have the probabilities p.
     """
     texts = [{t.tokens.tobytes(): t.num_policy_tokens for t in group} for group in groups]
     samples = [t for group in groups for t in group]
     tokens = sum(t.num_policy_tokens for t in samples)
-    ratio = gradient_ratio(groups)
+    squares: dict[bool, list[float]] = {False: [], True: []}
+    for group in groups:
+        rewards = [(t, t.reward.value) for t in group if t.reward and t.reward.value is not None]
+        mean = _mean(value for _, value in rewards)
+        for t, value in rewards:
+            if value != mean:
+                misses = -np.expm1(t.logp[t.author == Author.POLICY])
+                squares[value > mean].append(float(np.sum(misses * misses, dtype=np.float64)))
+    below, above = _mean(squares[False]), _mean(squares[True])
     return {
         "group/distinct": sum(map(len, texts)) / max(len(samples), 1),
         "group/distinct_tokens": sum(sum(text.values()) for text in texts) / max(tokens, 1),
-        **({} if ratio is None else {"group/gradient_ratio": ratio}),
+        **({"group/gradient_ratio": below / above} if above and squares[False] else {}),
     }
 
 

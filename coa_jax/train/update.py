@@ -17,8 +17,8 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Adapted, Params
 from coa_jax.parallel.placement import replicate
-from coa_jax.train.advantages import advantages_of, weaken_worse
-from coa_jax.train.algorithms import UNSET, Algorithm
+from coa_jax.train.advantages import advantages_of
+from coa_jax.train.algorithms import Algorithm
 from coa_jax.train.batch import Batch, Example, merge_identical, pack, split_rows, unpack
 from coa_jax.train.critic import abstract_critic, init_critic
 from coa_jax.train.examples import trajectory_example
@@ -151,8 +151,6 @@ def update(
         allowed=allowed,
     )
     figures["time/score"] = time.perf_counter() - began
-    if config.algorithm.negative_weight == UNSET and not algorithm.opd_coef:
-        step, figures["adv/negative_weight"] = weaken_worse(step, groups)
     figures |= _spread_of_advantages(step)
     if config.lora.rank and (version + 1) % EVERY == 0:
         figures |= movement(
