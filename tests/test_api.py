@@ -80,6 +80,14 @@ def test_an_agent_answers_with_the_tools_that_it_was_given(agent):
     assert agent.protocol.name == tiny_policy.PROTOCOL
 
 
+def test_a_call_returns_the_answer_and_warns_if_there_is_none(agent, monkeypatch, caplog):
+    assert agent(TASKS[0].question) == TASKS[0].gold[0]
+    assert not caplog.records
+    monkeypatch.setattr(agent, "_config", dataclasses.replace(BUDGET, max_turn_tokens=2))
+    assert agent(TASKS[0].question) == ""
+    assert "'turn_length'" in caplog.text and "rollout.max_turn_tokens" in caplog.text
+
+
 def test_an_agent_can_be_asked_where_an_event_loop_runs(agent):
     """As in Jupyter, whose cells run inside of a loop."""
     first, second = TASKS[:2]

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
+from absl import logging
+
 from coa_jax.data.trajectory import Trajectory
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
@@ -114,8 +116,16 @@ class Agent:
         return run_blocking(self.ask_async(question, on_text, seed))
 
     def __call__(self, question: str) -> str:
-        """Returns the policy's answer to a question; "" if the policy gave none."""
-        return self.ask(question).answer or ""
+        """Returns the policy's answer to a question; "" (and a warning) if the policy gave none."""
+        trajectory = self.ask(question)
+        if trajectory.answer is None:
+            logging.warning(
+                "the policy gave no answer: its text of %d tokens ended with the stop reason %r; "
+                "ask() returns the text, and the limits are in rollout.max_tokens, "
+                "rollout.max_turn_tokens and rollout.max_tool_calls",
+                len(trajectory.tokens), str(trajectory.stop_reason),
+            )  # fmt: skip
+        return trajectory.answer or ""
 
     async def ask_async(
         self,
