@@ -14,7 +14,7 @@ from coa_jax.data.trajectory import Author, StopReason, Trajectory, format_valid
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import stated_flops
-from coa_jax.train.advantages import has_signal
+from coa_jax.train.advantages import has_signal, less_mean
 from coa_jax.train.batch import Batch
 from coa_jax.train.groups import Sampled, earned, graded_values, score_group
 from coa_jax.train.rl_config import RLConfig
@@ -106,11 +106,11 @@ def variety(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     squares: dict[bool, list[float]] = {False: [], True: []}
     for group in groups:
         rewards = [(t, t.reward.value) for t in group if t.reward and t.reward.value is not None]
-        mean = _mean(value for _, value in rewards)
-        for t, value in rewards:
-            if value != mean:
+        differences = less_mean(np.array([value for _, value in rewards], np.float64))
+        for (t, _), difference in zip(rewards, differences, strict=True):
+            if difference:
                 misses = -np.expm1(t.logp[t.author == Author.POLICY])
-                squares[value > mean].append(float(np.sum(misses * misses, dtype=np.float64)))
+                squares[difference > 0].append(float(np.sum(misses * misses, dtype=np.float64)))
     below, above = _mean(squares[False]), _mean(squares[True])
     return {
         "group/distinct": sum(map(len, texts)) / max(len(samples), 1),

@@ -191,13 +191,6 @@ _LIMITS = (
         "easier tasks, more SFT or a larger group_size, and check the grader on a known answer",
     ),
     Limit(
-        "group/gradient_ratio",
-        100.0,
-        "the squared gradient of the worse samples is {share:,.0f} times that of the better ones: "
-        "so certain a policy may forget within a few steps what it knows; set "
-        "algorithm.negative_weight to 0.1 or less, unless it is",
-    ),
-    Limit(
         "reward/masked_frac",
         0.05,
         "{share:.0%} of the trajectories are masked (above 5 %), most of them because {cause}; the "
