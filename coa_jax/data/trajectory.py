@@ -190,11 +190,11 @@ class Trajectory:
     sample_id: int
     question: str
     protocol: str
-    tokens: np.ndarray
-    author: np.ndarray
-    logp: np.ndarray
+    tokens: np.ndarray = dataclasses.field(repr=False)
+    author: np.ndarray = dataclasses.field(repr=False)
+    logp: np.ndarray = dataclasses.field(repr=False)
     text: str
-    segments: tuple[SegmentSpan, ...]
+    segments: tuple[SegmentSpan, ...] = dataclasses.field(repr=False)
     tool_calls: tuple[ToolCall, ...]
     stop_reason: StopReason
     reward: Reward | None

@@ -138,6 +138,13 @@ EPISODE = (
 
 
 @given(trajectories())
+def test_a_trajectory_prints_its_text_and_no_arrays(whole):
+    printed = repr(whole)
+    assert repr(whole.text) in printed and repr(whole.question) in printed
+    assert "array(" not in printed
+
+
+@given(trajectories())
 def test_a_trajectory_survives_atif_bit_by_bit(whole):
     original = dataclasses.replace(whole, branches=(whole,))
     line = jsonl.dumps(to_atif(original))
