@@ -25,7 +25,7 @@ sys.exit(main())
     "pages",
     [
         ["tutorials/own_data"],
-        ["tutorials/on_a_cpu"],
+        pytest.param(["tutorials/on_a_cpu"], marks=pytest.mark.timeout(1800)),  # trains for minutes
         ["tutorials/own_tool"],
         ["tutorials/own_reward"],
         ["tutorials/own_environment"],
@@ -44,6 +44,8 @@ def test_a_reader_can_follow_the_pages(tmp_path, pages):
         **os.environ,
         "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # as for a reader; training is far faster
+        "XLA_FLAGS": "",
     }
     folder = tmp_path / "empty"
     folder.mkdir()
